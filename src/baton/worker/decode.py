@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,14 @@ from baton.errors import InternalError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
-from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Finished, Offer, PrefillEvent, Queued
+from baton.kv_transfer.connector.p2p.prefill_stream import (
+    Accepted,
+    Acknowledged,
+    Finished,
+    Offer,
+    PrefillEvent,
+    Queued,
+)
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
@@ -244,6 +252,9 @@ async def _events(
     call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
 ) -> AsyncIterator[PrefillEvent]:
     try:
+        # In a task of its own: gRPC's call with interceptors would take a cancellation here for its own, and go on.
+        await asyncio.shield(asyncio.ensure_future(call.initial_metadata()))
+        yield Acknowledged()
         async for response in call:
             kind = readable(response).WhichOneof("event")
             if kind == "accepted":

@@ -89,6 +89,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
+        await context.send_initial_metadata(())  # the caller knows from it that somebody is here
         async with aclosing(self.role.prefill(request)) as responses:
             async for response in responses:
                 yield response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from tests.support.servers.cluster import LocalCluster
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton.kv_transfer.connector.p2p import candidate_watch
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
@@ -132,3 +134,73 @@ async def test_a_silent_instance_is_left_when_a_router_says_so_and_one_that_is_h
             while role.connector.watch._said:  # its word goes with its stream
                 await asyncio.sleep(0.01)
             await channel.close()
+
+
+async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_later_ones_go_there_first(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidate_watch, "REST_S", 600.0)
+    async with busy_cluster(path) as cluster:
+        decode, prefill = cluster.decode[0], cluster.prefill[0]
+        role: Any = decode._role
+        watch = role.connector.watch
+        watch._stall_s = 600.0
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            address = f"127.0.0.1:{hung.getsockname()[1]}"
+            async with asyncio.timeout(60):
+                traces = [
+                    (await cluster.generate(decode, prompt(at), GREEDY, candidates=[address, prefill.address])).trace
+                    for at in range(2)
+                ]
+                assert {trace.path for trace in traces} == {common_pb2.PREFILL_PATH_REMOTE}
+                late = f"{address}: it did not acknowledge the call within {candidate_watch.ACKNOWLEDGE_S:g} s"
+                assert [trace.failed_prefills for trace in traces] == [[late], []]
+                # Nobody else could compute it: there is as much patience as ever.
+                alone = asyncio.create_task(cluster.generate(decode, prompt(2), GREEDY, candidates=[address]))
+                while not watch._waiting:
+                    await asyncio.sleep(0.01)
+                assert min(each.when() for each in watch._waiting[address]) > asyncio.get_running_loop().time() + 300
+                watch.tell("a router", frozenset({address}))
+                assert (await alone).trace.path == common_pb2.PREFILL_PATH_LOCAL
+
+
+async def test_an_instance_in_the_middle_of_a_step_acknowledges_a_call(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 20.0)
+    async with busy_cluster(path) as cluster:
+        decode, prefill = cluster.decode[0], cluster.prefill[0]
+        role: Any = decode._role
+        watch = role.connector.watch
+        watch._stall_s = 600.0
+        begun, go_on = threading.Event(), threading.Event()
+        executor: Any = prefill.context.executor
+        forward = executor.forward
+
+        def blocked(*args: Any) -> Any:
+            begun.set()
+            go_on.wait(60)
+            return forward(*args)
+
+        executor.forward = blocked
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            other = f"127.0.0.1:{hung.getsockname()[1]}"
+            first = asyncio.create_task(cluster.generate(decode, prompt(1), GREEDY))
+            async with asyncio.timeout(60):
+                while not begun.is_set():
+                    await asyncio.sleep(0.01)
+                asked = [prefill.address, other]
+                second = asyncio.create_task(cluster.generate(decode, prompt(2), GREEDY, candidates=asked))
+
+                def acknowledged() -> bool:
+                    far = asyncio.get_running_loop().time() + 300
+                    return sum(each.when() > far for each in watch._waiting.get(prefill.address, ())) == 2
+
+                try:
+                    while not acknowledged() and not second.done():
+                        await asyncio.sleep(0.01)
+                finally:
+                    go_on.set()
+                for result in (await first, await second):
+                    assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
+                    assert not result.trace.failed_prefills

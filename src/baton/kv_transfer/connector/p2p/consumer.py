@@ -27,7 +27,14 @@ from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, Transfer
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
 from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome, settle
 from baton.kv_transfer.connector.p2p.candidate_watch import CandidateWatch
-from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillDialer, PrefillEvent, Queued
+from baton.kv_transfer.connector.p2p.prefill_stream import (
+    Accepted,
+    Acknowledged,
+    Offer,
+    PrefillDialer,
+    PrefillEvent,
+    Queued,
+)
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import Valid
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
@@ -199,24 +206,30 @@ class P2PConsumer(LoadingConnector):
         load.cancelled = cancelled
         prefilled, candidates = load.request.prefilled, load.request.candidates
         if prefilled is not None:
-            failure = await self._failure(load, prefilled.address, claim=prefilled.key)
+            failure = await self._failure(load, prefilled.address, others=(), claim=prefilled.key)
             if failure is None:
                 return None
             if isinstance(failure, NotFoundError):
                 load.local_reason = "lease_over"
                 return "; ".join(load.failures)
             candidates = tuple(address for address in candidates if address != prefilled.address)
-        for address in candidates:
-            if await self._failure(load, address) is None:
+        left = list(candidates)
+        while left:
+            address = min(left, key=self.watch.is_last_choice)  # of equals the first
+            left.remove(address)
+            if await self._failure(load, address, others=left) is None:
                 return None
         return "; ".join(load.failures)
 
-    async def _failure(self, load: _Load, address: str, *, claim: str | None = None) -> BatonError | None:
-        """Try a candidate; ``None``: it did it."""
+    async def _failure(
+        self, load: _Load, address: str, *, others: Sequence[str], claim: str | None = None
+    ) -> BatonError | None:
+        """Try a candidate, with less patience where there are others; ``None``: it did it."""
         try:
             if self.watch.is_silent(address):
                 raise UnavailableError("it does not answer a router")
-            await self._try(load, address, claim)
+            hurried = not all(map(self.watch.is_last_choice, others))
+            await self._try(load, address, claim, hurried=hurried)
             return None
         except BatonError as failure:
             load.failures.append(f"{address}: {failure.message}")
@@ -227,15 +240,25 @@ class P2PConsumer(LoadingConnector):
     def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
         return self._update(load, ended.value if ended.error is None else ended.error)
 
-    async def _try(self, load: _Load, address: str, claim: str | None) -> None:
-        """Run one candidate to its end; on return everything is valid."""
+    async def _try(self, load: _Load, address: str, claim: str | None, *, hurried: bool) -> None:
+        """Run one candidate to its end; on return everything is valid.
+
+        Args:
+            load: What is wanted.
+            address: Of the candidate.
+            claim: Key of the prompt that waits there, if one does.
+            hurried: Leave it if it does not acknowledge the call.
+        """
         held = self._leading_tokens(load)
         state = _Events(num_ready_tokens=held)
         try:
             async with self._dialer.open(address, load.request, self._held(load, held), claim) as events:
                 attempt: _Attempt | None = None
                 while True:
-                    event = await self._next(address, events, state.fetches)
+                    event = await self._next(address, events, state.fetches, first_word=hurried)
+                    hurried = False
+                    if isinstance(event, Acknowledged):
+                        continue
                     if isinstance(event, Queued):
                         self._require_soon(event, state)
                     elif isinstance(event, Accepted):
@@ -292,13 +315,18 @@ class P2PConsumer(LoadingConnector):
             raise QueueFullError(f"its queue takes {queued.expected_s:.0f} s, longer than {self._wait_s:g} s")
 
     async def _next(
-        self, address: str, events: AsyncIterator[PrefillEvent], fetches: list[asyncio.Task[None]]
+        self,
+        address: str,
+        events: AsyncIterator[PrefillEvent],
+        fetches: list[asyncio.Task[None]],
+        *,
+        first_word: bool,
     ) -> PrefillEvent:
         for task in fetches:
             if task.done():
                 task.result()
         try:
-            return await self.watch.wait(address, anext(events))
+            return await self.watch.wait(address, anext(events), first_word=first_word)
         except StopAsyncIteration:
             raise StaleBlockError("the stream ended before the prompt was computed") from None
 

@@ -14,6 +14,11 @@ from baton.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The call has come to the prefill instance, which says so at once, whatever its engine is at."""
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The prefill instance took the request; its blocks lie in ``source``."""
 
@@ -74,7 +79,7 @@ class Queued:
         return self.tokens_ahead / self.tokens_per_s if self.tokens_per_s > 0 else 0.0
 
 
-PrefillEvent = Accepted | Queued | Offer | Finished
+PrefillEvent = Acknowledged | Accepted | Queued | Offer | Finished
 
 
 class PrefillDialer(Protocol):
