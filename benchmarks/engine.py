@@ -5,6 +5,8 @@ where nothing is said), bfloat16, greedy, new prompts each time. Prefill: the ti
 of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 new tokens after the first; counted from
 the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
 The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike.
+``--write`` keeps what the file has of other models, and of other workloads where the engines are the same: a long run
+may be cut into parts.
 ``--rivals`` adds vLLM's CPU build, OpenVINO GenAI and llama.cpp for the Llama, each in a process and a virtual
 environment of its own, which is made at first use (several GB in ``--rivals-folder``).
 
@@ -56,7 +58,8 @@ RESULT, FAMILIES_RESULT, RIVALS_RESULT = (
 )
 RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
-CONTEXT, NEW_TOKENS, WARM_TOKENS = 512, 64, 8
+CONTEXT, NEW_TOKENS = 512, 64
+WARM_CONTEXT, WARM_TOKENS = 64, 8
 AIMS = {"prefill_512": 1.3, "prefill_2048": 1.3, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
 MIXED_LOAD = "mixed_load"
 ITL_SLO_MS = 100.0
@@ -82,10 +85,26 @@ def main() -> int:
                 write(args, MIXED_RESULT, {**parameters, **ways, "machine": machine()})
     if args.models is not None:
         before = json.loads(FAMILIES_RESULT.read_text())["models"] if FAMILIES_RESULT.exists() else {}
-        write(args, FAMILIES_RESULT, {"benchmark": "engine_families", "models": {**before, **results}})
+        models = {**before, **{name: merged(before.get(name, {}), result) for name, result in results.items()}}
+        write(args, FAMILIES_RESULT, {"benchmark": "engine_families", "models": models})
     elif results:
-        write(args, RESULT if args.rivals is None else RIVALS_RESULT, results["llama"])
+        path = RESULT if args.rivals is None else RIVALS_RESULT
+        before = json.loads(path.read_text()) if path.exists() else {}
+        write(args, path, merged(before, results["llama"]))
     return 0
+
+
+def merged(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the workloads of an earlier one that it has not, if that is of the same engines."""
+    if any(before.get(key) != result[key] for key in ("engines", "settings", "repeats", "parameters")):
+        return result
+    found = dict(result)
+    for key, value in result.items():
+        if key.startswith("ratio_to_"):
+            found[key] = {**before[key], **value}
+        elif key in {"tokens_per_s", "spread"}:
+            found[key] = {engine: {**before[key][engine], **each} for engine, each in value.items()}
+    return found
 
 
 def write(args: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
@@ -125,7 +144,7 @@ def model_names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[str, Any]:
-    """Measure every workload with every engine, taking turns."""
+    """Load the engines, and measure every workload with each of them, taking turns."""
     names = list(args.engines or ["baton", "generate", "generate_batch"])
     makers = {"baton": make_baton, "generate": make_generate, "generate_batch": make_generate_batch}
     engines: dict[str, Measure] = {}
@@ -138,14 +157,15 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
         for name in [] if args.rivals is None else args.rivals or RIVALS:
             rival = stack.enter_context(Rival(name, args.rivals_folder, Path(folder), args.threads))
             engines[name], details[name] = rival.measure, rival.details
+        print("engines are loaded", file=sys.stderr, flush=True)
         for workload in (each for each in AIMS if each in args.workloads):
-            kind, size = workload.split("_")
             for repeat in range(args.repeats + 1):  # the first warms up
                 for name, measure in engines.items():
-                    new_tokens = NEW_TOKENS if repeat else WARM_TOKENS
-                    speed = one(measure, (kind, int(size), new_tokens), repeat, model.vocab_size)
                     if repeat:
+                        speed = one(measure, workload, prompts_of(workload, repeat, model.vocab_size))
                         speeds.setdefault(name, {}).setdefault(workload, []).append(speed)
+                    else:
+                        measure(prompts_of(workload, repeat, model.vocab_size, WARM_CONTEXT), WARM_TOKENS)
                 if repeat:
                     latest = ", ".join(f"{name} {speeds[name][workload][-1]:.0f}" for name in engines)
                     print(f"{workload} [{repeat}/{args.repeats}]: {latest} tokens/s", file=sys.stderr, flush=True)
@@ -164,24 +184,28 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
     }
 
 
-def one(measure: Measure, workload: tuple[str, int, int], seed: int, vocab_size: int) -> float:
-    """Measure one workload once; tokens per second. New prompts each time: no cache can help."""
-    kind, size, tokens = workload
-    generator = np.random.default_rng([seed, size])
+def prompts_of(workload: str, seed: int, vocab_size: int, context: int = CONTEXT) -> list[list[int]]:
+    """Return a workload's prompts, new ones for each seed: no cache can help."""
+    kind, size = workload.split("_")
+    count, length = (1, int(size)) if kind == "prefill" else (int(size), context)
+    generator = np.random.default_rng([seed, int(size)])
+    ids: list[list[int]] = generator.integers(3, vocab_size, (count, length)).tolist()
+    return ids
 
-    def prompts(count: int, length: int) -> list[list[int]]:
-        ids: list[list[int]] = generator.integers(3, vocab_size, (count, length)).tolist()
-        return ids
 
-    count = 1 if kind == "prefill" else size
-    new_tokens = 1 if kind == "prefill" else tokens + 1
-    times = measure(prompts(count, size if kind == "prefill" else CONTEXT), new_tokens)
+def one(measure: Measure, workload: str, prompts: list[list[int]]) -> float:
+    """Measure one workload once; tokens per second."""
+    prefill = workload.startswith("prefill")
+    new_tokens = 1 if prefill else NEW_TOKENS + 1
+    times = measure(prompts, new_tokens)
     lengths = [len(sequence) for sequence in times]
-    if lengths != [new_tokens] * count:
-        raise RuntimeError(f"expected {count} sequences of {new_tokens} tokens, got {lengths}")
-    if kind == "prefill":
-        return size / times[0][0]
+    if lengths != [new_tokens] * len(prompts):
+        raise RuntimeError(f"expected {len(prompts)} sequences of {new_tokens} tokens, got {lengths}")
+    if prefill:
+        return len(prompts[0]) / times[0][0]
     begin, end = max(sequence[0] for sequence in times), min(sequence[-1] for sequence in times)
+    if end <= begin:
+        raise RuntimeError(f"{workload}: a sequence ended before the last of the others began")
     return sum(begin < at <= end for sequence in times for at in sequence) / (end - begin)
 
 

@@ -1,7 +1,7 @@
 """Linear layers with bfloat16 weights: ``x W^T + bias + residual``, summed in float32, rounded once.
 
-Implementations, each with weights packed once: a C++ one that multiplies in float32, which many processors do faster
-than their bfloat16; a C++ one for AMX; oneDNN's for those with a fast vdpbf16ps.
+Implementations, each with weights packed once: C++ ones that multiply in float32, which many processors do faster than
+their bfloat16, in pairs of bfloat16, and in AMX's tiles; oneDNN's where these cannot be loaded.
 """
 
 from __future__ import annotations
@@ -83,6 +83,14 @@ class CpuLinear:
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
+
+
+class PairsLinear(CpuLinear):
+    """The C++ operator that multiplies pairs of bfloat16, in float32 where there is no instruction for that."""
+
+    @staticmethod
+    def _operator(library: CpuLibrary) -> LinearOperator:
+        return library.linear_pairs
 
 
 class AmxLinear(CpuLinear):

@@ -15,7 +15,7 @@ import torch
 from baton_kernels.cpu import CpuLibrary, OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu import library as library_module
 from baton_kernels.cpu.variants import Variant
-from baton_kernels.linear import CpuLinear, linear_reference
+from baton_kernels.linear import CpuLinear, PairsLinear, linear_reference
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, RaggedBatch, paged_attention_reference
 from baton_kernels.paged_attention.definition import LayerPool
 from baton_kernels.row_wise import SILU, CpuGatedMul, CpuRmsNorm, gated_reference, rms_norm_reference
@@ -87,13 +87,14 @@ def check_attention(library: CpuLibrary, dtype: torch.dtype, k_dim: int = 21, v_
         torch.testing.assert_close(got.double(), want, rtol=0, atol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize("kind", [CpuLinear, PairsLinear])
 @pytest.mark.parametrize("rows", [1, 3, 8, 40, 100])
-def test_linear(build: CpuLibrary, rows: int) -> None:
+def test_linear(build: CpuLibrary, rows: int, kind: type[CpuLinear]) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, residual = (
         torch.randn(*dims, generator=generator).bfloat16() for dims in ((rows, 150), (70, 150), (rows, 70))
     )
-    got = CpuLinear(build, weight)(x, residual)
+    got = kind(build, weight)(x, residual)
     torch.testing.assert_close(got, linear_reference(x, weight, None, residual), rtol=1e-2, atol=1e-2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PlainLinear, linear_reference
+from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PairsLinear, PlainLinear, linear_reference
 
 SHAPES = [
     (1, 64, 100),
@@ -28,7 +28,7 @@ def tensors(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
     return normal(rows, inputs), normal(outputs, inputs), normal(outputs), normal(rows, outputs)
 
 
-@pytest.fixture(params=[CpuLinear, AmxLinear])
+@pytest.fixture(params=[CpuLinear, PairsLinear, AmxLinear])
 def kind(request: pytest.FixtureRequest, library: CpuLibrary) -> type[CpuLinear]:
     if request.param is AmxLinear and not library.amx:
         pytest.skip("no AMX here")

@@ -91,6 +91,7 @@ class CpuLibrary:
         self.paged_attention = _function(library, "baton_paged_attention", ctypes.c_int, 1)
         self.linear = LinearOperator.of(library, "baton_linear")
         self.linear_amx = LinearOperator.of(library, "baton_linear_amx")
+        self.linear_pairs = LinearOperator.of(library, "baton_linear_pairs")
         self.rms_norm = _function(library, "baton_rms_norm", None, 1)
         self.sample = _function(library, "baton_sample", None, 1)
         self.gated_mul = _function(library, "baton_gated_mul", None, 1)

@@ -36,7 +36,7 @@ NEW_TOKENS = 48
 pytestmark = pytest.mark.usefixtures("warm_followers")
 CASES = [
     *((name, *sizes) for name in ("qwen3", "mistral", "gemma3", "mixtral") for sizes in ((2, 1), (1, 2))),
-    *((name, 2, 1) for name in ("phi3", "olmo2", "glm4")),
+    *((name, 2, 1) for name in ("phi3", "gemma2", "olmo2", "olmo3", "glm4", "qwen3_moe")),
     *(("gpt_oss", 2, 1), ("gpt_oss", 1, 3), ("deepseek_v3", 2, 1), ("deepseek_v3", 1, 2)),
 ]
 """Architecture, tp, pp; beside Llama with 2 x 2. pp 3 of 4 layers has stages of 2, 1 and 1."""
@@ -74,6 +74,7 @@ def test_equality_of_mixed_batches_with_chunks_and_preemption(
     references: References, case: tuple[str, int, int]
 ) -> None:
     with LLM(case_config(references, case)) as llm:
+        assert llm.core.executor.description.startswith("fused decoder")
         check_equality(references, case[0], llm)
 
 

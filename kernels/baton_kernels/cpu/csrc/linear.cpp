@@ -1,14 +1,14 @@
-// Linear layers with bfloat16 weights, multiplied in float32: for processors whose float32 units outrun their bfloat16
-// ones. Weights are repacked once into panels of columns that are read in order; a vector of bfloat16 pairs becomes two
-// float32 vectors by a shift and a mask. Few rows stream the panels; many go over a block of a panel while it is cached.
+// Linear layers with bfloat16 weights, sums in float32. They are multiplied as float32, or as pairs of bfloat16 where the
+// processor does more of these. Weights are repacked once into panels of columns that are read in order. Few rows stream
+// the panels; many go over a block of a panel while it is cached.
 #include "linear.h"
 
 namespace baton {
 namespace {
 
-constexpr int K_BLOCK = 128;       // steps of a panel that stay in the first-level cache while rows go over them
+constexpr long CACHED = 16 * 1024;  // bytes of a panel that stay in the first-level cache while rows go over them
 constexpr int PRIVATE_ROWS = 64;   // up to here, each thread converts the inputs for itself
-constexpr int AHEAD = 64;          // steps that a streamed panel is fetched ahead
+constexpr long AHEAD = 8192;       // bytes that a streamed panel is fetched ahead
 #if defined(__AVX2__) && !defined(BATON_AVX512)
 constexpr int GROUP = 6;           // rows of a register tile
 #else
@@ -16,31 +16,81 @@ constexpr int GROUP = 12;
 #endif
 constexpr int ROW_BLOCK = 10 * GROUP;  // rows converted at a time
 
-// Rows `first` to first + count as float32, step by step: out[in_features][count], and up to VL elements more.
+// How a step of a panel is multiplied. STEP: inputs that it takes; VECTORS: of the panel. A row's inputs have 32 bits.
+struct Widened {  // bfloat16 as float32: a vector of the panel has an input of columns c (low halves) and c + VL
+  static constexpr int STEP = 1, VECTORS = 1;
+  vf low, high;
+
+  explicit Widened(const vu* panel) : low((vf)(*panel << 16)), high((vf)(*panel & 0xffff0000u)) {}
+  void add(float x, vf* sums) const { sums[0] += splat(x) * low, sums[1] += splat(x) * high; }
+
+  // Steps s to s + VL of a row of inputs.
+  static vf inputs(const bf16* row, long s, long in_features) { return load_upto(row + s, in_features - s); }
+
+  // Step s of the panel, from weights(column, input).
+  template <class F>
+  static void pack(F weights, long s, uint32_t* out) {
+    for (int c = 0; c < VL; ++c) out[c] = weights(c, s) | weights(c + VL, s) << 16;
+  }
+};
+
+#if defined(BATON_AVX512_BF16)
+struct Pairs {  // of bfloat16, of one column each
+  static constexpr int STEP = 2, VECTORS = 2;
+  __m512bh low, high;
+
+  explicit Pairs(const vu* panel) : low((__m512bh)panel[0]), high((__m512bh)panel[1]) {}
+  void add(float x, vf* sums) const {
+    const __m512bh pair = (__m512bh)_mm512_set1_ps(x);
+    sums[0] = (vf)_mm512_dpbf16_ps((__m512)sums[0], pair, low);
+    sums[1] = (vf)_mm512_dpbf16_ps((__m512)sums[1], pair, high);
+  }
+  static vf inputs(const bf16* row, long s, long in_features) {
+    const long left = in_features - 2 * s;
+    const __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
+    return (vf)_mm512_maskz_loadu_epi16(there, row + 2 * s);
+  }
+  template <class F>
+  static void pack(F weights, long s, uint32_t* out) {
+    for (int c = 0; c < PW; ++c) out[c] = weights(c, 2 * s) | weights(c, 2 * s + 1) << 16;
+  }
+};
+#else
+using Pairs = Widened;
+#endif
+
+long panels_of(long out_features) { return (out_features + PW - 1) / PW; }
+
+template <class M>
+long steps_of(long in_features) {
+  return (in_features + M::STEP - 1) / M::STEP;
+}
+
+// Rows `first` to first + count, step by step: out[steps][count], and up to VL elements more.
+template <class M>
 void convert(const Linear& a, long first, int count, float* out) {
   const bf16* from = (const bf16*)a.x + first * a.x_stride;
-  if (GROUP > VL) {  // more rows than a square of vectors has
-    for (int i = 0; i < count; ++i)
-      for (long s = 0; s < a.in_features; s += VL) {
-        const vf x = load_upto(from + i * a.x_stride + s, a.in_features - s);
-        const int width = (int)std::min<long>(VL, a.in_features - s);
+  const long steps = steps_of<M>(a.in_features);
+  for (long s = 0; s < steps; s += VL) {
+    const int width = (int)std::min<long>(VL, steps - s);
+    if constexpr (GROUP > VL) {  // more rows than a square of vectors has
+      for (int i = 0; i < count; ++i) {
+        const vf x = M::inputs(from + i * a.x_stride, s, a.in_features);
         for (int c = 0; c < width; ++c) out[(s + c) * count + i] = x[c];
       }
-    return;
-  }
-  for (long s = 0; s < a.in_features; s += VL) {
-    vf x[VL];
-    for (int i = 0; i < VL; ++i) x[i] = i < count ? load_upto(from + i * a.x_stride + s, a.in_features - s) : vf{};
-    transpose(x);
-    const int width = (int)std::min<long>(VL, a.in_features - s);
-    for (int i = 0; i < width; ++i) store(out + (s + i) * count, x[i]);  // the next store overwrites what is too much
+    } else {
+      vf x[VL];
+      for (int i = 0; i < VL; ++i) x[i] = i < count ? M::inputs(from + i * a.x_stride, s, a.in_features) : vf{};
+      transpose(x);
+      for (int i = 0; i < width; ++i) store(out + (s + i) * count, x[i]);  // the next overwrites what is too much
+    }
   }
 }
 
 // sums[R][PW] (+)= x[steps][R] * panel[steps][PW]. Few rows keep several sums apart, so that no addition waits for the
-// one before. `ahead`, moved by `stride` bytes a step: memory to fetch for later.
-template <int R>
-void block(const float* x, const uint32_t* panel, int steps, bool fresh, const char* ahead, long stride, float* sums) {
+// one before. `ahead`, moved by `stride` bytes per vector: memory to fetch for later.
+template <class M, int R>
+void block(const float* x, const vu* panel, long steps, bool fresh, const char* ahead, long stride, float* sums) {
   constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
   vf acc[U][R][2];
 #pragma GCC unroll 4
@@ -49,18 +99,14 @@ void block(const float* x, const uint32_t* panel, int steps, bool fresh, const c
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) acc[u][r][c] = fresh || u ? vf{} : *(vf*)(sums + r * PW + c * VL);
-  const auto step = [&](int u, int s) __attribute__((always_inline)) {
-    const vu pairs = ((const vu*)panel)[s];
-    __builtin_prefetch(ahead, 0, 3);
-    ahead += stride;
-    const vf low = (vf)(pairs << 16), high = (vf)(pairs & 0xffff0000u);
+  const auto step = [&](int u, long s) __attribute__((always_inline)) {
+    const M weights(panel + s * M::VECTORS);
+#pragma GCC unroll 2
+    for (int v = 0; v < M::VECTORS; ++v, ahead += stride) __builtin_prefetch(ahead, 0, 3);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const vf a = splat(x[s * R + r]);
-      acc[u][r][0] += a * low, acc[u][r][1] += a * high;
-    }
+    for (int r = 0; r < R; ++r) weights.add(x[s * R + r], acc[u][r]);
   };
-  int s = 0;
+  long s = 0;
   for (; s + U <= steps; s += U)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) step(u, s + u);
@@ -76,12 +122,13 @@ void block(const float* x, const uint32_t* panel, int steps, bool fresh, const c
     }
 }
 
-void block_of(int rows, const float* x, const uint32_t* panel, int steps, bool fresh, const char* ahead, long stride,
+template <class M>
+void block_of(int rows, const float* x, const vu* panel, long steps, bool fresh, const char* ahead, long stride,
               float* sums) {
   switch (rows) {
 #define BATON_ROWS(R) \
   case R:             \
-    return block<R>(x, panel, steps, fresh, ahead, stride, sums);
+    return block<M, R>(x, panel, steps, fresh, ahead, stride, sums);
     BATON_ROWS(1)
     BATON_ROWS(2)
     BATON_ROWS(3)
@@ -109,29 +156,35 @@ struct Groups {
 };
 
 // One panel of columns for some rows; x: per group what `convert` gives, `stride` elements apart.
+template <class M>
 void panel_of(const Linear& a, long panel, long first, const Groups& groups, const float* x, long stride, float* sums) {
-  const int steps = a.in_features;
-  const uint32_t* weights = a.packed + panel * steps * (PW / 2);
-  for (int s = 0; s < steps; s += K_BLOCK) {
-    const int n = std::min(K_BLOCK, steps - s);
+  constexpr long STEP_BYTES = M::VECTORS * sizeof(vu), BLOCK = CACHED / STEP_BYTES;
+  const long steps = steps_of<M>(a.in_features);
+  const vu* weights = (const vu*)a.packed + panel * steps * M::VECTORS;
+  for (long s = 0; s < steps; s += BLOCK) {
+    const long n = std::min(BLOCK, steps - s);
     for (int g = 0; g < groups.count; ++g) {
       const int rows = groups.size(g);
-      const uint32_t* part = weights + (long)s * (PW / 2);
+      const vu* part = weights + s * M::VECTORS;
       // one group streams; of several, each fetches its share of the next block
-      const long bytes = (long)n * sizeof(vu), share = groups.count == 1 ? 0 : bytes + bytes * g / groups.count;
-      const char* ahead = (const char*)part + (groups.count == 1 ? AHEAD * sizeof(vu) : share);
-      block_of(rows, x + g * stride + (long)s * rows, part, n, s == 0, ahead, sizeof(vu) / groups.count,
-               sums + (long)groups.begin(g) * PW);
+      const long bytes = n * STEP_BYTES, share = bytes + bytes * g / groups.count;
+      const char* ahead = (const char*)part + (groups.count == 1 ? AHEAD : share);
+      block_of<M>(rows, x + g * stride + s * rows, part, n, s == 0, ahead, sizeof(vu) / groups.count,
+                  sums + (long)groups.begin(g) * PW);
     }
   }
   for (int r = 0; r < groups.rows; ++r) finish_row(a, first + r, panel * PW, sums + (long)r * PW);
 }
 
-long group_stride(const Linear& a) { return round_up((long)GROUP * a.in_features + VL, 16); }
+template <class M>
+long group_stride(const Linear& a) {
+  return round_up(GROUP * steps_of<M>(a.in_features) + VL, 16);
+}
 
 // Run by every thread of the team; `shared` is null where each thread has to convert the inputs for itself.
+template <class M>
 void run(const Linear& a, float* shared, const Team& team, Scratch& scratch) {
-  const long panels = (a.out_features + PW - 1) / PW, stride = group_stride(a);
+  const long panels = panels_of(a.out_features), stride = group_stride<M>(a);
   const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
   const size_t sums_size = (size_t)most.rows * PW;
   float* sums = scratch.get<float>(sums_size + (shared ? 0 : most.count * stride));
@@ -139,11 +192,42 @@ void run(const Linear& a, float* shared, const Team& team, Scratch& scratch) {
   for (long first = 0; first < a.rows; first += ROW_BLOCK) {
     const Groups groups((int)std::min<long>(ROW_BLOCK, a.rows - first));
     for (int g = shared ? team.thread : 0; g < groups.count; g += shared ? team.threads : 1)
-      convert(a, first + groups.begin(g), groups.size(g), x + g * stride);
+      convert<M>(a, first + groups.begin(g), groups.size(g), x + g * stride);
     if (shared) team.barrier();
-    team.share(panels, [&](long p) { panel_of(a, p, first, groups, x, stride, sums); });
+    team.share(panels, [&](long p) { panel_of<M>(a, p, first, groups, x, stride, sums); });
     if (shared) team.barrier();
   }
+}
+
+template <class M>
+void linear(const Linear& a) {
+  static thread_local Scratch inputs;
+  if (a.rows == 0) return;
+  const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
+  float* shared = a.rows > PRIVATE_ROWS ? inputs.get<float>(most.count * group_stride<M>(a)) : nullptr;
+  parallel(a.threads, [&](const Team& team) {
+    static thread_local Scratch scratch;
+    run<M>(a, shared, team, scratch);
+  });
+}
+
+template <class M>
+void pack(const uint16_t* weight, uint32_t* packed, long out_features, long in_features) {
+  const long steps = steps_of<M>(in_features);
+  parallel(0, [&](const Team& team) {
+    team.share(panels_of(out_features), [&](long p) {
+      const auto weights = [&](long c, long s) -> uint32_t {
+        const long row = p * PW + c;
+        return row < out_features && s < in_features ? weight[row * in_features + s] : 0;
+      };
+      for (long s = 0; s < steps; ++s) M::pack(weights, s, packed + (p * steps + s) * M::VECTORS * VL);
+    });
+  });
+}
+
+template <class M>
+int64_t packed_size(long out_features, long in_features) {
+  return panels_of(out_features) * PW * steps_of<M>(in_features) * M::STEP;
 }
 
 }  // namespace
@@ -153,32 +237,24 @@ using namespace baton;
 
 // Elements (bfloat16) of the packed weights.
 extern "C" int64_t baton_linear_packed_size(int64_t out_features, int64_t in_features) {
-  return round_up(out_features, PW) * in_features;
+  return packed_size<Widened>(out_features, in_features);
 }
 
 // weight: bfloat16 [out_features][in_features] -> packed, aligned to 64 bytes.
 extern "C" void baton_linear_pack(const uint16_t* weight, uint32_t* packed, int64_t out_features, int64_t in_features) {
-  const long panels = (out_features + PW - 1) / PW;
-  const auto pack_panel = [&](long p) {
-    for (long s = 0; s < in_features; ++s)
-      for (int i = 0; i < PW / 2; ++i) {
-        const long low = p * PW + i, high = low + VL;
-        const uint32_t a = low < out_features ? weight[low * in_features + s] : 0;
-        const uint32_t b = high < out_features ? weight[high * in_features + s] : 0;
-        packed[(p * in_features + s) * (PW / 2) + i] = a | b << 16;
-      }
-  };
-  parallel(0, [&](const Team& team) { team.share(panels, pack_panel); });
+  pack<Widened>(weight, packed, out_features, in_features);
 }
 
-extern "C" void baton_linear(const Linear* a) {
-  static thread_local Scratch inputs;
-  if (a->rows == 0) return;
-  const bool share = a->rows > PRIVATE_ROWS;
-  const Groups most((int)std::min<long>(a->rows, ROW_BLOCK));
-  float* shared = share ? inputs.get<float>(most.count * group_stride(*a)) : nullptr;
-  parallel(a->threads, [&](const Team& team) {
-    static thread_local Scratch scratch;
-    run(*a, shared, team, scratch);
-  });
+extern "C" void baton_linear(const Linear* a) { linear<Widened>(*a); }
+
+// The same by pairs.
+extern "C" int64_t baton_linear_pairs_packed_size(int64_t out_features, int64_t in_features) {
+  return packed_size<Pairs>(out_features, in_features);
 }
+
+extern "C" void baton_linear_pairs_pack(const uint16_t* weight, uint32_t* packed, int64_t out_features,
+                                        int64_t in_features) {
+  pack<Pairs>(weight, packed, out_features, in_features);
+}
+
+extern "C" void baton_linear_pairs(const Linear* a) { linear<Pairs>(*a); }

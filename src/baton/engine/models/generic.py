@@ -18,7 +18,7 @@ from baton.engine.models.parallel import Share
 from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
 from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PlainLinear
+from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
@@ -160,17 +160,17 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary | None) -> tuple[str, MakeLinear]:
     """Return the name and the maker of the linear layers that are fastest for a model's dtype on this machine.
 
-    bfloat16 on a CPU: the C++ operator for AMX where that is; oneDNN where the processor multiplies bfloat16 fast (AMX
-    without these operators, or a full-rate vdpbf16ps); else the C++ operator that multiplies in float32. Anything else:
-    torch's own.
+    bfloat16 on a CPU: the C++ operator for AMX where that is; the one for pairs where the processor has a full-rate
+    vdpbf16ps; else the one that multiplies in float32. oneDNN where these cannot be loaded, or are built without the
+    AMX that the processor has. Anything else: torch's own.
     """
     if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:
         return "torch", PlainLinear
     if library is not None and library.amx:
         return "amx", lambda weight, bias: AmxLinear(library, weight, bias)
-    fast_bf16 = torch.cpu._is_amx_tile_supported() or (library is not None and library.pairs_are_faster)
-    if library is not None and not fast_bf16:
-        return "cpp", lambda weight, bias: CpuLinear(library, weight, bias)
+    if library is not None and not torch.cpu._is_amx_tile_supported():
+        kind = PairsLinear if library.pairs_are_faster else CpuLinear
+        return ("pairs" if kind is PairsLinear else "cpp"), lambda weight, bias: kind(library, weight, bias)
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "onednn", OneDnnLinear
     return "torch", PlainLinear
