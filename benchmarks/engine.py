@@ -96,11 +96,11 @@ def main() -> int:
 
 def merged(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Return a result with the workloads of an earlier one that it has not, if that is of the same engines."""
-    if any(before.get(key) != result[key] for key in ("engines", "settings", "repeats", "parameters")):
+    if any(before.get(key) != result[key] for key in ("engines", "settings", "parameters")):
         return result
     found = dict(result)
     for key, value in result.items():
-        if key.startswith("ratio_to_"):
+        if key == "repeats" or key.startswith("ratio_to_"):
             found[key] = {**before[key], **value}
         elif key in {"tokens_per_s", "spread"}:
             found[key] = {engine: {**before[key][engine], **each} for engine, each in value.items()}
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
         "parameters": model.parameters,
         "active_parameters": model.active,
         "settings": {"dtype": "bfloat16", "threads": args.threads, "context": CONTEXT, "new_tokens": NEW_TOKENS},
-        "repeats": args.repeats,
+        "repeats": dict.fromkeys(next(iter(speeds.values()), {}), args.repeats),
         "engines": details,
         "tokens_per_s": {name: {w: statistics.median(v) for w, v in speeds[name].items()} for name in engines},
         "spread": {name: {w: [min(v), max(v)] for w, v in speeds[name].items()} for name in engines},
