@@ -1,7 +1,8 @@
 """Spans: what happened to a request and when, and what it is part of (W3C Trace Context).
 
 A request carries a :class:`Span` on its way, whose events are noted where they happen. With an exporter the caller's
-span is its parent; without one nothing is noted, and a caller's ``traceparent`` is passed on as it came.
+span is its parent; without one, or where the request is not sampled, nothing is noted, and a caller's ``traceparent``
+is passed on as it came. Times are ``time.perf_counter_ns``, on Linux the clock of ``time.monotonic_ns``, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+Attribute: TypeAlias = str | int | float | bool | Sequence[str]
+Kind: TypeAlias = Literal["server", "client", "internal"]
+"""Whether a span answers a call of another process, waits for another process, or neither."""
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 
@@ -23,6 +29,17 @@ class TraceContext(NamedTuple):
 
     def __str__(self) -> str:
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether spans of this trace are exported."""
+        return bool(int(self.flags, 16) & 1)
+
+    @classmethod
+    def below(cls, parent: TraceContext | None) -> TraceContext:
+        """Return the place of a new span that is sampled; ``None``: it begins a trace."""
+        trace_id = f"{secrets.randbits(128) or 1:032x}" if parent is None else parent.trace_id
+        return cls(trace_id, f"{secrets.randbits(64) or 1:016x}")
 
 
 def parse_traceparent(value: str) -> TraceContext | None:
@@ -40,7 +57,7 @@ class Event(NamedTuple):
     """Something that happened.
 
     Attributes:
-        at_ns: When, by ``time.perf_counter_ns``.
+        at_ns: When.
         detail: E.g. an instance's name; empty: nothing more to say.
     """
 
@@ -51,6 +68,14 @@ class Event(NamedTuple):
 
 class SpanExporter(Protocol):
     """Takes spans that have ended."""
+
+    def samples(self, trace_id: str, parent: TraceContext | None) -> bool:
+        """Whether a request is to be traced.
+
+        Args:
+            trace_id: Of its trace.
+            parent: The caller's span; ``None``: the trace begins here.
+        """
 
     def export(self, span: Span) -> None:
         """Take a span; called in the event loop, must not block or raise."""
@@ -63,16 +88,21 @@ class Span:
         name: What it is.
         parent: The span that it is part of, if there is one.
         exporter: Takes it at its end.
-        start_ns: When it began, by ``time.perf_counter_ns``; 0: now.
+        start_ns: When it began; 0: now.
+        kind: Of a span as OpenTelemetry has them.
+        context: Its place, where that is decided.
 
     Attributes:
         context: Its place; ``None``: it has no parent and no exporter.
         events: In order; none without an exporter.
+        attributes: What there is to say of it; to be filled where it is :attr:`recording`.
         status: How it ended: ``ok`` or an error's code; empty: not yet, or there is no exporter.
         end_ns: When it ended.
     """
 
-    __slots__ = ("_exporter", "context", "end_ns", "events", "name", "parent", "start_ns", "status")
+    __slots__ = (
+        *("_exporter", "attributes", "context", "end_ns", "events", "kind", "name", "parent", "start_ns", "status"),
+    )
 
     def __init__(
         self,
@@ -80,28 +110,80 @@ class Span:
         parent: TraceContext | None = None,
         exporter: SpanExporter | None = None,
         start_ns: int = 0,
+        *,
+        kind: Kind = "server",
+        context: TraceContext | None = None,
     ) -> None:
-        self.name, self.parent, self._exporter = name, parent, exporter
+        self.name, self.parent, self.kind, self._exporter = name, parent, kind, exporter
         self.start_ns = start_ns or time.perf_counter_ns()
         self.end_ns, self.status = 0, ""
         self.events: list[Event] = []
-        self.context = parent
-        if exporter is not None:
-            trace_id = f"{secrets.randbits(128) or 1:032x}" if parent is None else parent.trace_id
-            flags = "01" if parent is None else parent.flags
-            self.context = TraceContext(trace_id, f"{secrets.randbits(64) or 1:016x}", flags)
+        self.attributes: dict[str, Attribute] = {}
+        self.context = parent if exporter is None else context or TraceContext.below(parent)
 
-    def event(self, name: str, detail: str = "") -> None:
-        """Note that something happened now."""
+    @property
+    def recording(self) -> bool:
+        """Whether what is noted goes anywhere."""
+        return self._exporter is not None
+
+    @property
+    def traceparent(self) -> str:
+        """What those are told that do a part of it; empty: nothing."""
+        return "" if self.context is None else str(self.context)
+
+    def event(self, name: str, detail: str = "", at_ns: int = 0) -> None:
+        """Note that something happened, now if it does not say when."""
         if self._exporter is not None:
-            self.events.append(Event(name, time.perf_counter_ns(), detail))
+            self.events.append(Event(name, at_ns or time.perf_counter_ns(), detail))
 
-    def end(self, status: str = "ok") -> None:
-        """Note the end, once, and hand the span to the exporter."""
+    def part(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute]) -> None:
+        """Export a part of it that has ended, and in which it waited for another process."""
+        if self._exporter is not None:
+            part = Span(name, self.context, self._exporter, start_ns, kind="client")
+            part.attributes.update(attributes)
+            part.end(end_ns=end_ns)
+
+    def end(self, status: str = "ok", *, end_ns: int = 0) -> None:
+        """Note the end, once, now if it does not say when, and hand the span to the exporter."""
         if self._exporter is not None and not self.status:
-            self.end_ns, self.status = time.perf_counter_ns(), status
+            self.end_ns, self.status = end_ns or time.perf_counter_ns(), status
             self._exporter.export(self)
 
 
 UNTRACED = Span("request")
 """Stands for the span of every request that is traced neither here nor by its caller."""
+
+
+def begin_span(
+    name: str, traceparent: str, exporter: SpanExporter | None, *, start_ns: int = 0, kind: Kind = "server"
+) -> Span:
+    """Begin the span of a request where it enters: the caller's trace goes on, or one begins, if it is sampled.
+
+    Args:
+        name: What it is.
+        traceparent: The caller's; empty: none.
+        exporter: Takes it; ``None``: nothing is noted.
+        start_ns: When it began; 0: now.
+        kind: Of span.
+    """
+    parent = parse_traceparent(traceparent) if traceparent else None
+    if exporter is not None:
+        context = TraceContext.below(parent)
+        if exporter.samples(context.trace_id, parent):
+            return Span(name, parent, exporter, start_ns, kind=kind, context=context)
+    return UNTRACED if parent is None else Span(name, parent, start_ns=start_ns)
+
+
+def continue_span(name: str, traceparent: str, exporter: SpanExporter | None, *, kind: Kind = "server") -> Span:
+    """Begin the span of what is part of a request: it is traced where that is, and no trace begins here.
+
+    Args:
+        name: What it is.
+        traceparent: What the request's owner says; empty: it is not traced.
+        exporter: Takes it; ``None``: nothing is noted.
+        kind: Of span.
+    """
+    parent = parse_traceparent(traceparent) if traceparent else None
+    if parent is None:
+        return UNTRACED
+    return Span(name, parent, exporter if parent.sampled else None, kind=kind)

@@ -43,10 +43,12 @@ class Running:
         return "".join(self.lines)
 
 
-def start(*args: str) -> Running:
+def start(*args: str, env: dict[str, str] | None = None) -> Running:
     port, grpc = free_port(), free_port()
     command = [sys.executable, "-m", "baton.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc), *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
+    )
     running = Running(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc}", [])
     up = threading.Event()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.tracing import Span
+from baton.tracing import Span, TraceContext
 
 
 class MemoryExporter:
@@ -10,6 +10,10 @@ class MemoryExporter:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+
+    def samples(self, trace_id: str, parent: TraceContext | None) -> bool:
+        """Take all."""
+        return True
 
     def export(self, span: Span) -> None:
         """Keep a span."""

@@ -20,6 +20,7 @@ from baton.config.flags import (
     options_by_name,
 )
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
+from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 
 _MIN_DISK_BYTES = 1 << 20
@@ -173,6 +174,8 @@ class KVStoreConfig(TierConfig):
     drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
     audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
+    otlp_traces_endpoint: str = option("", TRACES_HELP)
+    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

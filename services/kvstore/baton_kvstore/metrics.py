@@ -12,7 +12,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.worker.process import new_metrics
+from baton.worker.process import ServiceMetrics
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.disk.index import DiskCounters
 from baton_kvstore.tiers.disk.tier import DiskTier
@@ -108,7 +108,7 @@ class StoreMetrics(Collector):
 
     def __init__(self, store: BlockStore, tiers: TieredStore, disk: DiskTier | None) -> None:
         self._store, self._tiers, self._disk = store, tiers, disk
-        self.registry = new_metrics("kvstore")
+        self.registry = ServiceMetrics("kvstore")
         to = self.registry
         self.calls = Counter("baton_kvstore_calls", "Calls by method and outcome", ["method", "code"], registry=to)
         self.seconds = Histogram(

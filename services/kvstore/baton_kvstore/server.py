@@ -17,6 +17,7 @@ from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
 from baton.worker.process import serve_metrics
+from baton.worker.span_export import open_span_exporter
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
@@ -73,6 +74,9 @@ class KVStoreServer:
         self.tiers = TieredStore(self.store, chain, Watermarks(config.memory_full, config.memory_spare))
         self.disk = next((tier for tier in chain.tiers if isinstance(tier, DiskTier)), None)
         self.metrics = StoreMetrics(self.store, self.tiers, self.disk)
+        self._spans = open_span_exporter(
+            config.otlp_traces_endpoint, "kvstore", self.instance_id, self.metrics.registry
+        )
         self._grpc = GrpcServer(host=config.host, port=config.port, services=[SERVICE], token=token, tls=tls)
         self._servicer = KvStoreServicer(
             config,
@@ -82,6 +86,7 @@ class KVStoreServer:
             lanes=self._lanes,
             metrics=self.metrics,
             events=self.events,
+            spans=self._spans,
         )
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self._servicer, self._grpc.server)
         self._expiry: asyncio.Task[None] | None = None
@@ -127,6 +132,8 @@ class KVStoreServer:
             await asyncio.wait([self._expiry])
         if self._end_scrapes is not None:
             await asyncio.to_thread(self._end_scrapes)
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
         await self.tiers.close()
         self.store.close()
         await self._lanes.close()

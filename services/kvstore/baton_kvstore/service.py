@@ -17,6 +17,7 @@ from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.types import source_from_pb
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
+from baton.tracing import UNTRACED, Span, SpanExporter, continue_span
 from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
@@ -46,10 +47,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         lanes: PoolIO,
         metrics: StoreMetrics,
         events: StoreEvents,
+        spans: SpanExporter | None = None,
     ) -> None:
         self._config, self._instance_id, self._epoch = config, instance_id, epoch
         self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
-        self._events = events
+        self._events, self._spans = events, spans
         self._turns, self._following = asyncio.Semaphore(config.pull_workers), FollowerSlots(config.capacity_bytes)
         self._num_puts = 0
 
@@ -106,7 +108,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def Get(self, request: kvstore_pb2.GetRequest, context: Any) -> kvstore_pb2.GetResponse:
         """Lease the longest prefix that is there."""
-        with self._counted("Get"):
+        span = continue_span("kvstore.Get", request.traceparent, self._spans)
+        with self._counted("Get", span):
             ttl_s = min(request.lease_ms / 1000 or self._config.default_lease_s, self._config.max_lease_s)
             hashes = self._hashes(request.block_hashes)
             left = request.wait_ms / 1000 or context.time_remaining()
@@ -114,6 +117,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             fingerprint = read_fingerprint(request.fingerprint)
             ask = Ask(ttl_s, tenant_from_pb(request.tenant))
             lease, more = await self._tiers.get(fingerprint, hashes, ask, time.monotonic() + wait_s)
+            if span.recording:
+                found = 0 if lease is None else len(lease.entries)
+                span.attributes.update({"baton.blocks_asked": len(hashes), "baton.blocks_found": found})
             if lease is None:
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
@@ -266,7 +272,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             self._num_puts -= 1
 
     @contextmanager
-    def _counted(self, method: str) -> Iterator[None]:
+    def _counted(self, method: str, span: Span = UNTRACED) -> Iterator[None]:
         started, code = time.perf_counter(), "ok"
         try:
             yield
@@ -282,6 +288,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         finally:
             self._metrics.calls.labels(method, code).inc()
             self._metrics.seconds.labels(method).observe(time.perf_counter() - started)
+            if span.recording:
+                span.attributes["baton.instance"] = self._instance_id
+                span.end(code)
 
     def _hashes(self, values: Sequence[bytes]) -> list[BlockHash]:
         limit = self._config.max_blocks_per_call

@@ -25,7 +25,8 @@ from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton.worker.process import new_metrics, serve_metrics
+from baton.worker.process import ServiceMetrics, serve_metrics
+from baton.worker.span_export import open_span_exporter
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
@@ -87,7 +88,10 @@ class RouterApp:
                 config.host,
             )
         self._accounts = accounts.accounts if accounts is not None else None
-        self.metrics = new_metrics("router")
+        self.metrics = ServiceMetrics("router")
+        self._spans = open_span_exporter(
+            config.otlp_traces_endpoint, "router", replica_name(config), self.metrics, config.trace_sample_rate
+        )
         steps = TurnBatcher()
         waiters = Waiters()
         capacity = InstanceCapacity(
@@ -117,6 +121,7 @@ class RouterApp:
             self._tokenizers,
             GenerationMetrics(self.metrics),
             decisions,
+            self._spans,
             allow_special_tokens=config.allow_special_tokens,
             admission=self.dispatcher.admission,
         )
@@ -256,6 +261,8 @@ class RouterApp:
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
         if self._end_scrapes is not None:
             await asyncio.to_thread(self._end_scrapes)
 

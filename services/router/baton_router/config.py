@@ -19,6 +19,7 @@ from baton.config.flags import (
 )
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
+from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
@@ -174,9 +175,19 @@ class RouterConfig:
     drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
     audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
+    otlp_traces_endpoint: str = option("", TRACES_HELP)
+    trace_sample_rate: float | None = option(
+        None,
+        "share of requests that are traced, of those whose caller has not decided by a traceparent; default: as "
+        "OTEL_TRACES_SAMPLER says, else all",
+    )
+    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
     log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        rate = self.trace_sample_rate
+        if rate is not None and not 0.0 <= rate <= 1.0:
+            raise ConfigError(f"trace_sample_rate must be in [0, 1], got {rate}", field="trace_sample_rate")
         for name in ("port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)

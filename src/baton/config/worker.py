@@ -19,6 +19,7 @@ from baton.config.flags import (
 )
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
+from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 
 _POSITIVE = (
@@ -203,6 +204,8 @@ class WorkerConfig:
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
     audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
+    otlp_traces_endpoint: str = option("", TRACES_HELP)
+    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
     log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -187,11 +187,16 @@ class ConnectorBridge:
             tenant=request.tenant,
             prefilled=prefilled,
             adapter=request.adapter,
+            traceparent=request.traceparent,
         )
 
     def _note_failure(self, sequence: Sequence, error: Exception) -> None:
         group = sequence.group
-        _log.exception("connector failed for request %s: prefilling locally", group.request.request_id)
+        _log.exception(
+            "connector failed for request %s: prefilling locally",
+            group.request.request_id,
+            extra={"request_id": group.request.request_id},
+        )
         group.transfer = replace(group.transfer, local_reason=f"connector: {error}")
 
 

@@ -373,14 +373,22 @@ class EngineCore:
         again = sequence.num_preemptions > 0
         group.transfer = group.transfer.then(update.stats) if again else update.stats
         if update.error is not None:
-            _log.warning("load of request %s fell short: %s", update.request_id, update.error)
+            _log.warning(
+                "load of request %s fell short: %s",
+                *(update.request_id, update.error),
+                extra={"request_id": update.request_id},
+            )
             if self._config.kv_load_failure == "fail":
                 self._scheduler.load_ended(sequence)  # it can be ended like any other
                 self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
                 return
         first = update.first_token
         if first is not None and not 0 <= first.token_id < self.executor.vocab_size:
-            _log.error("request %s: first token %d is not in the vocabulary", update.request_id, first.token_id)
+            _log.error(
+                "request %s: first token %d is not in the vocabulary",
+                *(update.request_id, first.token_id),
+                extra={"request_id": update.request_id},
+            )
             first = None
         # Without the next token the last one is computed again, for its logits.
         most = sequence.num_tokens if first is not None else sequence.num_tokens - 1

@@ -28,6 +28,7 @@ class EngineRequest:
         tenant: Owner of the request's blocks; ``None``: none.
         prefilled: Where the prompt's KV waits already; ``None``: nowhere.
         adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
+        traceparent: W3C trace context that loads of KV are part of; empty: they are not traced.
     """
 
     request_id: RequestId
@@ -42,6 +43,7 @@ class EngineRequest:
     tenant: Tenant | None = None
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class RequestMetrics:
     """How a request fared, reported with its first token and with its end. Times in microseconds."""
 
     prompt_tokens: int
+    arrived_ns: int = 0
+    """When it came to the engine, by ``time.monotonic_ns``."""
     cached_tokens: int = 0
     """Found in this engine's prefix cache at admission."""
     transferred_tokens: int = 0

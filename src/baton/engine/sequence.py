@@ -360,6 +360,7 @@ class Sequence:
         group = self.group
         return RequestMetrics(
             prompt_tokens=self.num_prompt,
+            arrived_ns=group.arrived_ns,
             cached_tokens=min(self.num_cached, self.num_prompt),
             transferred_tokens=self.num_transferred,
             computed_tokens=self.num_prompt_computed,

@@ -63,6 +63,19 @@ class TransferStats:
     """Sources that were tried in vain: ``"instance: reason"``."""
     local_reason: str = ""
     """Why nothing came from outside."""
+    kind: str = ""
+    """What brought it, or tried to: ``kv_transfer`` from an instance, ``kv_store``; empty: nothing was tried."""
+    began_ns: int = 0
+    """When the first fetch, or the question to a store, began; ``time.perf_counter_ns``."""
+    ended_ns: int = 0
+    """When the last byte was there, or nothing more was to come."""
+    parts: tuple[TransferStats, ...] = ()
+    """The loads that these are the sum of, in order; empty: there was one."""
+
+    @property
+    def loads(self) -> tuple[TransferStats, ...]:
+        """Every load, in order."""
+        return self.parts or (self,)
 
     def then(self, later: TransferStats) -> TransferStats:
         """Return these with what a later load of the same request took; how its prompt came stays as it was."""
@@ -71,6 +84,7 @@ class TransferStats:
             kv_bytes=self.kv_bytes + later.kv_bytes,
             transfer_us=self.transfer_us + later.transfer_us,
             failures=self.failures + later.failures,
+            parts=self.loads + later.loads,
         )
 
 
@@ -100,6 +114,7 @@ class LoadRequest:
         tenant: Whose blocks these are; ``None``: no tenant's.
         prefilled: Where the KV waits already; ``None``: nowhere.
         adapter: Id of the adapter whose KV is wanted; ``hashes`` begin with it. ``None``: the model's own.
+        traceparent: W3C trace context that the load is part of; empty: it is not traced.
     """
 
     request_id: RequestId
@@ -114,6 +129,7 @@ class LoadRequest:
     tenant: Tenant | None = None
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

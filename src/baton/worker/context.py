@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +20,7 @@ from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, BlockSource, LinkOptions
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
+from baton.tracing import UNTRACED, Span, SpanExporter, continue_span
 from baton.types import InstanceId, RequestId, Role
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
@@ -89,6 +90,7 @@ class InstanceContext:
         events: The log of KV events; connectors tell there what they keep outside the pool.
         tiers: Return what connectors keep there, for snapshots: each change must be told in the same step of the loop.
         tls: Certificates, if the services use some.
+        spans: Takes the spans of traced requests; ``None``: nothing is traced here.
     """
 
     role: Role
@@ -105,6 +107,7 @@ class InstanceContext:
     tls: Tls | None
     events: KvEventLog
     tiers: list[Callable[[], list[BlocksStored]]]
+    spans: SpanExporter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +127,18 @@ class WorkerContext(InstanceContext):
     tokenizer_digest: str
 
     @contextmanager
-    def call(self, method: str) -> Iterator[CallOutcome]:
+    def call(self, method: str, trace_context: Mapping[str, str]) -> Iterator[CallOutcome]:
         """Admit a call and count it by its outcome, which is an error's code or ``ok`` at its end.
+
+        Args:
+            method: Which; also the name of its span.
+            trace_context: That it is part of.
 
         Raises:
             UnavailableError: The instance drains.
         """
-        outcome = CallOutcome()
+        span = continue_span(method, trace_context["traceparent"], self.spans) if trace_context else UNTRACED
+        outcome = CallOutcome(span)
         try:
             with self.admission.admit():
                 yield outcome
@@ -140,12 +148,16 @@ class WorkerContext(InstanceContext):
             raise
         finally:
             self.metrics.requests.labels(method, outcome.code).inc()
+            if span.recording:
+                span.attributes["baton.instance"] = self.instance_id
+                span.end(outcome.code)
 
 
 @dataclass(slots=True)
 class CallOutcome:
-    """What a call counts as that is cancelled now."""
+    """What a call counts as that is cancelled now, and its span."""
 
+    span: Span
     code: str = "cancelled"
 
 

@@ -11,9 +11,8 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
-from baton.errors import InternalError, TransferError, UnavailableError
+from baton.errors import BatonError, InternalError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
-from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import (
     Accepted,
@@ -39,12 +38,13 @@ from baton.rpc.convert import (
     tenant_to_pb,
 )
 from baton.rpc.errors import from_rpc_error, readable
-from baton.rpc.service_token import Token
-from baton.rpc.tls import Tls
+from baton.rpc.spans import trace_attributes
 from baton.token_ids import pack_ids, unpack_ids
+from baton.tracing import Span, continue_span
 from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob
-from baton.worker.context import InstanceRole, WorkerContext, require_request
+from baton.worker.context import InstanceContext, InstanceRole, WorkerContext, require_request
 from baton.worker.engine_thread import RequestStream
+from baton.worker.spans import note_engine
 
 _MAX_CHANNELS = 256
 
@@ -58,7 +58,7 @@ class DecodeRole(InstanceRole):
     def __init__(self, context: WorkerContext) -> None:
         self._worker = context
         config = context.config
-        self._dialer = _PrefillDialer(context.executor.fingerprint, context.token, context.tls)
+        self._dialer = _PrefillDialer(context)
         self.connector = P2PConsumer(
             pool=OwnPool(
                 context.fetcher,
@@ -85,37 +85,40 @@ class DecodeRole(InstanceRole):
 
     async def generate(self, request: worker_pb2.GenerateRequest) -> AsyncGenerator[worker_pb2.GenerateResponse, None]:
         """Run a request and stream its tokens; one message per engine step."""
-        request_id, trace_contexts = RequestId(request.request_id), self._dialer.trace_contexts
-        with self._worker.call("generate"):
-            trace_contexts[request_id] = dict(request.trace_context)
+        with self._worker.call("generate", request.trace_context) as call:
             try:
-                stream = await self._worker.engine.submit(_engine_request(request))
+                stream = await self._worker.engine.submit(_engine_request(request, call.span.traceparent))
                 try:
-                    async for response in self._responses(request, stream):
+                    async for response in self._responses(request, stream, call.span):
                         yield response
                 finally:
                     stream.close()
-                    self.connector.forget(request_id)
+                    self.connector.forget(RequestId(request.request_id))
             finally:
-                trace_contexts.pop(request_id, None)
                 self._worker.events.request_ended()
 
     async def _responses(
-        self, request: worker_pb2.GenerateRequest, stream: RequestStream
+        self, request: worker_pb2.GenerateRequest, stream: RequestStream, span: Span
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        first = True
-        async for outputs in stream.until_finished(request.sampling.n or 1):
-            response = worker_pb2.GenerateResponse(deltas=[_delta(output) for output in outputs])
-            for output in outputs:
-                _raise_if_failed(output)
-                if output.metrics is not None and output.index == 0:
-                    response.trace.CopyFrom(self._trace(RequestId(request.request_id), output.metrics))
-                if output.prompt_logprobs is not None:
-                    response.prompt_logprobs.extend(prompt_logprobs_to_pb(output.prompt_logprobs))
-            if first and response.HasField("trace"):
-                self._worker.metrics.trace(response.trace)
-                first = False
-            yield response
+        first, metrics = True, None
+        try:
+            async for outputs in stream.until_finished(request.sampling.n or 1):
+                response = worker_pb2.GenerateResponse(deltas=[_delta(output) for output in outputs])
+                for output in outputs:
+                    if output.metrics is not None and output.index == 0:
+                        metrics = output.metrics
+                        response.trace.CopyFrom(self._trace(RequestId(request.request_id), metrics))
+                    _raise_if_failed(output)
+                    if output.prompt_logprobs is not None:
+                        response.prompt_logprobs.extend(prompt_logprobs_to_pb(output.prompt_logprobs))
+                if first and response.HasField("trace"):
+                    self._worker.metrics.trace(response.trace)
+                    first = False
+                yield response
+        finally:
+            if span.recording and metrics is not None:
+                span.attributes.update(trace_attributes(self._trace(RequestId(request.request_id), metrics)))
+                note_engine(span, metrics)
 
     def _trace(self, request_id: RequestId, metrics: RequestMetrics) -> common_pb2.RequestTrace:
         transfer = metrics.transfer
@@ -146,7 +149,7 @@ class DecodeRole(InstanceRole):
         )
 
 
-def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
+def _engine_request(request: worker_pb2.GenerateRequest, traceparent: str) -> EngineRequest:
     tokens = unpack_ids(request.prompt_token_ids).tolist()
     return EngineRequest(
         request_id=require_request(request.request_id, len(tokens)),
@@ -161,6 +164,7 @@ def _engine_request(request: worker_pb2.GenerateRequest) -> EngineRequest:
         prefilled=PrefilledPrompt(request.prefilled.address, request.prefilled.key)
         if request.HasField("prefilled")
         else None,
+        traceparent=traceparent,
     )
 
 
@@ -189,19 +193,13 @@ class _PrefillDialer:
     """Opens Prefill streams and keeps a channel per address.
 
     Args:
-        fingerprint: Of this instance's pool; the prefill instance compares it with its own.
-        token: Shared token, if the services use one.
-        tls: Certificates, if they use some.
-
-    Attributes:
-        trace_contexts: W3C trace contexts of running requests, passed on.
+        context: This instance's parts; a prefill instance compares the fingerprint with its own.
     """
 
-    def __init__(self, fingerprint: Fingerprint, token: Token | None, tls: Tls | None = None) -> None:
-        self._fingerprint = fingerprint_to_pb(fingerprint)
-        self._token, self._tls = token, tls
+    def __init__(self, context: InstanceContext) -> None:
+        self._fingerprint = fingerprint_to_pb(context.executor.fingerprint)
+        self._token, self._tls, self._spans = context.token, context.tls, context.spans
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.trace_contexts: dict[RequestId, dict[str, str]] = {}
 
     @asynccontextmanager
     async def open(
@@ -209,6 +207,9 @@ class _PrefillDialer:
     ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
         """Open a stream; leaving the context cancels it, which is how a lease is given back."""
         stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
+        span = continue_span("remote_prefill", request.traceparent, self._spans, kind="client")
+        if span.recording:
+            span.attributes["server.address"] = address
         call = stub.Prefill(
             worker_pb2.PrefillRequest(
                 # Unique per attempt: a stream that broke may not be gone yet where the next one arrives.
@@ -224,14 +225,19 @@ class _PrefillDialer:
                 cache_salt=request.cache_salt,
                 tenant=tenant_to_pb(request.tenant),
                 priority=request.priority,
-                trace_context=self.trace_contexts.get(request.request_id),
+                trace_context={"traceparent": span.traceparent} if span.traceparent else None,
                 claim=None if claim is None else worker_pb2.PrefillClaim(key=claim),
             )
         )
+        status = "ok"
         try:
             yield _events(call)
+        except BaseException as error:
+            status = error.code if isinstance(error, BatonError) else "cancelled"
+            raise
         finally:
             call.cancel()
+            span.end(status)
 
     async def close(self) -> None:
         """Close every channel."""

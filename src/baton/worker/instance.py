@@ -36,6 +36,7 @@ from baton.worker.prefill import PrefillRole
 from baton.worker.process import serve_metrics
 from baton.worker.registration import Identity, Registration, redis_registration
 from baton.worker.servicer import WorkerServicer
+from baton.worker.span_export import open_span_exporter
 
 log = logging.getLogger(__name__)
 SERVICE = "baton.api.v1.WorkerService"
@@ -122,6 +123,13 @@ class WorkerInstance:
         arena = shards.primary
         events = KvEventLog(arena.epoch)
         loop = asyncio.get_running_loop()
+        instance_id = InstanceId(
+            config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
+        )
+        metrics = WorkerMetrics()
+        spans = open_span_exporter(config.otlp_traces_endpoint, self._first_role, instance_id, metrics.registry)
+        if spans is not None:
+            self._stack.push_async_callback(asyncio.to_thread, spans.close)
         before = InstanceContext(
             role=self._first_role,
             config=config,
@@ -142,6 +150,7 @@ class WorkerInstance:
             tls=tls,
             events=events,
             tiers=[],
+            spans=spans,
         )
         self._connectors = connectors = InstanceConnectors(before)
         self._stack.push_async_callback(self._close_connectors)
@@ -152,9 +161,6 @@ class WorkerInstance:
         core = EngineCore(self._engine_config, executor, shards, connector=connectors.connector, on_events=on_events)
         core.bound_steps(self._first_role is Role.DECODE)
         self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)
-        instance_id = InstanceId(
-            config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
-        )
         options = ServerOptions(
             port=config.kv_port,
             advertise_host=config.advertise.rpartition(":")[0] or None,
@@ -178,7 +184,7 @@ class WorkerInstance:
             fetcher=connectors.fetcher,
             block_server=block_server,
             admission=Admission(),
-            metrics=WorkerMetrics(),
+            metrics=metrics,
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
         self._role = role = _ROLES[self._first_role](context)

@@ -12,7 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
 from baton.worker.engine_thread import EngineThread
-from baton.worker.process import new_metrics
+from baton.worker.process import ServiceMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -21,7 +21,7 @@ class WorkerMetrics:
     """Everything an instance counts. ``registry`` is its own, so that several can live in one process."""
 
     def __init__(self) -> None:
-        self.registry = new_metrics("worker")
+        self.registry = ServiceMetrics("worker")
         reg = self.registry
         self.requests = Counter(
             "baton_worker_requests", "Calls by method and outcome", ["method", "code"], registry=reg

@@ -20,10 +20,12 @@ from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
 from baton.token_ids import unpack_ids
+from baton.tracing import Span
 from baton.types import FinishReason, RequestId, Role
 from baton.worker.context import InstanceRole, WorkerContext, require_request
 from baton.worker.engine_thread import RequestStream
 from baton.worker.prefill_queue import PrefillQueue, QueueState
+from baton.worker.spans import note_engine
 
 Prompts: TypeAlias = UnclaimedPrompts[worker_pb2.PrefillResult]
 
@@ -70,18 +72,22 @@ class PrefillRole(InstanceRole):
 
     async def prefill(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
-        responses = self._claimed(request) if request.HasField("claim") else self._computed(request)
-        with self._worker.call("prefill") as outcome:
+        with self._worker.call("prefill", request.trace_context) as outcome:
+            claimed = request.HasField("claim")
+            responses = self._claimed(request) if claimed else self._computed(request, outcome.span)
             async with aclosing(responses):
                 async for response in responses:
                     if response.HasField("result"):
                         outcome.code = "ok"  # a caller that has the result closes the stream: that is no cancellation
+                        _note_result(outcome.span, response.result)
                     yield response
 
-    async def _computed(self, request: worker_pb2.PrefillRequest) -> AsyncGenerator[worker_pb2.PrefillResponse]:
+    async def _computed(
+        self, request: worker_pb2.PrefillRequest, span: Span
+    ) -> AsyncGenerator[worker_pb2.PrefillResponse]:
         """Compute a prompt and offer its blocks as chunks finish."""
         worker = self._worker
-        engine_request = self._engine_request(request)
+        engine_request = self._engine_request(request, span)
         self._require_reader(request.fingerprint)
         tokens = as_token_array(unpack_ids(request.prompt_token_ids))
         if request.num_held_tokens >= len(tokens):
@@ -94,7 +100,7 @@ class PrefillRole(InstanceRole):
             stream = await worker.engine.submit(engine_request)
             try:
                 yield self._accepted()
-                computation = _Computation(self._producer, lease, stream)
+                computation = _Computation(self._producer, lease, stream, span)
                 with self._queue.follow():
                     async with aclosing(computation.offers(self._queue)) as offers:
                         async for offer in offers:
@@ -134,24 +140,26 @@ class PrefillRole(InstanceRole):
 
     async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
         """Compute a prompt and let it wait for the decode instance that claims it."""
-        with self._worker.call("prefill_first"):
-            engine_request = self._engine_request(request)
+        with self._worker.call("prefill_first", request.trace_context) as call:
+            engine_request = self._engine_request(request, call.span)
             tokens = as_token_array(unpack_ids(request.prompt_token_ids))
             self._unclaimed.require_room(len(tokens))
             lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)
             try:
-                return await self._let_wait(engine_request, lease)
+                response = await self._let_wait(engine_request, lease, call.span)
+                _note_result(call.span, response.result)
+                return response
             except BaseException:
                 self._unclaimed.withdraw(lease.request_id)
                 if not lease.claimed:
                     self._producer.close_lease(lease)
                 raise
 
-    async def _let_wait(self, request: EngineRequest, lease: Lease) -> worker_pb2.PrefillFirstResponse:
+    async def _let_wait(self, request: EngineRequest, lease: Lease, span: Span) -> worker_pb2.PrefillFirstResponse:
         engine = self._worker.engine
         stream = await engine.submit(request)
         try:
-            computation = _Computation(self._producer, lease, stream)
+            computation = _Computation(self._producer, lease, stream, span)
             async with aclosing(computation.offers()) as offers:
                 found = [offer async for offer in offers if isinstance(offer, Offer)]
             result = await computation.result()
@@ -198,7 +206,9 @@ class PrefillRole(InstanceRole):
         mine.require_reader(theirs, who="decode instance")
         theirs.plan_from(mine)  # whether its shape can take these blocks
 
-    def _engine_request(self, request: worker_pb2.PrefillRequest | worker_pb2.PrefillFirstRequest) -> EngineRequest:
+    def _engine_request(
+        self, request: worker_pb2.PrefillRequest | worker_pb2.PrefillFirstRequest, span: Span
+    ) -> EngineRequest:
         tokens = unpack_ids(request.prompt_token_ids).tolist()
         request_id = require_request(request.request_id, len(tokens))
         if request.num_output_tokens >= len(tokens):
@@ -213,6 +223,7 @@ class PrefillRole(InstanceRole):
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=tenant_from_pb(request.tenant),
+            traceparent=span.traceparent,
         )
 
     def _held(self, request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
@@ -228,10 +239,11 @@ class _Computation:
         producer: Offers its blocks.
         lease: Keeps them.
         stream: What the engine says of it.
+        span: Takes what the engine noted.
     """
 
-    def __init__(self, producer: P2PProducer, lease: Lease, stream: RequestStream) -> None:
-        self._producer, self._lease = producer, lease
+    def __init__(self, producer: P2PProducer, lease: Lease, stream: RequestStream, span: Span) -> None:
+        self._producer, self._lease, self._span = producer, lease, span
         self._started = time.perf_counter()
         self._output = asyncio.ensure_future(_first_output(stream))
 
@@ -272,9 +284,19 @@ class _Computation:
 
     async def result(self) -> worker_pb2.PrefillResult:
         """Wait for the first token; after the last offer."""
-        result = _result(await self._output)
+        output = await self._output
+        result = _result(output)
+        if self._span.recording and output.metrics is not None:
+            note_engine(self._span, output.metrics)
         result.compute_us = max(0, round(1e6 * (time.perf_counter() - self._started)) - result.queue_us)
         return result
+
+
+def _note_result(span: Span, result: worker_pb2.PrefillResult) -> None:
+    if span.recording:
+        span.event("computed")  # until the end the blocks are kept for their reader
+        for name in ("queue_us", "compute_us", "prefix_hit_tokens"):
+            span.attributes[f"baton.{name}"] = getattr(result, name)
 
 
 def _held(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:

@@ -20,7 +20,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NoReturn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, make_wsgi_app
 
 from baton.config import add_flags, from_flags
 from baton.config.secrets import flags_with_passwords
@@ -28,6 +28,7 @@ from baton.errors import BatonError, ConfigError
 from baton.rpc.audit import open_audit_log
 from baton.rpc.hosts import HostRule
 from baton.version import __version__
+from baton.worker.logs import set_up_logging
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -56,7 +57,7 @@ def run_service(
     Args:
         name: Of the service; its command is ``baton-<name>``.
         description: For ``--help``.
-        configs: Dataclasses that its flags are made of; the first one has ``log_level``.
+        configs: Dataclasses that its flags are made of; the first one has ``log_level`` and ``log_format``.
         serve: Gets one of each and serves until it is told to end; returns the exit status.
         argv: Command line; ``None``: the process's.
         loop_factory: Makes the event loop.
@@ -74,7 +75,7 @@ def run_service(
     try:
         given: list[Any] = [from_flags(config, args) for config in configs]
         shown = getattr(given[0], "instance_id", "") or name
-        set_up_logging(given[0].log_level, shown)
+        set_up_logging(given[0].log_level, shown, form=given[0].log_format)
         open_audit_log(given[0].audit_log, shown)
         for flag in flags_with_passwords(sys.argv[1:] if argv is None else argv):
             log.warning("everybody on this host can read the password in %s (ps): %s", flag, _INSTEAD)
@@ -92,43 +93,6 @@ def run_service(
     if argv is None:
         leave(code)
     return code
-
-
-def set_up_logging(level: str, name: str) -> None:
-    """Send log lines to standard error, each with the instance's name.
-
-    Args:
-        level: ``debug``, ``info``, ``warning`` or ``error``.
-        name: What to call this process in every line.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    form = f"%(asctime)s.%(msecs)03d %(levelname)s {name} %(name)s: %(message)s"
-    handler.setFormatter(LineFormatter(form, datefmt="%Y-%m-%dT%H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "urllib3", "filelock", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-class LineFormatter(logging.Formatter):
-    """Keeps what others wrote from looking like lines of the log: one message is one line, without escape sequences.
-
-    Lines of a traceback are indented, so none of them begins like a message.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return a message's line."""
-        return _escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        """Return a traceback."""
-        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
-
-
-def _escaped(text: str) -> str:
-    """Write out what is not printable: control characters, line ends, those that change the order of writing."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def forbid_core_dumps() -> None:
@@ -226,16 +190,24 @@ class StopRequest:
         await self._event.wait()
 
 
-def new_metrics(service: str) -> CollectorRegistry:
-    """Return a registry with what every service tells of itself: ``process_*`` and ``baton_build_info``.
+class ServiceMetrics(CollectorRegistry):
+    """What every service tells of itself: ``process_*``, ``baton_build_info``, what became of its spans.
 
     Each has its own, so that several services can live in one process.
+
+    Args:
+        service: Which.
+
+    Attributes:
+        spans: Spans of traced requests, by outcome.
     """
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    build = Gauge("baton_build_info", "Version of this service; 1", ["service", "version"], registry=registry)
-    build.labels(service, __version__).set(1)
-    return registry
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        ProcessCollector(registry=self)
+        build = Gauge("baton_build_info", "Version of this service; 1", ["service", "version"], registry=self)
+        build.labels(service, __version__).set(1)
+        self.spans = Counter("baton_trace_spans", "Spans of traced requests, by outcome", ["outcome"], registry=self)
 
 
 def serve_metrics(

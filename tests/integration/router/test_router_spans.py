@@ -12,7 +12,7 @@ from tests.integration.router.test_router_dispatch import World, make_request, r
 from tests.support.spans import MemoryExporter
 
 from baton.errors import UnavailableError
-from baton.tracing import Span, parse_traceparent
+from baton.tracing import UNTRACED, Span, parse_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -57,6 +57,28 @@ async def test_without_trace_nothing_is_sent(world: World) -> None:
     router = await world.cluster([], [decode])
     await run(router, make_request())
     assert not decode.state.requests[0].trace_context
+
+
+async def test_tokens_cost_no_call_whether_a_request_is_traced_or_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (decode,) = await world.decodes(1)
+    router = await world.cluster([], [decode])
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        method = getattr(Span, name)
+        monkeypatch.setattr(Span, name, lambda *args, **kwargs: (calls.append(name), method(*args, **kwargs))[1])
+
+    for name in ("event", "end", "part", "__init__"):
+        counted(name)
+    found = []
+    for span in (UNTRACED, Span("request", None, MemoryExporter())):
+        for length in (1, 64):
+            calls.clear()
+            await run(router, replace(make_request(max_tokens=length), span=span))
+            found.append(list(calls))
+    assert found[0] == found[1] == found[2] == found[3] == ["event", "event", "event", "end"]
 
 
 def test_the_header_names_the_parent() -> None:

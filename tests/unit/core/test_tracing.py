@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.spans import MemoryExporter
 
-from baton.tracing import Span, TraceContext, parse_traceparent
+from baton.tracing import UNTRACED, Span, TraceContext, begin_span, continue_span, parse_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -59,3 +59,30 @@ def test_a_span_is_part_of_its_parent_and_is_exported_once() -> None:
 def test_without_an_exporter_the_callers_context_is_passed_on() -> None:
     assert Span("request").context is None
     assert str(Span("request", parse_traceparent(PARENT)).context) == PARENT
+
+
+def test_a_request_that_nobody_traces_has_no_span_of_its_own() -> None:
+    assert begin_span("request", "", None) is UNTRACED
+    assert begin_span("request", "nonsense", None) is UNTRACED
+    assert continue_span("generate", "", MemoryExporter()) is UNTRACED  # instances begin no traces
+    UNTRACED.event("placed")
+    UNTRACED.part("kv_transfer", 1, 2, {"baton.kv_bytes": 1})
+    UNTRACED.end()
+    assert (UNTRACED.recording, UNTRACED.events, UNTRACED.attributes, UNTRACED.status) == (False, [], {}, "")
+
+
+def test_instances_follow_what_the_owner_of_the_request_decided() -> None:
+    exporter = MemoryExporter()
+    assert continue_span("generate", PARENT, exporter).recording
+    unsampled = continue_span("generate", PARENT.removesuffix("01") + "00", exporter)
+    assert not unsampled.recording
+    assert unsampled.traceparent == PARENT.removesuffix("01") + "00"
+
+
+def test_a_part_lies_below_its_span_and_has_its_own_times() -> None:
+    exporter = MemoryExporter()
+    span = Span("generate", parse_traceparent(PARENT), exporter)
+    span.part("kv_transfer", 5, 9, {"baton.kv_bytes": 7})
+    (part,) = exporter.spans
+    assert (part.parent, part.start_ns, part.end_ns, part.status) == (span.context, 5, 9, "ok")
+    assert (part.attributes, part.kind) == ({"baton.kv_bytes": 7}, "client")

@@ -24,7 +24,8 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.errors import ConfigError
 from baton.rpc.server import free_port
 from baton.worker import process
-from baton.worker.process import raise_descriptor_limit, run_service, serve_metrics, set_up_logging
+from baton.worker.logs import set_up_logging
+from baton.worker.process import raise_descriptor_limit, run_service, serve_metrics
 from baton_kvstore.config import KVStoreConfig
 
 WAITS = """
@@ -164,6 +165,7 @@ class Config:
     core_dumps: bool = option(False, "let a crash write memory to disk")
     audit_log: str = ""
     log_level: str = option("info", "log level")
+    log_format: str = option("text", "form")
 
 async def serve(config):
     print(open("/proc/self/coredump_filter").read().strip(), flush=True)
@@ -213,7 +215,8 @@ def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
 THREAD_WITHOUT_MEMORY = """
 import resource
 import threading
-from baton.worker.process import set_up_logging, watch_thread_starts
+from baton.worker.logs import set_up_logging
+from baton.worker.process import watch_thread_starts
 
 def start_one():
     begin.wait()

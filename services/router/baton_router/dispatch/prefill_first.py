@@ -89,7 +89,11 @@ class PrefillFirst:
                     response = await self._ask(instance, sampling, timeout_s)
                 except BatonError as error:
                     self._failures.append(f"{instance.address}: {error.message}")
-                    log.warning("prefill of %s at %s failed: %s", self._request_id, instance.instance_id, error.message)
+                    log.warning(
+                        "prefill of %s at %s failed: %s",
+                        *(self._request_id, instance.instance_id, error.message),
+                        extra={"request_id": self._request_id},
+                    )
                     continue
                 self._key, self._order = response.key, Order.PREFILL_FIRST
                 self.prefilled = instance.address, placement.decision.match_rate_of(instance.instance_id)
@@ -147,6 +151,7 @@ class PrefillFirst:
             cache_salt=request.cache_salt,
             priority=request.priority,
             tenant=None if request.account is None else request.account.message,
+            trace_context={"traceparent": request.span.traceparent} if request.span.traceparent else None,
         )
         self._asked = instance
         call = _Call(asyncio.get_running_loop().create_task(_prefill_first(instance, message, timeout_s)))
@@ -204,4 +209,8 @@ async def _abort(instance: Instance, request_id: str) -> None:
     try:
         await instance.stub.Abort(worker_pb2.AbortRequest(request_id=request_id), timeout=_ABORT_TIMEOUT_S)
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-        log.info("%s was not told that %s is not wanted any more: %s", instance.instance_id, request_id, error)
+        log.info(
+            "%s was not told that %s is not wanted any more: %s",
+            *(instance.instance_id, request_id, error),
+            extra={"request_id": request_id},
+        )

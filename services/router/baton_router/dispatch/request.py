@@ -39,6 +39,7 @@ from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
+from baton_router.dispatch.spans import end_span
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
@@ -209,7 +210,7 @@ class RequestRun:
             self._prefill_first.abandon()
         for trace in self._traces.attempts():
             context.metrics.observe_trace(trace)
-        self._request.span.end(status)
+        end_span(self._request, self._traces, self._sequences, status)
         context.left(self)
         if self._ticket is not None:
             context.admission.leave(self._ticket)
@@ -369,7 +370,7 @@ class RequestRun:
         if request.account is not None and request.account.message is not None:
             message.tenant.CopyFrom(request.account.message)
         if request.span.context is not None:
-            message.trace_context["traceparent"] = str(request.span.context)
+            message.trace_context["traceparent"] = request.span.traceparent
         if (threshold := placement.remote_threshold) is not None:
             message.remote_prefill_threshold = threshold
         if self._prefill_first is not None:
@@ -486,6 +487,7 @@ class RequestRun:
             "request %s: %s failed (%s: %s), %s",
             *(self._request.request_id, instance.instance_id, failure.reason, error.message),
             "going on elsewhere" if may_go_on else "giving up",
+            extra={"request_id": self._request.request_id},
         )
         if not may_go_on:
             raise group.why_given_up(failure, self._context.registry.ready(Role.DECODE))

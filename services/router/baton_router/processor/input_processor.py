@@ -23,7 +23,7 @@ from baton.errors import (
 )
 from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import PromptText, StopStrings, TextModel
-from baton.tracing import UNTRACED, Span, SpanExporter, parse_traceparent
+from baton.tracing import Span, SpanExporter, begin_span
 from baton.types import RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
 from baton_router.admission.gate import Admission
@@ -261,15 +261,17 @@ class InputProcessor:
             arrived=arrived,
             account=request.account,
             order=request.order,
-            span=self._span(request, arrived),
+            span=self._span(request, info, arrived),
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
         return PreparedRequest(request, routed, info, text_model, stops)
 
-    def _span(self, request: TextRequest, arrived: float) -> Span:
-        if self._exporter is None and not request.traceparent:
-            return UNTRACED
-        return Span("request", parse_traceparent(request.traceparent), self._exporter, int(1e9 * arrived))
+    def _span(self, request: TextRequest, info: ModelInfo, arrived: float) -> Span:
+        span = begin_span("request", request.traceparent, self._exporter, start_ns=int(1e9 * arrived))
+        if span.recording:
+            kind = "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
+            span.attributes.update({"gen_ai.operation.name": kind, "gen_ai.request.model": info.name})
+        return span
 
     def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
         """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.

@@ -26,7 +26,7 @@ from baton.api.v1 import common_pb2 as baton_dot_api_dot_v1_dot_common__pb2
 from baton.api.v1 import events_pb2 as baton_dot_api_dot_v1_dot_events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/api/v1/kvstore.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\x1a\x19\x62\x61ton/api/v1/events.proto\"\x93\x02\n\nPutRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x0f\n\x07\x64urable\x18\x06 \x01(\x08\x12$\n\x06tenant\x18\x07 \x01(\x0b\x32\x14.baton.api.v1.Tenant\x12\r\n\x05ttl_s\x18\x08 \x01(\r\x12\x0b\n\x03pin\x18\t \x01(\x08\x12\x12\n\x05ready\x18\n \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_ready\"=\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64urable\x18\x03 \x03(\x08\"\x9b\x01\n\nGetRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12$\n\x06tenant\x18\x04 \x01(\x0b\x32\x14.baton.api.v1.Tenant\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"\x8f\x01\n\x0bGetResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"}\n\x0f\x43ontainsRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12$\n\x06tenant\x18\x03 \x01(\x0b\x32\x14.baton.api.v1.Tenant\"&\n\x10\x43ontainsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"r\n\rDeleteRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"a\n\nPinRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\r\n\x05unpin\x18\x03 \x01(\x08\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x03(\x08\"\x14\n\x12ListTenantsRequest\"?\n\x13ListTenantsResponse\x12(\n\x07tenants\x18\x01 \x03(\x0b\x32\x17.baton.api.v1.TenantUse\"\xb3\x01\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64isk_quota_bytes\x18\x07 \x01(\x04\x12\x15\n\rnum_evictions\x18\x08 \x01(\x04\"\x15\n\x13GetStoreInfoRequest\"\x8a\x02\n\x14GetStoreInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12+\n\tendpoints\x18\x03 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_hits\x18\x07 \x01(\x04\x12\x12\n\nnum_misses\x18\x08 \x01(\x04\x12\x15\n\rnum_evictions\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\x04J\x04\x08\x0b\x10\x0cR\ncalls_port\"y\n\x18StreamStoreEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x0e\n\x06packed\x18\x04 \x01(\x08\x12\x11\n\tgather_ms\x18\x05 \x01(\r\"F\n\x19StreamStoreEventsResponse\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.baton.api.v1.KvEventBatch2\xaf\x05\n\x0eKvStoreService\x12:\n\x03Put\x12\x18.baton.api.v1.PutRequest\x1a\x19.baton.api.v1.PutResponse\x12:\n\x03Get\x12\x18.baton.api.v1.GetRequest\x1a\x19.baton.api.v1.GetResponse\x12\x46\n\x07Release\x12\x1c.baton.api.v1.ReleaseRequest\x1a\x1d.baton.api.v1.ReleaseResponse\x12I\n\x08\x43ontains\x12\x1d.baton.api.v1.ContainsRequest\x1a\x1e.baton.api.v1.ContainsResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.baton.api.v1.DeleteRequest\x1a\x1c.baton.api.v1.DeleteResponse\x12:\n\x03Pin\x12\x18.baton.api.v1.PinRequest\x1a\x19.baton.api.v1.PinResponse\x12R\n\x0bListTenants\x12 .baton.api.v1.ListTenantsRequest\x1a!.baton.api.v1.ListTenantsResponse\x12U\n\x0cGetStoreInfo\x12!.baton.api.v1.GetStoreInfoRequest\x1a\".baton.api.v1.GetStoreInfoResponse\x12\x66\n\x11StreamStoreEvents\x12&.baton.api.v1.StreamStoreEventsRequest\x1a\'.baton.api.v1.StreamStoreEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x62\x61ton/api/v1/kvstore.proto\x12\x0c\x62\x61ton.api.v1\x1a\x19\x62\x61ton/api/v1/common.proto\x1a\x19\x62\x61ton/api/v1/events.proto\"\x93\x02\n\nPutRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12&\n\x06source\x18\x03 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x04\x12\x0f\n\x07\x64urable\x18\x06 \x01(\x08\x12$\n\x06tenant\x18\x07 \x01(\x0b\x32\x14.baton.api.v1.Tenant\x12\r\n\x05ttl_s\x18\x08 \x01(\r\x12\x0b\n\x03pin\x18\t \x01(\x08\x12\x12\n\x05ready\x18\n \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_ready\"=\n\x0bPutResponse\x12\x0e\n\x06stored\x18\x01 \x03(\x08\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64urable\x18\x03 \x03(\x08\"\xb0\x01\n\nGetRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12$\n\x06tenant\x18\x04 \x01(\x0b\x32\x14.baton.api.v1.Tenant\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x8f\x01\n\x0bGetResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12&\n\x06source\x18\x02 \x01(\x0b\x32\x16.baton.api.v1.KvSource\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x0c\n\x04more\x18\x06 \x01(\x08\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\" \n\x0fReleaseResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"}\n\x0f\x43ontainsRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12$\n\x06tenant\x18\x03 \x01(\x0b\x32\x14.baton.api.v1.Tenant\"&\n\x10\x43ontainsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"r\n\rDeleteRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"%\n\x0e\x44\x65leteResponse\x12\x13\n\x0bnum_deleted\x18\x01 \x01(\r\"a\n\nPinRequest\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.baton.api.v1.Fingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\x12\r\n\x05unpin\x18\x03 \x01(\x08\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x03(\x08\"\x14\n\x12ListTenantsRequest\"?\n\x13ListTenantsResponse\x12(\n\x07tenants\x18\x01 \x03(\x0b\x32\x17.baton.api.v1.TenantUse\"\xb3\x01\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64isk_quota_bytes\x18\x07 \x01(\x04\x12\x15\n\rnum_evictions\x18\x08 \x01(\x04\"\x15\n\x13GetStoreInfoRequest\"\x8a\x02\n\x14GetStoreInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12+\n\tendpoints\x18\x03 \x03(\x0b\x32\x18.baton.api.v1.KvEndpoint\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x12\n\nused_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\x04\x12\x10\n\x08num_hits\x18\x07 \x01(\x04\x12\x12\n\nnum_misses\x18\x08 \x01(\x04\x12\x15\n\rnum_evictions\x18\t \x01(\x04\x12\x12\n\nnum_leases\x18\n \x01(\x04J\x04\x08\x0b\x10\x0cR\ncalls_port\"y\n\x18StreamStoreEventsRequest\x12\x15\n\rfrom_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\r\x12\x0e\n\x06packed\x18\x04 \x01(\x08\x12\x11\n\tgather_ms\x18\x05 \x01(\r\"F\n\x19StreamStoreEventsResponse\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.baton.api.v1.KvEventBatch2\xaf\x05\n\x0eKvStoreService\x12:\n\x03Put\x12\x18.baton.api.v1.PutRequest\x1a\x19.baton.api.v1.PutResponse\x12:\n\x03Get\x12\x18.baton.api.v1.GetRequest\x1a\x19.baton.api.v1.GetResponse\x12\x46\n\x07Release\x12\x1c.baton.api.v1.ReleaseRequest\x1a\x1d.baton.api.v1.ReleaseResponse\x12I\n\x08\x43ontains\x12\x1d.baton.api.v1.ContainsRequest\x1a\x1e.baton.api.v1.ContainsResponse\x12\x43\n\x06\x44\x65lete\x12\x1b.baton.api.v1.DeleteRequest\x1a\x1c.baton.api.v1.DeleteResponse\x12:\n\x03Pin\x12\x18.baton.api.v1.PinRequest\x1a\x19.baton.api.v1.PinResponse\x12R\n\x0bListTenants\x12 .baton.api.v1.ListTenantsRequest\x1a!.baton.api.v1.ListTenantsResponse\x12U\n\x0cGetStoreInfo\x12!.baton.api.v1.GetStoreInfoRequest\x1a\".baton.api.v1.GetStoreInfoResponse\x12\x66\n\x11StreamStoreEvents\x12&.baton.api.v1.StreamStoreEventsRequest\x1a\'.baton.api.v1.StreamStoreEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,39 +38,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTRESPONSE']._serialized_start=376
   _globals['_PUTRESPONSE']._serialized_end=437
   _globals['_GETREQUEST']._serialized_start=440
-  _globals['_GETREQUEST']._serialized_end=595
-  _globals['_GETRESPONSE']._serialized_start=598
-  _globals['_GETRESPONSE']._serialized_end=741
-  _globals['_RELEASEREQUEST']._serialized_start=743
-  _globals['_RELEASEREQUEST']._serialized_end=777
-  _globals['_RELEASERESPONSE']._serialized_start=779
-  _globals['_RELEASERESPONSE']._serialized_end=811
-  _globals['_CONTAINSREQUEST']._serialized_start=813
-  _globals['_CONTAINSREQUEST']._serialized_end=938
-  _globals['_CONTAINSRESPONSE']._serialized_start=940
-  _globals['_CONTAINSRESPONSE']._serialized_end=978
-  _globals['_DELETEREQUEST']._serialized_start=980
-  _globals['_DELETEREQUEST']._serialized_end=1094
-  _globals['_DELETERESPONSE']._serialized_start=1096
-  _globals['_DELETERESPONSE']._serialized_end=1133
-  _globals['_PINREQUEST']._serialized_start=1135
-  _globals['_PINREQUEST']._serialized_end=1232
-  _globals['_PINRESPONSE']._serialized_start=1234
-  _globals['_PINRESPONSE']._serialized_end=1263
-  _globals['_LISTTENANTSREQUEST']._serialized_start=1265
-  _globals['_LISTTENANTSREQUEST']._serialized_end=1285
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=1287
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=1350
-  _globals['_TENANTUSE']._serialized_start=1353
-  _globals['_TENANTUSE']._serialized_end=1532
-  _globals['_GETSTOREINFOREQUEST']._serialized_start=1534
-  _globals['_GETSTOREINFOREQUEST']._serialized_end=1555
-  _globals['_GETSTOREINFORESPONSE']._serialized_start=1558
-  _globals['_GETSTOREINFORESPONSE']._serialized_end=1824
-  _globals['_STREAMSTOREEVENTSREQUEST']._serialized_start=1826
-  _globals['_STREAMSTOREEVENTSREQUEST']._serialized_end=1947
-  _globals['_STREAMSTOREEVENTSRESPONSE']._serialized_start=1949
-  _globals['_STREAMSTOREEVENTSRESPONSE']._serialized_end=2019
-  _globals['_KVSTORESERVICE']._serialized_start=2022
-  _globals['_KVSTORESERVICE']._serialized_end=2709
+  _globals['_GETREQUEST']._serialized_end=616
+  _globals['_GETRESPONSE']._serialized_start=619
+  _globals['_GETRESPONSE']._serialized_end=762
+  _globals['_RELEASEREQUEST']._serialized_start=764
+  _globals['_RELEASEREQUEST']._serialized_end=798
+  _globals['_RELEASERESPONSE']._serialized_start=800
+  _globals['_RELEASERESPONSE']._serialized_end=832
+  _globals['_CONTAINSREQUEST']._serialized_start=834
+  _globals['_CONTAINSREQUEST']._serialized_end=959
+  _globals['_CONTAINSRESPONSE']._serialized_start=961
+  _globals['_CONTAINSRESPONSE']._serialized_end=999
+  _globals['_DELETEREQUEST']._serialized_start=1001
+  _globals['_DELETEREQUEST']._serialized_end=1115
+  _globals['_DELETERESPONSE']._serialized_start=1117
+  _globals['_DELETERESPONSE']._serialized_end=1154
+  _globals['_PINREQUEST']._serialized_start=1156
+  _globals['_PINREQUEST']._serialized_end=1253
+  _globals['_PINRESPONSE']._serialized_start=1255
+  _globals['_PINRESPONSE']._serialized_end=1284
+  _globals['_LISTTENANTSREQUEST']._serialized_start=1286
+  _globals['_LISTTENANTSREQUEST']._serialized_end=1306
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=1308
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=1371
+  _globals['_TENANTUSE']._serialized_start=1374
+  _globals['_TENANTUSE']._serialized_end=1553
+  _globals['_GETSTOREINFOREQUEST']._serialized_start=1555
+  _globals['_GETSTOREINFOREQUEST']._serialized_end=1576
+  _globals['_GETSTOREINFORESPONSE']._serialized_start=1579
+  _globals['_GETSTOREINFORESPONSE']._serialized_end=1845
+  _globals['_STREAMSTOREEVENTSREQUEST']._serialized_start=1847
+  _globals['_STREAMSTOREEVENTSREQUEST']._serialized_end=1968
+  _globals['_STREAMSTOREEVENTSRESPONSE']._serialized_start=1970
+  _globals['_STREAMSTOREEVENTSRESPONSE']._serialized_end=2040
+  _globals['_KVSTORESERVICE']._serialized_start=2043
+  _globals['_KVSTORESERVICE']._serialized_end=2730
 # @@protoc_insertion_point(module_scope)

@@ -133,10 +133,13 @@ class GetRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """0: the store's default"""
     wait_ms: _builtins.int
     """the caller's patience; 0: until the call's deadline. An answer after it is still read, and its lease given back"""
+    traceparent: _builtins.str
+    """W3C trace context of the request that loads; empty: it is not traced"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -155,10 +158,11 @@ class GetRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         tenant: _common_pb2.Tenant | None = ...,
         wait_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms", "tenant", b"tenant", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "lease_ms", b"lease_ms", "tenant", b"tenant", "traceparent", b"traceparent", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

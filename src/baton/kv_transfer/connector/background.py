@@ -185,7 +185,7 @@ class BackgroundLoads(Generic[T]):
             outcome: Outcome[T] = Outcome(cancelled=True, unwanted=unwanted)
         elif (failure := ended.exception()) is not None:
             if not isinstance(failure, BatonError):
-                log.error("load of %s failed", request_id, exc_info=failure)
+                log.error("load of %s failed", request_id, exc_info=failure, extra={"request_id": request_id})
             outcome = Outcome(failure=failure, unwanted=unwanted)
         else:
             outcome = Outcome(ended.result(), unwanted=unwanted)

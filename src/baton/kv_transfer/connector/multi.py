@@ -65,7 +65,11 @@ class MultiConnector(KVConnector):
             try:
                 plan = connector.plan_load(request, num_local_tokens)
             except Exception:
-                log.exception("connector %d (%s) could not plan request %s", i, connector.name, request.request_id)
+                log.exception(
+                    "connector %d (%s) could not plan request %s",
+                    *(i, connector.name, request.request_id),
+                    extra={"request_id": request.request_id},
+                )
                 continue
             if plan is not None:
                 plans.append(plan)
@@ -98,7 +102,11 @@ class MultiConnector(KVConnector):
             for update in connector.poll_loads():
                 chain = self._chains.get(update.request_id)
                 if chain is None or chain.active != i:
-                    log.error("an update of request %s came from a connector that does not load it", update.request_id)
+                    log.error(
+                        "an update of request %s came from a connector that does not load it",
+                        update.request_id,
+                        extra={"request_id": update.request_id},
+                    )
                     continue
                 chain.parts.append(update.stats)
                 short = update.first_token is None and not chain.cancelled
@@ -169,7 +177,11 @@ class MultiConnector(KVConnector):
                     continue
                 self._connectors[i].start_load(request, num_valid_tokens, chain.block_ids)
             except Exception as error:
-                log.exception("connector %d could not load request %s", i, request.request_id)
+                log.exception(
+                    "connector %d could not load request %s",
+                    *(i, request.request_id),
+                    extra={"request_id": request.request_id},
+                )
                 chain.failures.append(f"connector {i}: {error}")
                 continue
             chain.active = i
@@ -188,4 +200,5 @@ def _merged(chain: _Chain) -> TransferStats:
         exposed_us=sum(part.exposed_us for part in parts),
         transferred_tokens=sum(part.transferred_tokens for part in parts),
         failures=tuple(failure for part in parts for failure in part.failures) + tuple(chain.failures),
+        parts=tuple(load for part in parts for load in part.loads) if len(parts) > 1 else chosen.parts,
     )

@@ -267,7 +267,7 @@ class HttpMiddleware:
         except Exception:
             # It ends here: the server would close the connection on it, under the next request of a client that has
             # a whole answer and was promised that the connection stays. (One cut short it closes anyway.)
-            log.exception("request %s to %s failed", ident, endpoint)
+            log.exception("request %s to %s failed", ident, endpoint, extra={"request_id": ident})
             if not started:
                 failure = InternalError("something went wrong inside Baton")
                 await answer_to(failure)(scope, receive, send_with_id)

@@ -386,7 +386,12 @@ _OWN_HEADERS = frozenset({b"content-length", b"connection"})
 
 def hide(error: Exception, exchange: HttpExchange) -> InternalError:
     """Log an error that is not meant for clients, and return what they are told instead."""
-    log.error("request %s to %s failed", exchange.request_id, exchange.path, exc_info=error)
+    log.error(
+        "request %s to %s failed",
+        *(exchange.request_id, exchange.path),
+        exc_info=error,
+        extra={"request_id": exchange.request_id},
+    )
     return InternalError("something went wrong inside Baton")
 
 

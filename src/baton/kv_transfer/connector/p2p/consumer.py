@@ -56,6 +56,8 @@ class _Load:
     kv_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
+    began_ns: int = 0
+    ended_ns: int = 0
     pipe: str = ""
     pipe_fallback: str = ""
     source: str = ""
@@ -234,7 +236,11 @@ class P2PConsumer(LoadingConnector):
         except BatonError as failure:
             load.failures.append(f"{address}: {failure.message}")
             load.local_reason = "prefill_busy" if isinstance(failure, QueueFullError) else "prefill_failed"
-            log.warning("prefill of %s at %s failed: %s", load.request.request_id, address, failure.message)
+            log.warning(
+                "prefill of %s at %s failed: %s",
+                *(load.request.request_id, address, failure.message),
+                extra={"request_id": load.request.request_id},
+            )
             return failure
 
     def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
@@ -340,6 +346,7 @@ class P2PConsumer(LoadingConnector):
     ) -> None:
         """Fetch complete blocks, or wait for the fetch that began while they were computed, and note what came."""
         result = await (early or self._fetch(load, attempt.source, attempt.blocks(offer, wanted)))
+        load.ended_ns = time.perf_counter_ns()
         load.kv_bytes += result.num_bytes
         load.transfer_s += result.seconds - result.waited_s
         load.pipe, load.pipe_fallback = result.pipe_kind, result.fallback_reason
@@ -349,6 +356,7 @@ class P2PConsumer(LoadingConnector):
             raise StaleBlockError(result.failure)
 
     async def _fetch(self, load: _Load, source: BlockSource, blocks: SequenceBlocks) -> FetchResult:
+        load.began_ns = load.began_ns or time.perf_counter_ns()
         return await self._fetcher.fetch_async(
             source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
         )
@@ -379,6 +387,9 @@ class P2PConsumer(LoadingConnector):
             source_cached_tokens=load.source_cached_tokens,
             failures=tuple(load.failures),
             local_reason="" if complete else load.local_reason,
+            kind="kv_transfer" if load.began_ns else "",
+            began_ns=load.began_ns,
+            ended_ns=max(load.began_ns, load.ended_ns),
         )
         first = load.first_token if complete else None
         return LoadUpdate(load.request.request_id, num_valid, first_token=first, stats=stats, error=error)

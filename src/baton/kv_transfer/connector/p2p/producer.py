@@ -212,7 +212,11 @@ class P2PProducer(KVConnector):
             nbytes = OFFER_BYTES + BLOCK_BYTES * len(offer.block_ids)
             self._buffer.insert(lease.key, None, None, offer, nbytes, lease_s=self._lease_s)
         except BatonError as error:
-            log.error("the offer of %s is lost (%s): its stream ends", lease.request_id, error.message)
+            log.error(
+                "the offer of %s is lost (%s): its stream ends",
+                *(lease.request_id, error.message),
+                extra={"request_id": lease.request_id},
+            )
             self._buffer.withdraw(lease.key)
 
     def request_finished(self, request_id: RequestId) -> bool:

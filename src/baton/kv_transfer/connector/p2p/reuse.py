@@ -131,5 +131,8 @@ class P2PReuser(LoadingConnector):
             kv_bytes=result.num_bytes,
             transfer_us=round(1e6 * result.seconds),
             transferred_tokens=valid - load.num_local_tokens,
+            kind="kv_transfer",
+            began_ns=(ended_ns := time.perf_counter_ns()) - round(1e9 * result.seconds),
+            ended_ns=ended_ns,
         )
         return LoadUpdate(load.request_id, valid, stats=stats, error=result.failure or None)

@@ -144,12 +144,14 @@ class ChainPart:
         start: The part's first block.
         stop: The block after its last one.
         tenant: Whose blocks these are; ``None``: none.
+        traceparent: W3C trace context of the request that loads them; empty: it is not traced.
     """
 
     hashes: Sequence[BlockHash]
     start: int
     stop: int
     tenant: Tenant | None = None
+    traceparent: str = ""
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -192,7 +192,7 @@ class StoreClient:
         hashes, at = part.wanted, 0
         while at < len(hashes):
             piece = hashes[at : at + self._blocks_per_call]
-            lease = await self.lease(piece, deadline=deadline, tenant=part.tenant)
+            lease = await self.lease(piece, deadline=deadline, tenant=part.tenant, traceparent=part.traceparent)
             if lease is None:
                 return
             count = len(lease)
@@ -267,7 +267,7 @@ class StoreClient:
         return answer.num_blocks
 
     async def lease(
-        self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None
+        self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None, traceparent: str = ""
     ) -> StoreLease | None:
         """Have the store keep the longest prefix of some blocks; ``None``: it has not even the first.
 
@@ -275,6 +275,7 @@ class StoreClient:
             hashes: At most ``blocks_per_call``.
             deadline: ``time.monotonic()`` seconds, until which the lease lasts; the answer comes sooner.
             tenant: Whose blocks these are; ``None``: none.
+            traceparent: W3C trace context of the request that loads them; empty: it is not traced.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -287,6 +288,7 @@ class StoreClient:
             lease_ms=round(1000 * (left + _LEASE_MARGIN_S)),
             tenant=tenant_to_pb(tenant),
             wait_ms=max(1, round(1000 * patience)),
+            traceparent=traceparent,
         )
         # The call outlives the patience: a lease whose answer is not read would hold the store's memory until it ends.
         call = self._calls.begin("Get", request, patience + _LATE_S)

@@ -291,7 +291,10 @@ class ClusterLoad:
 
     async def _ask(self, node: Node, group: _Group) -> StoreLease | None:
         names = [self._hashes[i] for i in group.at]
-        group.lease = await node.client.lease(names, deadline=self._deadline_of(group), tenant=self._part.tenant)
+        part, deadline = self._part, self._deadline_of(group)
+        group.lease = await node.client.lease(
+            names, deadline=deadline, tenant=part.tenant, traceparent=part.traceparent
+        )
         return group.lease
 
     async def _fetch_all(self, groups: dict[Node, _Group], stop: int) -> None:

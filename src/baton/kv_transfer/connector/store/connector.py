@@ -51,6 +51,7 @@ class _Load:
     part: ChainPart
     block_ids: tuple[BlockId, ...]
     progress: LoadProgress = field(default_factory=LoadProgress)
+    began_ns: int = field(default_factory=time.perf_counter_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,11 @@ class BackedConnector(LoadingConnector):
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Ask and fetch in the background."""
         part = ChainPart(
-            request.hashes, num_local_tokens // self._block_size, self._num_wanted(request), request.tenant
+            request.hashes,
+            num_local_tokens // self._block_size,
+            self._num_wanted(request),
+            request.tenant,
+            request.traceparent,
         )
         load = _Load(request.request_id, num_local_tokens, part, tuple(block_ids[part.start : part.stop]))
         if not self._breaker.allows():  # the store rests, and another request was let through to see how it is
@@ -255,6 +260,9 @@ class BackedConnector(LoadingConnector):
                 *(() if error is None else (f"store {self._options.shown_address}: {error}",)),
             ),
             local_reason="" if tokens else reason,
+            kind="kv_store",
+            began_ns=load.began_ns,
+            ended_ns=time.perf_counter_ns(),
         )
         return LoadUpdate(load.request_id, load.num_local_tokens + tokens, stats=stats, error=error)
 

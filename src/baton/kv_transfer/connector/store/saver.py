@@ -238,7 +238,9 @@ class StoreSaver:
             error = task.exception()
             if error is None:
                 return  # it said so itself; who is running by now is the next one, begun in the meantime
-            log.error("saving blocks of %s failed", save.request_id, exc_info=error)
+            log.error(
+                "saving blocks of %s failed", save.request_id, exc_info=error, extra={"request_id": save.request_id}
+            )
         with self._lock:
             if not save.running:
                 return
@@ -302,7 +304,11 @@ class StoreSaver:
         if (error := call.exception()) is not None:
             if not isinstance(error, BatonError):
                 raise error
-            log.debug("%d blocks of %s were not saved early: %s", len(part), save.request_id, error.message)
+            log.debug(
+                "%d blocks of %s were not saved early: %s",
+                *(len(part), save.request_id, error.message),
+                extra={"request_id": save.request_id},
+            )
             return
         held, num_bytes = call.result()
         self._use.saved_bytes += num_bytes
@@ -343,7 +349,11 @@ class StoreSaver:
 
     def _not_saved(self, save: Save, part: ChainPart, error: BatonError) -> bool:
         self._use.save_failures += 1
-        log.debug("%d blocks of %s were not saved: %s", len(part), save.request_id, error.message)
+        log.debug(
+            "%d blocks of %s were not saved: %s",
+            *(len(part), save.request_id, error.message),
+            extra={"request_id": save.request_id},
+        )
         return False
 
     def _end(self, save: Save) -> None:
