@@ -51,11 +51,11 @@ class CountingClient(StoreClient):
     calls = 0
 
     async def lease(
-        self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None
+        self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None, traceparent: str = ""
     ) -> StoreLease | None:
         """Count, then ask."""
         CountingClient.calls += 1
-        return await super().lease(hashes, deadline=deadline, tenant=tenant)
+        return await super().lease(hashes, deadline=deadline, tenant=tenant, traceparent=traceparent)
 
 
 def main() -> None:
