@@ -13,15 +13,22 @@ from baton_router.processor.input_processor import InputProcessor
 
 @dataclass(frozen=True)
 class Context:
-    """A call's context: which API key it shows."""
+    """A call's context: which API key it shows, and whose span it is part of."""
 
     key: str = ""
+    traceparent: str = ""
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(HEADER, f"Bearer {self.key}")] if self.key else []
+        found = {HEADER: f"Bearer {self.key}" if self.key else "", "traceparent": self.traceparent}
+        return [(name, value) for name, value in found.items() if value]
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:5000"
 
 
-def servicer(processor: InputProcessor, accounts: Accounts | None = None) -> RouterServicer:
+def servicer(
+    processor: InputProcessor, accounts: Accounts | None = None, *, access_log: bool = False
+) -> RouterServicer:
     """Return a service without instances or tickets."""
     nothing: Any = None
-    return RouterServicer(processor, nothing, nothing, accounts)
+    return RouterServicer(processor, nothing, nothing, accounts, access_log=access_log)

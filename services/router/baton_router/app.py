@@ -139,6 +139,7 @@ class RouterApp:
             metrics_port=config.metrics_port,
             max_sequences=config.max_request_sequences,
             max_connections=_most_connections(),
+            access_log=config.access_log,
         )
         http = create_app(
             self.processor,
@@ -237,7 +238,9 @@ class RouterApp:
             tls=self._tls,
             admits=admits_clients(self._accounts),
         )
-        servicer = RouterServicer(self.processor, self.registry, self.tickets, self._accounts)
+        servicer = RouterServicer(
+            self.processor, self.registry, self.tickets, self._accounts, access_log=self._config.access_log
+        )
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server

@@ -175,6 +175,9 @@ class RouterConfig:
     drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
     audit_log: str = option("", AUDIT_LOG_HELP)
     core_dumps: bool = option(False, CORE_DUMPS_HELP)
+    access_log: bool = option(
+        False, "a line of the log per request of a client: who, what, status, seconds, request id"
+    )
     otlp_traces_endpoint: str = option("", TRACES_HELP)
     trace_sample_rate: float | None = option(
         None,

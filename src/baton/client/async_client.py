@@ -243,7 +243,7 @@ class AsyncClient:
             stub = self._connected()
             if self._direct is None:
                 self._direct = DirectLinks(stub, self._open_instance, self._settings.metadata, self._tokenizer)
-            return DirectCall(self._direct, request, timeout)
+            return DirectCall(self._direct, request, timeout, metadata)
 
         return call
 

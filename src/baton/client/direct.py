@@ -362,10 +362,17 @@ class DirectCall:
         links: The client's.
         request: What to generate.
         timeout: Seconds for all of it.
+        metadata: Goes with the calls beside that of all calls.
     """
 
-    def __init__(self, links: DirectLinks, request: router_pb2.RouterGenerateRequest, timeout: float) -> None:
-        self._links, self._request = links, request
+    def __init__(
+        self,
+        links: DirectLinks,
+        request: router_pb2.RouterGenerateRequest,
+        timeout: float,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        self._links, self._request, self._metadata = links, request, links.metadata + metadata
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + timeout
         self._inner: Any = None
@@ -427,7 +434,7 @@ class DirectCall:
 
     def _open(self, method: Any, request: Any) -> Any:
         left = max(0.001, self._ends_at - self._loop.time())
-        self._inner = method(request, timeout=left, metadata=self._links.metadata)
+        self._inner = method(request, timeout=left, metadata=self._metadata)
         if self._stopped:
             self._inner.cancel()
         return self._inner

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 from baton.api.v1 import router_pb2
 from baton.errors import InvalidRequestError, shown
 from baton.rpc.convert import sampling_to_pb
+from baton.tracing import parse_traceparent
 from baton.types import ORDER_HEADER, Order, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -60,6 +61,8 @@ class Options(TypedDict, total=False):
     order: str
     """``decode_first`` or ``prefill_first``: which instance it is sent to first; direct mode knows the former alone."""
     request_id: str
+    traceparent: str
+    """W3C trace context of the caller's span: the request's spans become part of it."""
 
 
 _SAMPLING_FIELDS = {item.name: item for item in dataclasses.fields(SamplingParams)}
@@ -103,9 +106,15 @@ def build_metadata(options: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     Raises:
         InvalidRequestError: Names the field.
     """
-    if "order" not in options:
-        return ()
-    return ((ORDER_HEADER, Order.parse("order", _typed("order", options["order"], str))),)
+    found: list[tuple[str, str]] = []
+    if "order" in options:
+        found.append((ORDER_HEADER, Order.parse("order", _typed("order", options["order"], str))))
+    if "traceparent" in options:
+        traceparent = _typed("traceparent", options["traceparent"], str)
+        if parse_traceparent(traceparent) is None:
+            raise InvalidRequestError(f"{traceparent!r} is no W3C trace context", field="traceparent")
+        found.append(("traceparent", traceparent))
+    return tuple(found)
 
 
 def build_route(prompt: Prompt, model: str, cache_salt: str) -> router_pb2.RouteRequest:

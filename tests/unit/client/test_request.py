@@ -93,7 +93,12 @@ def test_every_field_arrives() -> None:
         assert getattr(request, name) == value
     assert build_metadata({"order": "prefill_first"}) == (("x-baton-order", "prefill_first"),)
     assert build_metadata(options) == ()
-    assert set(options) | {"sampling", "order"} | set(extra) == set(Options.__annotations__)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert build_metadata({"traceparent": parent}) == (("traceparent", parent),)
+    with pytest.raises(InvalidRequestError, match="no W3C trace context") as caught:
+        build_metadata({"traceparent": "nonsense"})
+    assert caught.value.field == "traceparent"
+    assert set(options) | {"sampling", "order", "traceparent"} | set(extra) == set(Options.__annotations__)
 
 
 def test_keywords_win_over_sampling() -> None:

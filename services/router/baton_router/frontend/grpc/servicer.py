@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.errors import InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
+from baton_router.frontend.http.access_log import log_access
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest, check_role
 from baton_router.registry.registry import Registry
@@ -33,30 +35,59 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         registry: For everything about instances.
         tickets: For requests that run without this router between.
         accounts: Whose API keys clients show; ``None``: there are none.
+        access_log: Write a line per request.
     """
 
     def __init__(
-        self, processor: InputProcessor, registry: Registry, tickets: TicketDesk, accounts: Accounts | None = None
+        self,
+        processor: InputProcessor,
+        registry: Registry,
+        tickets: TicketDesk,
+        accounts: Accounts | None = None,
+        *,
+        access_log: bool = False,
     ) -> None:
         self._processor, self._registry, self._tickets, self._accounts = processor, registry, tickets, accounts
+        self._access_log = access_log
 
     async def Generate(
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Generate; a call that is cancelled cancels the request everywhere."""
-        asked = text_request(request, self._account(context))
+        account = self._account(context)
+        asked = text_request(request, account)
         if order := _metadata(context, ORDER_HEADER):
             asked.order = Order.parse(ORDER_HEADER, order)
-        prepared = await self._processor.prepare(asked)
-        async with aclosing(self._processor.stream(prepared)) as chunks:
-            async for chunk in chunks:
-                yield _response(asked.request_id, chunk)
+        asked.traceparent = _metadata(context, "traceparent")
+        begun, status = time.perf_counter(), "cancelled"
+        try:
+            prepared = await self._processor.prepare(asked)
+            async with aclosing(self._processor.stream(prepared)) as chunks:
+                async for chunk in chunks:
+                    yield _response(asked.request_id, chunk)
+            status = "ok"
+        except BatonError as error:
+            status = error.code
+            raise
+        finally:
+            if self._access_log:
+                log_access(
+                    peer=peer_of(context),
+                    method="grpc",
+                    path="Generate",
+                    status=status,
+                    seconds=time.perf_counter() - begun,
+                    request_id=asked.request_id,
+                    account="" if account is None else account.name,
+                )
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         """Say where a prompt would go, or place it and give a ticket."""
         account = self._account(context)
         if request.HasField("direct"):
-            return await self._tickets.place(text_request(request.direct, account))
+            direct = text_request(request.direct, account)
+            direct.traceparent = _metadata(context, "traceparent")
+            return await self._tickets.place(direct)
         asked = TextRequest(
             prompt=_prompt(request),
             sampling=SamplingParams(),

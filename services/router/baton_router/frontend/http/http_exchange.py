@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from baton.errors import InvalidRequestError
+from baton_router.frontend.http.access_log import log_access
 from baton_router.frontend.http.middleware import Headers, HttpMetrics, HttpOptions
 from baton_router.types import Account
 
@@ -285,7 +286,18 @@ class HttpExchange:
         if not self._counted:
             self._counted = True
             seconds = time.perf_counter() - self._begun
-            self._handler.metrics.end(self.path, self.status or _CLIENT_GONE, seconds)
+            status = self.status or _CLIENT_GONE
+            self._handler.metrics.end(self.path, status, seconds)
+            if self._handler.options.access_log:
+                log_access(
+                    peer=self.peer,
+                    method="POST",
+                    path=self.path,
+                    status=status,
+                    seconds=seconds,
+                    request_id=self.request_id,
+                    account="" if self.account is None else self.account.name,
+                )
 
 
 def check_media(headers: Headers, limit: int) -> HTTPException | None:

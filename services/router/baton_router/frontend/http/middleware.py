@@ -17,6 +17,7 @@ from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedEr
 from baton.rpc.audit import Event, audit
 from baton.rpc.hosts import HostRule
 from baton_router.accounts.accounts import Accounts
+from baton_router.frontend.http.access_log import log_access
 from baton_router.frontend.http.errors import answer_to
 from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
@@ -64,6 +65,7 @@ class HttpOptions:
         hosts: Hosts that requests may be for; ``None``: any.
         metrics_port: Where else ``/metrics`` is served; 0: nowhere.
         max_connections: Connections at once.
+        access_log: Write a line per request.
     """
 
     accounts: Accounts | None = None
@@ -78,6 +80,7 @@ class HttpOptions:
     hosts: HostRule | None = None
     metrics_port: int = 0
     max_connections: int = 1 << 20
+    access_log: bool = False
 
 
 class HttpMetrics:
@@ -231,7 +234,7 @@ class HttpMiddleware:
             metrics: Where to count.
         """
         self._app, self._accounts, self._hosts, self._metrics = app, options.accounts, options.hosts, metrics
-        self._origins = options.cors_origins
+        self._origins, self._access_log = options.cors_origins, options.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -273,7 +276,19 @@ class HttpMiddleware:
                 await answer_to(failure)(scope, receive, send_with_id)
             status = 500
         finally:
-            self._metrics.end(endpoint, status, time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            self._metrics.end(endpoint, status, seconds)
+            if self._access_log:
+                shown = scope.get("state", {}).get(_ACCOUNT)
+                log_access(
+                    peer=(scope.get("client") or ("",))[0],
+                    method=scope["method"],
+                    path=endpoint,
+                    status=status,
+                    seconds=seconds,
+                    request_id=ident,
+                    account="" if shown is None else shown.name,
+                )
 
 
 def _header(headers: Headers, name: bytes) -> str:
