@@ -1,0 +1,364 @@
+"""Reads sections and the calls in them, in all notations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from baton.dialects.events import EventSink
+from baton.dialects.python_calls import read_python_call
+from baton.dialects.schema_values import json_of_text, json_string, parameter_schemas, schema_types
+from baton.dialects.source import NotACallError, Reader, Source
+from baton.dialects.syntax import CallNotation, JsonCall, NamedCall, Parameters, PythonCall, Section
+
+_MAX_NAME = 256
+_MAX_HELD = 16 * 1024
+"""Characters of a call that are held until it is known to be one."""
+
+_STRING_FLAG = re.compile(r'\s*(?:string="(true|false)"\s*)?')
+
+
+class SectionReader:
+    """Reads sections.
+
+    Args:
+        source: Where they stand.
+        sink: Takes the calls.
+        schemas: Schemas of parameters, by the names of tools.
+    """
+
+    __slots__ = ("_schemas", "_sink", "_source")
+
+    def __init__(self, source: Source, sink: EventSink, schemas: Mapping[str, Any]) -> None:
+        self._source, self._sink, self._schemas = source, sink, schemas
+
+    def read(self, section: Section, *, bare: bool) -> Reader[bool]:
+        """Read a section behind its beginning; return whether its end was there.
+
+        Raises:
+            NotACallError: There is no call in it.
+        """
+        source, count, separator = self._source, 0, ""
+        unanchored = bare and not any(isinstance(call, NamedCall) and call.begin for call in section.calls)
+        while True:
+            mark = source.mark()
+            yield from source.space()
+            if count and section.end and (yield from source.literal(section.end)):
+                return True
+            if count and section.separators and not separator:
+                separator = yield from source.literal(section.separators)
+                if separator:
+                    continue
+            if count and not section.many:
+                source.seek(mark)
+                return False
+            calls = self._sink.calls
+            try:
+                yield from self._call(section, unanchored=unanchored)
+            except NotACallError:
+                if not count:
+                    raise
+                if self._sink.calls == calls:
+                    source.seek(mark)
+                if separator:
+                    self._sink.text(separator)
+                return False
+            separator = ""
+            count += 1
+
+    def _call(self, section: Section, *, unanchored: bool) -> Reader[None]:
+        """Read a call in one of a section's notations, or a list of calls."""
+        begun = self._source.mark()
+        for notation in section.calls:
+            calls = self._sink.calls
+            try:
+                yield from self._notation(notation, section, unanchored)
+            except NotACallError:
+                if self._sink.calls > calls:
+                    return
+                self._source.seek(begun)
+            else:
+                return
+        raise NotACallError
+
+    def _notation(self, notation: CallNotation, section: Section, unanchored: bool) -> Reader[None]:
+        match notation:
+            case JsonCall():
+                if (yield from self._source.literal(("[",))):
+                    yield from self._list(lambda: self._json_call(notation, unanchored))
+                else:
+                    yield from self._json_call(notation, unanchored)
+            case PythonCall(brackets=True):
+                if not (yield from self._source.literal(("[",))):
+                    raise NotACallError
+                yield from self._list(lambda: self._python_call(unanchored))
+            case PythonCall():
+                yield from self._python_call(unanchored)
+            case NamedCall():
+                yield from self._named_call(notation, section.end)
+
+    def _list(self, read: Callable[[], Reader[None]]) -> Reader[None]:
+        """Read calls with commas between them and a bracket behind them."""
+        source = self._source
+        first = True
+        mark = source.mark()
+        while True:
+            yield from source.space()
+            calls = self._sink.calls
+            try:
+                yield from read()
+            except NotACallError:
+                if first:
+                    raise
+                if self._sink.calls == calls:
+                    source.seek(mark)
+                return
+            first = False
+            mark = source.mark()
+            yield from source.space()
+            found = yield from source.literal((",", "]"))
+            if found != ",":
+                if not found:
+                    source.seek(mark)
+                return
+            yield from source.space()
+            if (yield from source.literal(("]",))):
+                return
+
+    def _python_call(self, unanchored: bool) -> Reader[None]:
+        name, arguments = yield from read_python_call(self._source, self._schemas, bare=unanchored)
+        self._sink.start(name)
+        self._sink.arguments(arguments)
+        self._sink.end()
+        self._source.drop()
+
+    def _json_call(self, notation: JsonCall, unanchored: bool) -> Reader[None]:
+        source = self._source
+        if not (yield from source.literal(("{",))):
+            raise NotACallError
+        name: str | None = None
+        held: list[str] | None = None
+        """Arguments that came before the name."""
+        done = False
+        while True:
+            mark = source.mark()
+            yield from source.space()
+            if done and (yield from source.literal(("}",))):
+                return
+            key = yield from self._key(done, mark)
+            if key is None:
+                return
+            if key == "name" and name is None:
+                name = _decoded((yield from source.json_string(_MAX_NAME)))
+                if not name or (unanchored and name not in self._schemas):
+                    raise NotACallError
+                if held is not None:
+                    self._whole(name, held)
+                    done = True
+            elif key in notation.arguments and held is None and not done:
+                if name is None:
+                    held = yield from self._held_value()
+                else:
+                    yield from self._value(name)
+                    done = True
+            elif key in ("id", "type"):
+                yield from source.json_string(_MAX_NAME)
+            elif done:
+                source.seek(mark)
+                return
+            else:
+                raise NotACallError
+            mark = source.mark()
+            yield from source.space()
+            found = yield from source.literal((",", "}"))
+            if found == "}" or (done and not found):
+                if found != "}":
+                    source.seek(mark)
+                if name is None:
+                    raise NotACallError
+                if not done:
+                    self._whole(name, ["{}"])
+                return
+            if not found:
+                raise NotACallError
+
+    def _key(self, done: bool, mark: int) -> Reader[str | None]:
+        """Read a key and its colon; ``None``: there is none, behind a call that is complete."""
+        source = self._source
+        try:
+            key = _decoded((yield from source.json_string(_MAX_NAME)))
+            yield from source.space()
+            if not (yield from source.literal((":",))):
+                raise NotACallError
+        except NotACallError:
+            if not done:
+                raise
+            source.seek(mark)
+            return None
+        yield from source.space()
+        return key
+
+    def _whole(self, name: str, arguments: list[str]) -> None:
+        self._sink.start(name)
+        self._sink.arguments("".join(arguments))
+        self._sink.end()
+        self._source.drop()
+
+    def _held_value(self) -> Reader[list[str]]:
+        """Read arguments before the call's name is known."""
+        source, held = self._source, list[str]()
+        if source.text.startswith("{", source.at):
+            if not (yield from source.json_value(held.append, drop=False, most=_MAX_HELD)):
+                raise NotACallError
+            return held
+        return [(yield from self._other_value())]
+
+    def _value(self, name: str) -> Reader[None]:
+        """Read arguments and hand them on as they come."""
+        source = self._source
+        if source.text.startswith("{", source.at):
+            self._sink.start(name)
+            source.drop()
+            yield from source.json_value(self._sink.arguments, drop=True)
+            self._sink.end()
+        else:
+            self._whole(name, [(yield from self._other_value())])
+
+    def _other_value(self) -> Reader[str]:
+        """Read arguments that are no object: a string with an object's JSON in it, or null."""
+        if (yield from self._source.literal(("null",))):
+            return "{}"
+        text = _decoded((yield from self._source.json_string(_MAX_HELD)))
+        if not text.lstrip().startswith("{"):
+            raise NotACallError
+        return text.encode(errors="replace").decode()
+
+    def _named_call(self, notation: NamedCall, section_end: tuple[str, ...]) -> Reader[None]:
+        source = self._source
+        if notation.begin and not (yield from source.literal((notation.begin,))):
+            raise NotACallError
+        text, found = yield from source.until((*notation.name_end, *notation.name_before), _MAX_NAME)
+        if found in notation.name_before:
+            source.at -= len(found)
+        match = re.fullmatch(notation.name, text.strip())
+        if match is None:
+            raise NotACallError
+        groups = match.groupdict()
+        name, written = groups.get("name") or match[0], groups.get("id")
+        yield from source.space()
+        if notation.parameters is not None:
+            yield from self._parameters(name, written, notation.parameters, notation.end, section_end)
+            return
+        if source.text.startswith("{", source.at):
+            self._sink.start(name, written)
+            source.drop()
+            closed = yield from source.json_value(self._sink.arguments, drop=True)
+        elif notation.end:
+            if not (yield from source.literal(notation.end)):
+                raise NotACallError
+            self._sink.start(name, written)
+            self._sink.arguments("{}")
+            self._sink.end()
+            source.drop()
+            return
+        else:
+            raise NotACallError
+        self._sink.end()
+        if closed:
+            yield from self._pass_end(notation)
+
+    def _pass_end(self, notation: NamedCall) -> Reader[None]:
+        source = self._source
+        if not notation.end:
+            return
+        mark = source.mark()
+        yield from source.space()
+        if not (yield from source.literal(tuple(end.lstrip() for end in notation.end))):
+            source.seek(mark)
+
+    def _parameters(
+        self, name: str, written: str | None, tags: Parameters, end: tuple[str, ...], section_end: tuple[str, ...]
+    ) -> Reader[None]:
+        source, first = self._source, True
+        schema = self._schemas.get(name)
+        known = parameter_schemas(schema)
+        while True:
+            mark = source.mark()
+            yield from source.space()
+            found = yield from source.literal((tags.begin, *(end or section_end)))
+            if found != tags.begin:
+                if first:
+                    if not found:
+                        raise NotACallError
+                    self._sink.start(name, written)
+                    self._sink.arguments("{")
+                if not found or not end:  # what ends the section is not the call's
+                    source.seek(mark)
+                self._sink.arguments("}")
+                self._sink.end()
+                source.drop()
+                return
+            try:
+                key, types = yield from self._parameter_name(tags)
+            except NotACallError:
+                if first:
+                    raise
+                source.seek(mark)
+                self._sink.arguments("}")
+                self._sink.end()
+                return
+            if types is None:
+                types = schema_types(known.get(key), schema) or frozenset({"string"} if known else ())
+            if first:
+                self._sink.start(name, written)
+            self._sink.arguments(("{" if first else ", ") + json_string(key) + ": ")
+            source.drop()
+            first = False
+            if not (yield from self._parameter_value(tags, types)):
+                self._sink.end()
+                return
+
+    def _parameter_name(self, tags: Parameters) -> Reader[tuple[str, frozenset[str] | None]]:
+        """Read a parameter's name up to its value; return it and, if the tag says so, the value's type."""
+        source = self._source
+        if not tags.string_flag:
+            first, *others = tags.name_end.split("\n")
+            key, _ = yield from source.until((first,), _MAX_NAME)
+            for other in others:
+                yield from source.space()
+                if not (yield from source.literal((other,))):
+                    raise NotACallError
+            return key.strip(), None
+        key, _ = yield from source.until((tags.name_end,), _MAX_NAME)
+        rest, _ = yield from source.until((">",), _MAX_NAME)
+        flag = _STRING_FLAG.fullmatch(rest)
+        if flag is None:
+            raise NotACallError
+        return key, None if flag[1] is None else frozenset({"string"} if flag[1] == "true" else ())
+
+    def _parameter_value(self, tags: Parameters, types: frozenset[str]) -> Reader[bool]:
+        """Read a value and hand it on, a string as it comes; return whether its end was there."""
+        source, held = self._source, list[str]()
+        if tags.lines:
+            yield from source.literal(("\n",))
+        ends = (f"\n{tags.end}", tags.end) if tags.lines else (tags.end,)
+        if types == {"string"}:
+            self._sink.arguments('"')
+            found = yield from self._source.stream(ends, lambda text: self._sink.arguments(json_string(text)[1:-1]))
+            if found:
+                self._sink.arguments('"')
+            return bool(found)
+        found = yield from self._source.stream(ends, held.append)
+        self._sink.arguments(json_of_text("".join(held), types))
+        return bool(found)
+
+
+def _decoded(quoted: str) -> str:
+    try:
+        value = msgspec.json.decode(quoted.encode(errors="surrogatepass"))
+    except (ValueError, UnicodeError) as error:
+        raise NotACallError from error
+    return value if isinstance(value, str) else ""

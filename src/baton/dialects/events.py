@@ -1,0 +1,155 @@
+"""What a parsed answer is made of, and where the readers of its parts put that."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from typing import Literal, TypeAlias
+
+import msgspec
+
+
+class Text(msgspec.Struct, frozen=True):
+    """More of the answer's text."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of the reasoning."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """A call begins.
+
+    Attributes:
+        index: Which one, from 0.
+        id: Its name in the tool's answer.
+        name: Of the tool.
+    """
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of the arguments of a call: all of them are JSON, as far as the model wrote such."""
+
+    index: int
+    text: str
+
+
+class CallEnd(msgspec.Struct, frozen=True):
+    """A call is complete."""
+
+    index: int
+
+
+Event: TypeAlias = Text | Reasoning | CallStart | CallArguments | CallEnd
+
+
+class EventSink:
+    """Collects events; those of a kind that follow each other become one.
+
+    Args:
+        ids: See :class:`~baton.dialects.syntax.ToolDialect`.
+
+    Attributes:
+        calls: How many calls have begun.
+    """
+
+    __slots__ = ("_behind_call", "_events", "_ids", "_space", "calls")
+
+    def __init__(self, ids: Literal["random", "nine", "written"]) -> None:
+        self._ids = ids
+        self._events: list[Event] = []
+        self._space = ""
+        """White space that belongs to what is read, unless that ends here."""
+        self._behind_call = False
+        self.calls = 0
+
+    def take(self) -> list[Event]:
+        """Return the events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> None:
+        """Take the end: white space is text, but not behind a call."""
+        if not self._behind_call:
+            self._add(Text, self._space)
+        self._space = ""
+
+    def text(self, text: str) -> None:
+        """Take text."""
+        if kept := self._kept(text):
+            self._behind_call = False
+            self._add(Text, kept)
+
+    def reasoning(self, text: str) -> None:
+        """Take reasoning."""
+        self._add(Reasoning, self._kept(text))
+
+    def break_line(self, kind: type[Text] | type[Reasoning]) -> None:
+        """Separate what comes from what came before it of the kind."""
+        self._add(kind, "\n")
+
+    def strip(self) -> None:
+        """Drop the white space at the end of what came."""
+        self._space = ""
+
+    def keep_space(self) -> None:
+        """Make the white space at the end of reasoning part of it."""
+        self._add(Reasoning, self._space)
+        self._space = ""
+
+    def _kept(self, text: str) -> str:
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        return kept
+
+    def _add(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        if not text:
+            return
+        last = self._events[-1] if self._events else None
+        if type(last) is kind:
+            self._events[-1] = kind(last.text + text)
+        else:
+            self._events.append(kind(text))
+
+    def start(self, name: str, written_id: str | None = None) -> None:
+        """Begin a call.
+
+        Args:
+            name: The tool's.
+            written_id: The call's id as the model wrote it, if it did.
+        """
+        self._space = ""
+        if self._ids == "nine":
+            ident = written_id or "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        else:
+            ident = written_id if self._ids == "written" and written_id else f"call_{secrets.token_hex(12)}"
+        self._events.append(CallStart(self.calls, ident, name))
+        self.calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Take more of the arguments of the call that began last."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, CallArguments):
+            self._events[-1] = CallArguments(last.index, last.text + text)
+        elif text:
+            self._events.append(CallArguments(self.calls - 1, text))
+
+    def end(self) -> None:
+        """End that call."""
+        self._events.append(CallEnd(self.calls - 1))
+        self._behind_call = True
+
+    def call(self, name: str, arguments: str) -> None:
+        """Take a whole call."""
+        self.start(name)
+        self.arguments(arguments)
+        self.end()

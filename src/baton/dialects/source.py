@@ -1,0 +1,217 @@
+"""Text that arrives in pieces, read by coroutines.
+
+A reader yields where it cannot decide without more text, and is resumed when there is more, or no more will come. What
+it decides is true of all texts that go on from what it has seen, so the pieces never matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reader: TypeAlias = Generator[None, None, T]
+"""Reads some text and returns what it found."""
+
+_SPACE = re.compile(r"\s*")
+_JSON_MARK = re.compile(r'["{}\[\]]')
+_STRING_MARK = re.compile(r'"|\\.?', re.DOTALL)
+
+
+class NotACallError(Exception):
+    """What was read cannot be a call: it is text."""
+
+
+@functools.lru_cache(256)
+def literals_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds the first of some texts, the longest of those that begin at the same place."""
+    return re.compile("|".join(re.escape(text) for text in sorted(literals, key=len, reverse=True)))
+
+
+@functools.lru_cache(256)
+def beginnings_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds, at the end of a text, the longest beginning of any of some texts."""
+    beginnings = {text[:end] for text in literals for end in range(1, len(text))}
+    if not beginnings:
+        return re.compile(r"(?!)")
+    return re.compile("(?:" + "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True))) + r")\Z")
+
+
+class Source:
+    """The text so far, and where reading is.
+
+    Attributes:
+        ended: No more text will come.
+    """
+
+    __slots__ = ("_dropped", "_text", "at", "ended")
+
+    def __init__(self) -> None:
+        self._text, self._dropped = "", 0
+        self.at = 0
+        """Place in :attr:`text`."""
+        self.ended = False
+
+    @property
+    def text(self) -> str:
+        """What has come and was not dropped."""
+        return self._text
+
+    def push(self, text: str) -> None:
+        """Add text."""
+        self._text += text
+
+    def mark(self) -> int:
+        """Return the place of reading; it stays true when text is dropped."""
+        return self._dropped + self.at
+
+    def seek(self, mark: int) -> None:
+        """Go back to a place, all of whose text is still there."""
+        self.at = mark - self._dropped
+
+    def drop(self) -> None:
+        """Forget what has been read."""
+        self._text, self._dropped, self.at = self._text[self.at :], self._dropped + self.at, 0
+
+    def space(self) -> Reader[None]:
+        """Pass over white space."""
+        while True:
+            match = _SPACE.match(self._text, self.at)
+            assert match is not None
+            self.at = match.end()
+            if self.at < len(self._text) or self.ended:
+                return
+            yield
+
+    def literal(self, literals: Iterable[str]) -> Reader[str]:
+        """Pass over one of some texts, the longest that is there, and return it; empty: none is."""
+        options = sorted(literals, key=len, reverse=True)
+        while True:
+            left = len(self._text) - self.at
+            for option in options:
+                if self._text.startswith(option, self.at):
+                    self.at += len(option)
+                    return option
+                if left < len(option) and not self.ended and option.startswith(self._text[self.at :]):
+                    break  # it may become this one
+            else:
+                return ""
+            yield
+
+    def until(self, literals: tuple[str, ...], most: int) -> Reader[tuple[str, str]]:
+        """Read up to the first of some texts and pass over that; return what comes before it, and it.
+
+        Raises:
+            NotACallError: It does not come, or not within ``most`` characters.
+        """
+        pattern, begun = literals_pattern(literals), beginnings_pattern(literals)
+        while True:
+            match = pattern.search(self._text, self.at, self.at + most + 64)
+            if match is not None and (self.ended or not self._may_begin_earlier(begun, match)):
+                before = self._text[self.at : match.start()]
+                if len(before) > most:
+                    raise NotACallError
+                self.at = match.end()
+                return before, match[0]
+            if match is None and (self.ended or len(self._text) - self.at > most + 64):
+                raise NotACallError
+            yield
+
+    def _may_begin_earlier(self, begun: re.Pattern[str], match: re.Match[str]) -> bool:
+        """Whether a text that is not complete yet begins where one was found, or earlier."""
+        partial = begun.search(self._text, self.at)
+        return partial is not None and partial.start() <= match.start()
+
+    def json_value(self, take: Callable[[str], None], *, drop: bool, most: int | None = None) -> Reader[bool]:
+        """Read an object or a list of JSON up to the bracket that closes it, without a look at what is in it.
+
+        Args:
+            take: Takes the text, in pieces.
+            drop: Forget what was taken.
+            most: How many characters it may have.
+
+        Returns:
+            Whether it was closed.
+
+        Raises:
+            NotACallError: It is longer than ``most``.
+        """
+        depth, in_string, at, size = 0, False, self.at, 0
+        while True:
+            match = (_STRING_MARK if in_string else _JSON_MARK).search(self._text, at)
+            waits = match is not None and match[0] == "\\" and not self.ended
+            if match is None or waits:
+                at = len(self._text) if match is None else match.start()
+                size += at - self.at
+                if most is not None and size > most:
+                    raise NotACallError
+                if at > self.at:
+                    take(self._text[self.at : at])
+                self.at = at
+                if self.ended:
+                    return False
+                if drop:
+                    self.drop()
+                    at = 0
+                yield
+                continue
+            at, mark = match.end(), match[0]
+            if in_string:
+                in_string = mark != '"'
+            elif mark == '"':
+                in_string = True
+            else:
+                depth += 1 if mark in "{[" else -1
+                if depth == 0:
+                    if most is not None and size + at - self.at > most:
+                        raise NotACallError
+                    take(self._text[self.at : at])
+                    self.at = at
+                    return True
+
+    def json_string(self, most: int) -> Reader[str]:
+        """Read a string of JSON with its quotes.
+
+        Raises:
+            NotACallError: There is none, or it is longer than ``most``.
+        """
+        if not (yield from self.literal(('"',))):
+            raise NotACallError
+        begin = self.at - 1
+        at = self.at
+        while True:
+            match = _STRING_MARK.search(self._text, at)
+            if match is None or match[0] == "\\":
+                at = len(self._text) if match is None else match.start()
+                if self.ended or at - begin > most:
+                    raise NotACallError
+                yield
+                continue
+            at = match.end()
+            if match[0] == '"':
+                if at - begin > most:
+                    raise NotACallError
+                self.at = at
+                return self._text[begin:at]
+
+    def stream(self, ends: tuple[str, ...], take: Callable[[str], None]) -> Reader[str]:
+        """Hand text on up to the first of some texts, and pass over that; return it, or nothing at the end."""
+        pattern, begun = literals_pattern(ends), beginnings_pattern(ends)
+        while True:
+            match = pattern.search(self._text, self.at) if ends else None
+            partial = None if self.ended or not ends else begun.search(self._text, self.at)
+            stop = len(self._text)
+            if match is not None and (partial is None or partial.start() > match.start()):
+                take(self._text[self.at : match.start()])
+                self.at = match.end()
+                return match[0]
+            if partial is not None:
+                stop = min(partial.start(), stop if match is None else match.start())
+            take(self._text[self.at : stop])
+            self.at = stop
+            self.drop()
+            if self.ended:
+                return ""
+            yield
