@@ -94,6 +94,7 @@ class CpuLibrary:
         self.linear_pairs = LinearOperator.of(library, "baton_linear_pairs")
         self.rms_norm = _function(library, "baton_rms_norm", None, 1)
         self.sample = _function(library, "baton_sample", None, 1)
+        self.mask_tokens = _function(library, "baton_mask_tokens", None, 1)
         self.gated_mul = _function(library, "baton_gated_mul", None, 1)
         self.experts = ExpertsOperator.of(library)
         self.route = _function(library, "baton_route", None, 1)

@@ -76,13 +76,14 @@ def salt_of(key: bytes, cache_salt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that the instances serve, as they report it."""
+    """The model that the instances serve, as they report it; ``grammars``: whether one takes requests with them."""
 
     name: str
     path: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    grammars: bool = False
 
 
 class RoutedRequest(msgspec.Struct):

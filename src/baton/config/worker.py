@@ -99,6 +99,11 @@ class EngineConfig:
         "auto",
         "what runs the model: auto, in_process, multiprocess (tp, pp), or one of an installed package",
     )
+    grammar_backend: str = option(
+        "auto",
+        "what constrains answers to grammars (response_format, structured_outputs): auto, llguidance, none, or one of "
+        "an installed package; auto: none for a model without tokenizer.json",
+    )
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:

@@ -15,11 +15,13 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import Executor, load_executor
+from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_layout
+from baton.tokenizer.model_files import model_directory
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +82,25 @@ def build_engine(config: EngineConfig) -> EngineCore:
     """
     executor = load_executor(config)
     try:
-        return EngineCore(config, executor, make_arena(config, executor, private=True))
+        grammars = load_grammars(config, executor)
+        return EngineCore(config, executor, make_arena(config, executor, private=True), grammars=grammars)
     except BaseException:
         executor.close()
         raise
+
+
+def load_grammars(config: EngineConfig, executor: Executor) -> GrammarCompiler | None:
+    """Return what compiles grammars for a loaded model; ``None``: it has no support for them.
+
+    Raises:
+        ConfigError: ``grammar_backend`` was named, and cannot work.
+    """
+    return load_compiler(
+        config.grammar_backend,
+        model_directory(config.model),
+        vocab_size=executor.vocab_size,
+        eos_token_ids=executor.eos_token_ids,
+    )
 
 
 def _layouts(config: EngineConfig, executor: Executor) -> list[KVLayout]:

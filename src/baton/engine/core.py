@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor, ExecutorLostError
+from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.grammar.constraint import StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
 from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
 from baton.engine.sample.sampler import sample, token_logprobs
@@ -31,6 +34,7 @@ from baton.kv_cache.connector import KVConnector, LoadUpdate
 from baton.kv_cache.events import BlocksStored, KVEvent, merge_events
 from baton.kv_cache.shards import KVShards
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+from baton_kernels.token_mask import TokenMask
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class EngineCore:
         connector: KVConnector | None = None,
         on_events: Callable[[list[KVEvent]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Put an engine together.
 
@@ -63,6 +68,7 @@ class EngineCore:
             connector: Where KV may come from and go to.
             on_events: Called with each step's KV events, in order, in the engine's thread.
             clock: Returns seconds; measures steps.
+            grammars: Compiles the grammars of its requests, before they are handed in; ``None``: it takes none.
 
         Raises:
             ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
@@ -107,6 +113,8 @@ class EngineCore:
         self._arrivals = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
+        self.grammars = grammars
+        self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size)
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len
         self.max_model_len = min(limit, pool_blocks // layout.num_groups * self._block_size)
@@ -319,7 +327,13 @@ class EngineCore:
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
         batch = build_batch(plan, self._block_size, self.executor.input_buffers)
         self._bridge.begin_step(plan.counts)
-        logits = self.executor.forward(batch.forward).logits
+        guided = [s for s in batch.sampled if s.sampler.constraint is not None] if self.masks is not None else []
+        masks = self._begin_masks(guided) if guided else None
+        try:
+            logits = self.executor.forward(batch.forward).logits
+        finally:
+            if masks is not None:
+                self._end_masks(guided, masks)
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
@@ -348,14 +362,28 @@ class EngineCore:
             logits = logits[batch.sample_rows]
         found = sample(logits, [sequence.sampler for sequence in batch.sampled])
         logprobs = found.logprobs or [None] * len(batch.sampled)
-        for i in found.bad_rows:
+        failed = {i: error for i, sequence in enumerate(batch.sampled) if (error := sequence.grammar_error)}
+        for i, error in failed.items():
+            self._fail(batch.sampled[i], error, outputs)
+        for i in set(found.bad_rows) - failed.keys():
             group = batch.sampled[i].group
             for sequence in group.sequences:
                 self._pool.forget(sequence.all_blocks)
             self._fail(batch.sampled[i], "the model's logits are not finite", outputs)
-        bad = set(found.bad_rows)
+        bad = {*found.bad_rows, *failed}
         chosen = zip(batch.sampled, found.token_ids, logprobs, strict=True)
         return [one for i, one in enumerate(chosen) if i not in bad]
+
+    def _begin_masks(self, guided: list[Sequence]) -> Future[list[TokenMask]]:
+        """Have the masks of sequences computed while the forward pass runs."""
+        assert self.masks is not None
+        rows = [s.sampler.mask_row(s.sampler.constraint) for s in guided if s.sampler.constraint is not None]
+        return self.masks.begin(rows)
+
+    def _end_masks(self, guided: list[Sequence], masks: Future[list[TokenMask]]) -> None:
+        assert self.masks is not None
+        for sequence, mask in zip(guided, self.masks.end(masks), strict=True):
+            sequence.sampler.mask = mask
 
     def _score_prompt(self, rows: LogitRows, logits: torch.Tensor) -> None:
         group = rows.sequence.group
@@ -389,6 +417,10 @@ class EngineCore:
                 *(update.request_id, first.token_id),
                 extra={"request_id": update.request_id},
             )
+            first = None
+        constraint = sequence.sampler.constraint
+        if first is not None and constraint is not None and not constraint.allows(first.token_id):
+            _log.error("request %s: first token %d does not follow its grammar", update.request_id, first.token_id)
             first = None
         # Without the next token the last one is computed again, for its logits.
         most = sequence.num_tokens if first is not None else sequence.num_tokens - 1
@@ -425,7 +457,7 @@ class EngineCore:
         first = sequence.index == 0 and not group.first_token_ns
         if first:
             group.first_token_ns = time.monotonic_ns()
-        stopped = token in group.stop_ids
+        stopped = sequence.ends_with(token) or sequence.complete
         if stopped or sequence.num_output >= sequence.max_output:
             sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         outputs.append(sequence.token_output(token, logprob, first=first))

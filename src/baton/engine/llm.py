@@ -147,7 +147,12 @@ class LLM:
             raise InvalidRequestError(f"{self.config.model} has no tokenizer for stop strings", field="stop")
         if not all(sampling.stop):
             raise InvalidRequestError("a stop string must not be empty", field="stop")
-        request = EngineRequest(RequestId(f"llm-{next(self._ids)}"), ids, sampling)
+        grammars = self.core.grammars
+        constraint = None
+        if sampling.grammar is not None and grammars is not None:
+            sampling.grammar.validate(vocab_size=self.core.executor.vocab_size)
+            constraint = grammars.constraint(sampling.grammar)
+        request = EngineRequest(RequestId(f"llm-{next(self._ids)}"), ids, sampling, constraint=constraint)
         self.core.validate(request)
         return _Job(request, text, self.tokenizer)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from baton.engine.grammar.constraint import Constraint
 from baton.errors import InvalidRequestError
 from baton.kv_cache.connector import PrefilledPrompt, TransferStats
 from baton.seeds import request_seed
@@ -27,6 +28,7 @@ class EngineRequest:
         priority: Lower runs first.
         tenant: Owner of the request's blocks; ``None``: none.
         prefilled: Where the prompt's KV waits already; ``None``: nowhere.
+        constraint: The grammar of ``sampling``, after ``output_token_ids``; whoever hands the request in compiles it.
         adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
         traceparent: W3C trace context that loads of KV are part of; empty: they are not traced.
     """
@@ -43,6 +45,7 @@ class EngineRequest:
     tenant: Tenant | None = None
     prefilled: PrefilledPrompt | None = None
     adapter: str | None = None
+    constraint: Constraint | None = None
     traceparent: str = ""
 
 
@@ -138,7 +141,7 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
     _check_tokens(request.prompt_token_ids, vocab_size, "prompt")
     _check_tokens(request.output_token_ids, vocab_size, "output_token_ids")
     sampling.validate(vocab_size=vocab_size)
-    if sampling.grammar is not None:
+    if sampling.grammar is not None and request.constraint is None:
         raise InvalidRequestError("this instance has no support for grammars", field="grammar")
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if request.prefill_only:

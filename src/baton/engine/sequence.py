@@ -166,6 +166,7 @@ class Sequence:
             stop_ids=sorted(group.stop_ids),
             prompt=prompt,
             output=output,
+            constraint=None if request.constraint is None else request.constraint.fork(),
         )
         self.admitted = False
         self.num_cached = 0
@@ -214,6 +215,23 @@ class Sequence:
         self.buffer[self.num_tokens] = token
         self.num_tokens += 1
         self.sampler.append(token)
+
+    def ends_with(self, token: int) -> bool:
+        """Whether a token ends it; what is complete by its grammar ends with EOS even where that is to be ignored."""
+        constraint = self.sampler.constraint
+        return token in self.group.stop_ids or (constraint is not None and token in constraint.eos_token_ids)
+
+    @property
+    def grammar_error(self) -> str:
+        """Why its grammar lets no token be chosen; empty: it does, or there is none."""
+        constraint = self.sampler.constraint
+        return "" if constraint is None or not constraint.error else f"{constraint.grammar}: {constraint.error}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether its grammar allows nothing more."""
+        constraint = self.sampler.constraint
+        return constraint is not None and constraint.complete
 
     @property
     def all_blocks(self) -> list[BlockId]:
@@ -339,7 +357,7 @@ class Sequence:
             token_ids=[token],
             logprobs=[logprob] if logprob is not None else None,
             finish_reason=reason,
-            stop_token_id=token if reason is not None and token in group.stop_ids else None,
+            stop_token_id=token if reason is not None and self.ends_with(token) else None,
             metrics=self.metrics() if first or reason is not None else None,
             prompt_logprobs=group.prompt_logprobs if first else None,
         )

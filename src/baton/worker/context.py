@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from baton.api.v1 import worker_pb2
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.executor.base import Executor
+from baton.engine.request import EngineRequest
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector
@@ -125,6 +127,23 @@ class WorkerContext(InstanceContext):
     admission: Admission
     metrics: WorkerMetrics
     tokenizer_digest: str
+
+    async def constrain(self, request: EngineRequest) -> EngineRequest:
+        """Return a request with its grammar compiled, outside the engine's thread.
+
+        Raises:
+            InvalidRequestError: The grammar is wrong or costs too much, or this instance has no support for grammars.
+        """
+        grammar, compiler = request.sampling.grammar, self.engine.core.grammars
+        if grammar is None:
+            return request
+        if compiler is None:
+            raise InvalidRequestError("this instance has no support for grammars", field="grammar")
+        grammar.validate(vocab_size=self.executor.vocab_size)
+        found = None if request.output_token_ids else compiler.find(grammar)
+        if found is None:
+            found = await asyncio.to_thread(compiler.constraint, grammar, request.output_token_ids)
+        return dataclasses.replace(request, constraint=found)
 
     @contextmanager
     def call(self, method: str, trace_context: Mapping[str, str]) -> Iterator[CallOutcome]:

@@ -87,7 +87,8 @@ class DecodeRole(InstanceRole):
         """Run a request and stream its tokens; one message per engine step."""
         with self._worker.call("generate", request.trace_context) as call:
             try:
-                stream = await self._worker.engine.submit(_engine_request(request, call.span.traceparent))
+                engine_request = await self._worker.constrain(_engine_request(request, call.span.traceparent))
+                stream = await self._worker.engine.submit(engine_request)
                 try:
                     async for response in self._responses(request, stream, call.span):
                         yield response

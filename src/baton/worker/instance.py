@@ -12,7 +12,7 @@ from collections.abc import Callable
 from baton.api.v1 import worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
-from baton.engine.build import make_arena
+from baton.engine.build import load_grammars, make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
 from baton.errors import BusyError, InvalidRequestError
@@ -158,7 +158,14 @@ class WorkerInstance:
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
-        core = EngineCore(self._engine_config, executor, shards, connector=connectors.connector, on_events=on_events)
+        core = EngineCore(
+            self._engine_config,
+            executor,
+            shards,
+            connector=connectors.connector,
+            on_events=on_events,
+            grammars=await asyncio.to_thread(load_grammars, self._engine_config, executor),
+        )
         core.bound_steps(self._first_role is Role.DECODE)
         self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)
         options = ServerOptions(

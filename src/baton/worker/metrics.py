@@ -71,6 +71,8 @@ class WorkerMetrics:
         for collector in (
             _FieldCollector("baton_engine_", lambda: {"": engine.stats}, _ENGINE_COUNTERS, _ENGINE_GAUGES),
             _FieldCollector("baton_engine_", lambda: {"": engine}, _STEP_COUNTERS),
+            _FieldCollector("baton_grammar_", lambda: _present(engine.core.grammars), _GRAMMAR_COUNTERS),
+            _FieldCollector("baton_grammar_", lambda: _present(engine.core.masks), _MASK_COUNTERS),
             _FieldCollector("baton_store_", lambda: {"": store}, _STORE_COUNTERS, _STORE_GAUGES),
             _FieldCollector("baton_connector_", lambda: connectors, _CONNECTOR_COUNTERS, label="connector"),
         ):
@@ -93,6 +95,10 @@ class WorkerMetrics:
             self.fallbacks.labels(trace.pipe).inc()
         self.ttft.observe(trace.ttft_us / 1e6)
         self.queue.observe(trace.queue_us / 1e6)
+
+
+def _present(item: object) -> Mapping[str, object]:
+    return {} if item is None else {"": item}
 
 
 class _FieldCollector(Collector):
@@ -150,6 +156,17 @@ _ENGINE_COUNTERS = {
 _STEP_COUNTERS = {
     "steps": "Engine steps",
     "step_seconds": "Time in engine steps",
+}
+_GRAMMAR_COUNTERS = {
+    "compiled": "Grammars compiled",
+    "compile_seconds": "Time in compilation, outside the engine's thread",
+    "cache_hits": "Grammars found compiled",
+    "refused": "Grammars that could not be compiled, or cost too much",
+}
+_MASK_COUNTERS = {
+    "masks": "Masks computed: one for each token under a grammar",
+    "mask_seconds": "Time in masks, beside forward passes",
+    "mask_wait_seconds": "Time in which steps waited for masks",
 }
 _STORE_COUNTERS = {
     "loads": "Loads from the KV store that ended, whatever with",

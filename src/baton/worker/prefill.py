@@ -87,7 +87,7 @@ class PrefillRole(InstanceRole):
     ) -> AsyncGenerator[worker_pb2.PrefillResponse]:
         """Compute a prompt and offer its blocks as chunks finish."""
         worker = self._worker
-        engine_request = self._engine_request(request, span)
+        engine_request = await worker.constrain(self._engine_request(request, span))
         self._require_reader(request.fingerprint)
         tokens = as_token_array(unpack_ids(request.prompt_token_ids))
         if request.num_held_tokens >= len(tokens):
@@ -141,7 +141,7 @@ class PrefillRole(InstanceRole):
     async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
         """Compute a prompt and let it wait for the decode instance that claims it."""
         with self._worker.call("prefill_first", request.trace_context) as call:
-            engine_request = self._engine_request(request, call.span)
+            engine_request = await self._worker.constrain(self._engine_request(request, call.span))
             tokens = as_token_array(unpack_ids(request.prompt_token_ids))
             self._unclaimed.require_room(len(tokens))
             lease = self._producer.open_lease(engine_request.request_id, tokens, 0, layerwise=False)

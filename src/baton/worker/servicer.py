@@ -139,6 +139,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             model_path=worker.engine_config.model,
             tokenizer_digest=worker.tokenizer_digest,
             kvstore=_store_nodes(worker.config.kvstore),
+            grammars=worker.engine.core.grammars is not None,
         )
 
     async def StreamKvEvents(

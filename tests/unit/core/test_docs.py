@@ -198,7 +198,12 @@ async def registries() -> dict[str, CollectorRegistry]:
     router = RouterApp(RouterConfig(port=0, grpc_port=0, redis="redis://127.0.0.1:1"))
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
-    engine = SimpleNamespace(stats=EngineStats(*[0] * len(EngineStats.__dataclass_fields__)), steps=0, step_seconds=0.0)
+    stats = EngineStats(*[0] * len(EngineStats.__dataclass_fields__))
+    core = SimpleNamespace(
+        grammars=SimpleNamespace(compiled=0, compile_seconds=0.0, cache_hits=0, refused=0),
+        masks=SimpleNamespace(masks=0, mask_seconds=0.0, mask_wait_seconds=0.0),
+    )
+    engine = SimpleNamespace(stats=stats, steps=0, step_seconds=0.0, core=core)
     worker.watch(engine, lambda: 0, StoreUse(), {"offload": StoreUse()})
     try:
         return {"router": router.metrics, "worker": worker.registry, "kvstore": store.metrics.registry}

@@ -16,6 +16,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 from baton.kv_cache.events import BlocksStored, KVEvent
 from baton.types import RequestId, SamplingParams
+from baton_kernels.token_mask import pack_mask
 
 BLOCK = 4
 VOCAB = 64
@@ -107,7 +108,7 @@ def test_another_continuation_after_a_roll_back_leaves_no_wrong_block_in_the_pre
     assert len(sequence.block_ids) <= -(-sequence.num_tokens // BLOCK)
     forbidden = first[len(first) - count] if count else None
     if forbidden is not None:
-        sequence.sampler.mask = np.arange(VOCAB) != forbidden
+        sequence.sampler.mask = pack_mask(np.arange(VOCAB) != forbidden)
     engine.events.clear()
     engine.step()
     while len(engine.tokens["a"]) <= 10 - count:  # a rolled back tail may take a step of its own
@@ -139,7 +140,7 @@ def test_hashes_of_removed_tokens_are_not_published_later() -> None:
     sequence = engine.sequence("a")  # 15 tokens, 14 of them computed: the fourth block is not full yet
     stale = list(sequence.hash_blocks(12, BLOCK))
     engine.roll_back("a", 3)
-    sequence.sampler.mask = np.arange(VOCAB) != engine.runner.greedy(PROMPT, 2, ignore_eos=True)[1]
+    sequence.sampler.mask = pack_mask(np.arange(VOCAB) != engine.runner.greedy(PROMPT, 2, ignore_eos=True)[1])
     engine.step()
     sequence.sampler.mask = None
     engine.run()

@@ -25,6 +25,7 @@ from baton.engine.sample.sampler import CHUNK, SamplerRow, draw, draw_keys, expo
 from baton.errors import InvalidRequestError
 from baton.seeds import request_seed, sequence_seed
 from baton.types import RANGES, SamplingParams
+from baton_kernels.token_mask import pack_mask
 
 VOCAB = 97
 NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
@@ -349,7 +350,7 @@ def test_a_mask_that_allows_one_token_decides_and_leaves_other_rows_alone(params
     free = sample(logits.clone(), rows).token_ids
     only = np.zeros(VOCAB, np.bool_)
     only[41] = True
-    rows[1].mask = only
+    rows[1].mask = pack_mask(only)
     out = sample(logits.clone(), rows)
     assert out.token_ids == [free[0], 41, free[2]]
     assert out.bad_rows == ()
@@ -359,7 +360,7 @@ def test_a_mask_that_allows_one_token_decides_and_leaves_other_rows_alone(params
 
 def test_a_mask_that_allows_nothing_is_a_bad_row() -> None:
     rows = [row(SamplingParams(temperature=0.0)), row(SamplingParams(seed=3))]
-    rows[1].mask = np.zeros(VOCAB, np.bool_)
+    rows[1].mask = pack_mask(np.zeros(VOCAB, np.bool_))
     assert sample(logits_of(1, rows=2), rows).bad_rows == (1,)
 
 

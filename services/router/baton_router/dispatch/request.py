@@ -325,6 +325,7 @@ class RequestRun:
             exclude=exclude,
             prefill_only=first is not None and first.pending,
             prefilled=None if first is None else first.prefilled,
+            guided=self._request.sampling.grammar is not None,
         )
 
     def _wants_prompt_logprobs(self) -> bool:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from prometheus_client import CollectorRegistry
+
 from baton.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -21,14 +23,16 @@ from baton.errors import (
     UnavailableError,
     shown,
 )
+from baton.grammar import StructuredOutputs
 from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import PromptText, StopStrings, TextModel
 from baton.tracing import Span, SpanExporter, begin_span
-from baton.types import RequestId, SamplingParams
+from baton.types import Grammar, RequestId, SamplingParams
 from baton_router.accounts.accounts import Tenants
 from baton_router.admission.gate import Admission
 from baton_router.admission.tenant_limits import Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
+from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.tenant_turns import TenantTurns
 from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
@@ -78,7 +82,9 @@ class InputProcessor:
         *,
         allow_special_tokens: bool = False,
         admission: Admission | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
+        self._grammars = grammars or GrammarCache(GrammarMetrics(CollectorRegistry()))
         self._allow_special_tokens = allow_special_tokens
         self._dispatcher = dispatcher
         self._admission = admission
@@ -204,6 +210,8 @@ class InputProcessor:
             return now
         arrived = time.perf_counter()
         info = self.model_info(request.model)
+        if (asked := _unchecked_grammar(request)) is not None:
+            _set_grammar(request, await self.in_turn(request, functools.partial(self._grammars.make, asked)))
         text_model = await self.text_model(info)
         if isinstance(request.prompt, str):
             _check_fewest(text_model, request.prompt, request, info.max_model_len)
@@ -214,7 +222,9 @@ class InputProcessor:
         return prepared
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
-        """Do what :meth:`prepare` does without waiting; ``None``: the tokenizer is not loaded, or the text is long.
+        """Do what :meth:`prepare` does without waiting.
+
+        ``None``: the tokenizer is not loaded, the text is long, or the request has a grammar that is not known.
 
         Raises:
             BatonError: See :meth:`prepare`.
@@ -225,6 +235,14 @@ class InputProcessor:
         info = self.model_info(request.model)
         _check_bounds(request)
         self._decide_special_tokens(request)
+        if (asked := _unchecked_grammar(request)) is not None:
+            if not info.grammars:
+                field = "sampling.grammar" if request.structured is None else request.structured.field
+                raise InvalidRequestError("no instance of this model knows grammars", field=field)
+            grammar = self._grammars.find(asked)
+            if grammar is None:
+                return None
+            _set_grammar(request, grammar)
         text_model = self._tokenizers.loaded(info.path)
         if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
             return None
@@ -385,6 +403,15 @@ def _check_stops(stops: tuple[str, ...]) -> None:
         raise InvalidRequestError("stop must not contain an empty string", field="stop")
     if sum(map(len, stops)) > MAX_STOP_CHARS:
         raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
+
+
+def _unchecked_grammar(request: TextRequest) -> StructuredOutputs | Grammar | None:
+    return None if request.grammar_checked else request.structured or request.sampling.grammar
+
+
+def _set_grammar(request: TextRequest, grammar: Grammar) -> None:
+    request.sampling = request.sampling.replace(grammar=grammar)  # other prompts share the old ones
+    request.grammar_checked = True
 
 
 def _session(request: TextRequest) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError, shown
+from baton.grammar import StructuredOutputs
 from baton.token_ids import TokenIds
 from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
 from baton.types import Order, SamplingParams, TokenLogprob
@@ -77,6 +78,8 @@ class TextRequest(msgspec.Struct):
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
         per_token: Whether the text of each token is wanted by itself, also of tokens that come together; as long as the
             client keeps up.
+        structured: What the answer must be; ``None``: what the grammar of ``sampling`` says, if it has one.
+        grammar_checked: The grammar of ``sampling`` is what ``structured`` says, or was checked.
         prompt_index: Which of its HTTP request's prompts it is.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -103,6 +106,8 @@ class TextRequest(msgspec.Struct):
     traceparent: str = ""
     output_token_ids: Sequence[int] = ()
     per_token: bool = False
+    structured: StructuredOutputs | None = None
+    grammar_checked: bool = False
     prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"

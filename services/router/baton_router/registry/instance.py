@@ -42,6 +42,7 @@ class InstanceInfo:
             of tokens share it, however many ranks they have.
         kind: What of its KV's dtype decides whose it takes, see ``Fingerprint.kind``.
         kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
+        grammars: Whether it takes requests with a grammar.
     """
 
     instance_id: InstanceId
@@ -57,6 +58,7 @@ class InstanceInfo:
     tokenizer_digest: str = ""
     max_num_seqs: int = 0
     kvstore: str = ""
+    grammars: bool = False
     content_key: bytes = field(init=False)
     kind: str = field(init=False)
 
@@ -85,6 +87,7 @@ class InstanceInfo:
             tokenizer_digest=message.tokenizer_digest,
             max_num_seqs=message.max_num_seqs,
             kvstore=message.kvstore,
+            grammars=message.grammars,
         )
 
 

@@ -229,6 +229,7 @@ class Registry:
             max_model_len=min(info.max_model_len for info in infos),
             vocab_size=infos[0].vocab_size,
             eos_token_ids=infos[0].eos_token_ids,
+            grammars=any(info.grammars for info in infos),
         )
         return self._model
 

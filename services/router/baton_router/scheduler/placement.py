@@ -37,6 +37,7 @@ class PlacementRequest(msgspec.Struct):
         prefill_only: The decode instance will be chosen again, when the prompt is computed: nothing is reserved there.
         prefilled: Where the prompt is computed already: the prefill instance's address, and the KV match rate that it
             had before.
+        guided: It has a grammar: only instances that know them may be used.
     """
 
     token_ids: Sequence[int] | npt.NDArray[np.uint32]
@@ -48,6 +49,7 @@ class PlacementRequest(msgspec.Struct):
     max_tokens: int | None = None
     prefill_only: bool = False
     prefilled: tuple[str, float] | None = None
+    guided: bool = False
 
     @classmethod
     def of(cls, request: RoutedRequest) -> PlacementRequest:
@@ -60,6 +62,7 @@ class PlacementRequest(msgspec.Struct):
             local_only=sampling.prompt_logprobs is not None,
             session=request.session,
             max_tokens=sampling.max_tokens,
+            guided=sampling.grammar is not None,
         )
 
 

@@ -21,7 +21,7 @@ from baton_router.scheduler.decision import Decision
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.policy import Policy, Request, Side, choose, prefill_order
-from baton_router.scheduler.roster import Candidates, Part, only_compatible
+from baton_router.scheduler.roster import Candidates, Part, knows_grammars, only_compatible
 from baton_router.scheduler.speeds import Speeds
 
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
@@ -146,12 +146,20 @@ class Placer:
         elif request.prefilled is not None:
             address = request.prefilled[0]
             prefill = candidates.prefill.part([at for at, x in enumerate(prefill.instances) if x.address == address])
+        guided = request.guided and not candidates.all_guided
+        if guided:  # a prefill instance samples the first token
+            able = {id(x) for x in (*prefill.instances, *decode.instances) if knows_grammars(x)}
+            given = candidates.prefill.whole.instances
+            mine = {id(x) for x in prefill.instances} & able
+            prefill = candidates.prefill.part([at for at, x in enumerate(given) if id(x) in mine])
         full = reserve and decode.ids and min([x.limit - x.requests for x in decode.trackers]) < request.num_sequences
-        if full or request.exclude:
+        if full or request.exclude or guided:
             free = [
                 at
                 for at, x in enumerate(decode.instances)
-                if not (full and not x.load.has_room(request.num_sequences)) and x.identity not in request.exclude
+                if not (full and not x.load.has_room(request.num_sequences))
+                and x.identity not in request.exclude
+                and not (guided and not knows_grammars(x))
             ]
             decode = candidates.decode.part(free)
         compat = candidates.compat_of(prefill, decode)

@@ -128,9 +128,10 @@ class Candidates:
         decode: Decode instances.
         formats: Of all of them, prefill instances' first.
         compat: Which decode instance takes the KV of which prefill instance; ``None``: all of all.
+        all_guided: Whether all of them take requests with a grammar.
     """
 
-    __slots__ = ("_given", "compat", "decode", "formats", "prefill")
+    __slots__ = ("_given", "all_guided", "compat", "decode", "formats", "prefill")
 
     def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
         self._given = prefills, decodes
@@ -139,6 +140,7 @@ class Candidates:
         self.prefill = RoleCandidates(Role.PREFILL, prefills, known)
         self.decode = RoleCandidates(Role.DECODE, decodes, known)
         self.formats = list(known)
+        self.all_guided = all(knows_grammars(x) for x in (*prefills, *decodes))
 
     def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
         """Whether it was made from these very list objects."""
@@ -157,6 +159,11 @@ class Candidates:
         """Return it of what travels, which is the source's KV."""
         source = self.formats[(prefill.formats or decode.formats)[0]]
         return source.block_bytes / source.block_size
+
+
+def knows_grammars(instance: Instance) -> bool:
+    """Whether an instance takes requests with a grammar."""
+    return instance.info is not None and instance.info.grammars
 
 
 def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCompat | None:

@@ -103,6 +103,7 @@ class RouterGenerateRequest(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the router makes one"""
     model: _builtins.str
@@ -137,6 +138,10 @@ class RouterGenerateRequest(_message.Message):
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """generated so far, elsewhere: goes on after them; wants token_ids, a seed and n = 1"""
 
+    @_builtins.property
+    def structured_outputs(self) -> Global___StructuredOutputs:
+        """what the answer must be; instead of sampling.grammar"""
+
     def __init__(
         self,
         *,
@@ -156,10 +161,11 @@ class RouterGenerateRequest(_message.Message):
         user: _builtins.str = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         allow_special_tokens: _builtins.bool | None = ...,
+        structured_outputs: Global___StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allow_special_tokens: _TypeAlias = _typing.Literal["allow_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__allow_special_tokens: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens"]  # noqa: Y015
@@ -171,6 +177,80 @@ class RouterGenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___RouterGenerateRequest: _TypeAlias = RouterGenerateRequest  # noqa: Y015
+
+@_typing.final
+class StructuredOutputs(_message.Message):
+    """What an answer must be, as clients say it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
+    json: _builtins.str
+    """a JSON schema"""
+    regex: _builtins.str
+    """matches the whole answer"""
+    grammar: _builtins.str
+    """EBNF (GBNF) or Lark"""
+    json_object: _builtins.bool
+    """true: any JSON object"""
+    structural_tag: _builtins.str
+    """JSON: free text with tagged parts that follow schemas"""
+    whitespace_pattern: _builtins.str
+    """what may stand between the parts of JSON; empty: at most a space"""
+    disable_any_whitespace: _builtins.bool
+    """nothing may"""
+    @_builtins.property
+    def choice(self) -> Global___Choices: ...
+    def __init__(
+        self,
+        *,
+        json: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        structural_tag: _builtins.str = ...,
+        whitespace_pattern: _builtins.str = ...,
+        disable_any_whitespace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___StructuredOutputs: _TypeAlias = StructuredOutputs  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one of them is the answer"""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class RouterGenerateResponse(_message.Message):

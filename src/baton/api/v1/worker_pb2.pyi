@@ -945,6 +945,7 @@ class GetInfoResponse(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     KVSTORE_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -964,6 +965,8 @@ class GetInfoResponse(_message.Message):
     """hex digest of the model's tokenizer.json; empty: it has none"""
     kvstore: _builtins.str
     """nodes of the KV store it loads from, host:port separated by commas, or "discover"; empty: none"""
+    grammars: _builtins.bool
+    """takes requests with SamplingParams.grammar"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -990,10 +993,11 @@ class GetInfoResponse(_message.Message):
         model_path: _builtins.str = ...,
         tokenizer_digest: _builtins.str = ...,
         kvstore: _builtins.str = ...,
+        grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,11 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.grammar.constraint import Constraint, MaskRow
 from baton.engine.sample.filters import LEAST_TEMPERATURE, filtered_probs
-from baton.engine.sample.native import cpu_sampler
+from baton.engine.sample.native import cpu_sampler, cpu_token_mask
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
 from baton.types import SamplingParams, TokenLogprob
+from baton_kernels.cpu.library import DTYPE_CODES
 from baton_kernels.sampling import RowFilter
+from baton_kernels.token_mask import TokenMask, mask_tokens
 
 CHUNK = 128
 """Tokens of a race's first round."""
@@ -51,10 +54,12 @@ class SamplerRow:
         filter: Those of them that the operator takes.
         seed: Seed of this sequence.
         position: Output tokens so far, resumed ones included.
-        mask: Tokens that may be chosen next, bool [vocab]; ``None``: all. Set anew before a step by who constrains it.
+        constraint: The grammar that it is under, and where; ``None``: none.
+        mask: Tokens that may be chosen next, a bit for each; ``None``: all. Set anew before a step by who constrains
+            it.
     """
 
-    __slots__ = ("counts", "edits", "filter", "mask", "params", "position", "seed")
+    __slots__ = ("_stop_ids", "constraint", "counts", "edits", "filter", "mask", "params", "position", "seed")
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class SamplerRow:
         stop_ids: Sequence[int],
         prompt: Sequence[int],
         output: Sequence[int],
+        constraint: Constraint | None = None,
     ) -> None:
         """Prepare a row.
 
@@ -73,18 +79,27 @@ class SamplerRow:
             stop_ids: Tokens that end it: banned before ``min_tokens``.
             prompt: Prompt tokens.
             output: Tokens generated before.
+            constraint: The grammar that it is under, after ``output``.
         """
         self.params = params
         self.seed = seed
-        self.edits = LogitEdits(params, stop_ids) if LogitEdits.needed(params) else None
+        self.constraint = constraint
+        self._stop_ids = np.array(stop_ids, np.int64)
+        # Under a grammar the mask has the banned tokens, as it knows whether others are left.
+        self.edits = LogitEdits(params, () if constraint else stop_ids) if LogitEdits.needed(params) else None
         temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
         self.filter = RowFilter(temperature, max(0, params.top_k), params.top_p, params.min_p)
         self.counts: TokenCounts | None = None
-        self.mask: npt.NDArray[np.bool_] | None = None
-        self.restart(prompt, output)
+        self.mask: TokenMask | None = None
+        self._count(prompt, output)
 
     def restart(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Begin anew with a sequence's tokens."""
+        self._count(prompt, output)
+        if self.constraint is not None:
+            self.constraint.restart(output)
+
+    def _count(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.position = len(output)
         if LogitEdits.counted(self.params):
             self.counts = count_tokens(self.params, prompt, output)
@@ -94,6 +109,15 @@ class SamplerRow:
         self.position += 1
         if self.counts is not None:
             self.counts.add(token)
+        if self.constraint is not None:
+            self.constraint.append(token)
+
+    def mask_row(self, constraint: Constraint) -> MaskRow:
+        """Return what the mask of its next token is computed from."""
+        banned = self._stop_ids[: len(self._stop_ids) if self.position < self.params.min_tokens else 0]
+        if self.params.ignore_eos:
+            banned = np.union1d(banned, np.array(sorted(constraint.eos_token_ids), np.int64))
+        return MaskRow(constraint, banned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +144,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
         rows: R rows.
     """
     logits = logits.detach()
-    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
     edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
-    if edited or masked:
-        logits = logits.float()
     if edited:
+        logits = logits.float()
         apply_edits(logits, edited)
     if masked:
-        apply_mask(logits, dense_mask(rows, logits.shape[-1]))
+        apply_masks(logits, masked)
     operator = cpu_sampler() if logits.device.type == "cpu" else None
     if operator is not None:
         found = operator(logits, [row.filter for row in rows], _keys(rows))
@@ -143,18 +166,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
-def dense_mask(rows: Sequence[SamplerRow], vocab: int) -> torch.Tensor:
-    """Return the rows' masks as one, bool [R, vocab]; rows without a mask allow every token."""
-    mask = np.ones((len(rows), vocab), np.bool_)
-    for i, row in enumerate(rows):
-        if row.mask is not None:
-            mask[i] = row.mask
-    return torch.from_numpy(mask)
-
-
-def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
-    """Forbid tokens in place: logits float32 [R, vocab], mask bool [R, vocab], ``True`` where a token is allowed."""
-    logits.masked_fill_(~mask.to(logits.device), float("-inf"))
+def apply_masks(logits: torch.Tensor, rows: Sequence[tuple[int, TokenMask]]) -> None:
+    """Forbid tokens in place: logits [R, vocab], and the rows that have a mask."""
+    if logits.dtype in DTYPE_CODES and logits.device.type == "cpu" and logits.stride(1) == 1:
+        operator = cpu_token_mask()
+    else:
+        operator = None
+    (operator or mask_tokens)(logits, [row for row, _ in rows], [mask for _, mask in rows])
 
 
 def _argmax(logits: torch.Tensor) -> tuple[list[int], tuple[int, ...]]:

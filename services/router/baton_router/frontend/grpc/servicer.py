@@ -10,6 +10,7 @@ from typing import Any
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import BatonError, InvalidRequestError
+from baton.grammar import StructuredOutputs
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
@@ -179,9 +180,26 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
         user=request.user,
         session=request.session_id,
         output_token_ids=output,
+        structured=_structured(request),
         prompt_field=kind or "prompt",
         field_prefix="sampling.",
     )
+
+
+def _structured(request: router_pb2.RouterGenerateRequest) -> StructuredOutputs | None:
+    if not request.HasField("structured_outputs"):
+        return None
+    field = "structured_outputs"
+    if request.sampling.HasField("grammar"):
+        raise InvalidRequestError(f"{field} and sampling.grammar contradict each other", field=field)
+    asked = request.structured_outputs
+    value: dict[str, Any] = {
+        "whitespace_pattern": asked.whitespace_pattern or None,
+        "disable_any_whitespace": asked.disable_any_whitespace,
+    }
+    if kind := asked.WhichOneof("kind"):
+        value[kind] = list(asked.choice.texts) if kind == "choice" else getattr(asked, kind)
+    return StructuredOutputs.from_mapping(value, field)
 
 
 def _salt(given: str, account: Account | None) -> str:

@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from baton.errors import InvalidRequestError, shown
+from baton.grammar import StructuredOutputs
 from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
@@ -174,6 +175,7 @@ def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -
         user=body.user or "",
         request_id=body.request_id or "",
         per_token=bool(body.stream),
+        structured=_structured(body),
         **more,
     )
 
@@ -223,6 +225,33 @@ def _sampling(
         if item is not None:
             setattr(sampling, name, item)
     return sampling
+
+
+def _structured(body: GenerationBody) -> StructuredOutputs | None:
+    """Return what the answer must be; ``None``: anything.
+
+    Raises:
+        InvalidRequestError: Several fields say so, or one is wrong.
+    """
+    found: list[tuple[str, StructuredOutputs | None]] = []
+    if body.response_format is not None:
+        found.append(("response_format", StructuredOutputs.from_response_format(body.response_format)))
+    if body.structured_outputs is not None:
+        found.append(("structured_outputs", StructuredOutputs.from_mapping(body.structured_outputs)))
+    pattern = body.guided_whitespace_pattern
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, name := f"guided_{kind}")
+        if value is not None:
+            spaces = {"whitespace_pattern": pattern if kind == "json" else None}
+            found.append((name, StructuredOutputs.from_mapping({kind: value, **spaces}, name)))
+    given = [(name, asked) for name, asked in found if asked is not None]
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise InvalidRequestError(f"{names} contradict each other: give one of them", field=given[1][0])
+    if pattern is not None and "guided_json" not in dict(given):
+        name = "guided_whitespace_pattern"
+        raise InvalidRequestError(f"{name} is for guided_json", field=name)
+    return given[0][1] if given else None
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -88,6 +88,38 @@ _MESSAGE = {
         },
     ],
 }
+_SCHEMA = {"description": "A JSON schema, or its text.", "type": ["object", "string", "null"]}
+_RESPONSE_FORMAT = {
+    "description": "What the answer must be, as in OpenAI's interface.",
+    "type": ["object", "null"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "schema": {"type": "object"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["schema"],
+        },
+    },
+}
+_STRUCTURED_OUTPUTS = {
+    "description": "What the answer must be: exactly one of the first six.",
+    "type": ["object", "null"],
+    "properties": {
+        "json": {"type": ["object", "string"]},
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        "grammar": {"type": "string"},
+        "json_object": {"type": "boolean"},
+        "structural_tag": {"type": ["object", "string"]},
+        "whitespace_pattern": {"type": ["string", "null"]},
+        "disable_any_whitespace": {"type": "boolean"},
+    },
+}
 _MESSAGES = {
     "description": "The conversation; the model's chat template makes the prompt of it.",
     "type": "array",
@@ -102,6 +134,11 @@ _Prompt: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_PROMPT)]
 _Stop: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STOP)]
 _Messages: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_MESSAGES)]
 _MessagesOrNull: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})]
+
+
+_Schema: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_SCHEMA)]
+_ResponseFormat: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_RESPONSE_FORMAT)]
+_StructuredOutputs: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STRUCTURED_OUTPUTS)]
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -156,6 +193,14 @@ class GenerationBody(Body):
     request_id: str | None = None
     best_of: int | None = None
     echo: bool | None = None
+    # What the answer must be: one of them.
+    response_format: _ResponseFormat = None
+    structured_outputs: _StructuredOutputs = None
+    guided_json: _Schema = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -242,18 +287,11 @@ HARMLESS = frozenset(
     }
 )
 
-_TEXT = {"type": "text"}
 ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": (_TEXT, {}),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),

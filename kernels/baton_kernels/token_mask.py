@@ -1,0 +1,81 @@
+"""Forbids tokens: sets logits to minus infinity where a row's mask has no bit.
+
+A mask has a bit per token, uint32 [ceil(vocab / 32)]: that of token ``t`` is bit ``t % 32`` of word ``t // 32``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+
+TokenMask: TypeAlias = npt.NDArray[np.uint32]
+
+
+def mask_words(vocab: int) -> int:
+    """Return the words of a mask."""
+    return -(-vocab // 32)
+
+
+def pack_mask(allowed: npt.NDArray[np.bool_]) -> TokenMask:
+    """Return the mask of bool [vocab]."""
+    padded = np.zeros(32 * mask_words(len(allowed)), np.bool_)
+    padded[: len(allowed)] = allowed
+    return np.packbits(padded, bitorder="little").view(np.uint32)
+
+
+def unpack_mask(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
+    """Return bool [vocab]: which tokens a mask allows."""
+    return np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+
+
+def mask_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+    """The definition: forbid tokens in place, on any device.
+
+    Args:
+        logits: [R, vocab] of any float dtype.
+        rows: Rows that have a mask.
+        masks: Parallel to ``rows``.
+    """
+    allowed = torch.from_numpy(np.stack([unpack_mask(mask, logits.shape[1]) for mask in masks])).to(logits.device)
+    at = torch.tensor(rows, device=logits.device)
+    logits[at] = logits[at].masked_fill_(~allowed, float("-inf"))
+
+
+class TokenMaskCall(ctypes.Structure):
+    """The C structure ``TokenMaskOp``; see ``csrc/token_mask.cpp``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_void_p) for name in ("logits", "rows", "masks")),
+        *((name, ctypes.c_int64) for name in ("count", "vocab", "stride")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
+    ]
+
+
+class CpuTokenMask:
+    """The C++ operator."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._run = library.mask_tokens
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+        """Forbid tokens in place; see :func:`mask_tokens`.
+
+        Args:
+            logits: [R, vocab] of float32, bfloat16 or float16, with neighbouring columns.
+            rows: Rows that have a mask.
+            masks: Parallel to ``rows``, contiguous.
+        """
+        at = np.array(rows, np.int64)
+        addresses = np.array([mask.ctypes.data for mask in masks], np.uint64)
+        call = TokenMaskCall(
+            *(logits.data_ptr(), at.ctypes.data, addresses.ctypes.data),
+            *(len(rows), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
+        )
+        self._run(ctypes.byref(call))

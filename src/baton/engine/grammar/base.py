@@ -1,0 +1,90 @@
+"""What the engine needs of whatever knows grammars, and how an implementation is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.plugins import find_implementation
+from baton.types import Grammar
+
+BACKENDS = {"llguidance": "baton.engine.grammar.guidance:GuidanceBackend"}
+"""Built-in backends: a new one is a file and a line here."""
+ENTRY_POINTS = "baton.grammars"
+"""Entry point group of other packages' backends: a callable as :func:`load_backend` calls it."""
+
+
+class GrammarMatcher(Protocol):
+    """Where one sequence is in its grammar. Its state follows from the grammar and the tokens alone.
+
+    Attributes:
+        error: Why it follows the grammar no more (a limit was reached, a token was forbidden); empty: it does.
+        complete: Whether nothing can follow but the end.
+    """
+
+    @property
+    def error(self) -> str:
+        """See the attributes."""
+
+    @property
+    def complete(self) -> bool:
+        """See the attributes."""
+
+    def consume(self, token_ids: Sequence[int]) -> bool:
+        """Go on with tokens; ``False``: one of them is forbidden, and :attr:`error` says so from now on."""
+
+    def allows(self, token_id: int) -> bool:
+        """Whether a token may come next."""
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must follow, whatever is sampled; often none."""
+
+    def roll_back(self, count: int) -> None:
+        """Take back the last ``count`` tokens."""
+
+    def fork(self) -> Self:
+        """Return another one in the same state."""
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one tokenizer; any thread may."""
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """Return a matcher at the beginning of a grammar, with what its first mask needs computed.
+
+        Raises:
+            InvalidRequestError: The grammar is wrong, or costs too much; names the field ``grammar``.
+        """
+
+    def fill_masks(self, matchers: Sequence[Any], masks: npt.NDArray[np.uint32]) -> None:
+        """Compute the masks of many rows, without the interpreter's lock.
+
+        Args:
+            matchers: Of :meth:`compile`, or forks of those; R of them.
+            masks: [R, ceil(vocab / 32)], written: bit ``t % 32`` of word ``t // 32`` is 1 where token ``t`` may be
+                next; those that end a sequence may be where the grammar is satisfied. A row whose matcher has an
+                error afterwards means nothing.
+        """
+
+
+def load_backend(name: str, model: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
+    """Return a backend for a model.
+
+    Args:
+        name: ``auto``, or that of a backend.
+        model: Directory with the tokenizer's files.
+        vocab_size: Columns of the logits.
+        eos_token_ids: Tokens that end a sequence.
+
+    Raises:
+        ConfigError: There is no such backend, or it cannot work with this tokenizer.
+    """
+    make = find_implementation(
+        "llguidance" if name == "auto" else name, BACKENDS, ENTRY_POINTS, field="grammar_backend"
+    )
+    backend: GrammarBackend = make(model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return backend

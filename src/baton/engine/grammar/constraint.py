@@ -1,0 +1,174 @@
+"""One sequence under a grammar, and the masks of a step, computed while its forward pass runs.
+
+The mask wins over everything else that chooses tokens. What contradicts it means:
+
+* ``min_tokens``, ``ignore_eos``: tokens that would end the sequence are forbidden where others are allowed. Where the
+  grammar allows nothing else, the sequence ends.
+* ``logit_bias``, penalties: they weigh allowed tokens against each other, however low they set all of them.
+* An answer that is complete ends at once, without a token that ends it.
+* Where the grammar starts after certain tokens (``start_token_ids``), nothing ends the sequence before them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
+from baton.errors import InvalidRequestError
+from baton.types import Grammar
+from baton_kernels.token_mask import TokenMask, mask_words
+
+
+class Constraint:
+    """Where a sequence is in its grammar, which follows from the grammar and its output tokens alone.
+
+    Args:
+        origin: The grammar's beginning; never changed.
+        grammar: The grammar.
+        eos_token_ids: Tokens that end a sequence.
+
+    Attributes:
+        started: Whether the grammar applies yet.
+        error: Why no token can be chosen any more; empty: one can.
+    """
+
+    __slots__ = ("_origin", "_seen", "eos_token_ids", "error", "grammar", "matcher", "started")
+
+    def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
+        self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
+        self.restart(())
+
+    def restart(self, output: Sequence[int]) -> None:
+        """Begin anew with output tokens."""
+        self.matcher = self._origin.fork()
+        self.started = not self.grammar.start_token_ids
+        self.error = ""
+        self._seen: tuple[int, ...] = ()
+        for token in output:
+            self.append(token)
+
+    def fork(self) -> Constraint:
+        """Return another one in the same state."""
+        copy = Constraint.__new__(Constraint)
+        copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
+        copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
+        return copy
+
+    def append(self, token: int) -> None:
+        """Take note of the next output token."""
+        if not self.started:
+            start = self.grammar.start_token_ids
+            self._seen = (*self._seen, token)[-len(start) :]
+            self.started = self._seen == start
+        elif token not in self.eos_token_ids and not self.matcher.consume((token,)) and not self.error:
+            self.error = f"token {token} does not follow the grammar ({self.grammar}): {self.matcher.error}"
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        if not self.started:
+            return token not in self.eos_token_ids
+        return self.matcher.allows(token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        return self.started and self.matcher.complete
+
+
+def check_output(constraint: Constraint) -> Constraint:
+    """Return a constraint unless the output that it was started with is not what its grammar allows.
+
+    Raises:
+        InvalidRequestError: It is not; names ``output_token_ids``.
+    """
+    if constraint.error:
+        raise InvalidRequestError(f"output_token_ids: {constraint.error}", field="output_token_ids")
+    return constraint
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """A row whose mask is wanted.
+
+    Attributes:
+        constraint: Of its sequence.
+        banned: Tokens that are forbidden where others are allowed.
+    """
+
+    constraint: Constraint
+    banned: npt.NDArray[np.int64]
+
+
+class StepMasks:
+    """Computes the masks of one step after the other, each in a thread beside the forward pass.
+
+    Args:
+        backend: Whose matchers the constraints have.
+        vocab_size: Columns of the logits.
+
+    Attributes:
+        mask_seconds: Time in masks since start; most of it lies beside forward passes.
+        mask_wait_seconds: Time in which steps waited for their masks.
+        masks: Masks computed since start.
+    """
+
+    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+        self._backend = backend
+        self._words = mask_words(vocab_size)
+        self._memory = np.empty((0, self._words), np.uint32)
+        self._all = np.full(self._words, 0xFFFFFFFF, np.uint32)
+        if vocab_size % 32:
+            self._all[-1] = (1 << vocab_size % 32) - 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.mask_seconds = self.mask_wait_seconds = 0.0
+        self.masks = 0
+
+    def begin(self, rows: Sequence[MaskRow]) -> Future[list[TokenMask]]:
+        """Compute the masks of rows, parallel to them; they are valid until the next step's.
+
+        A constraint whose grammar allows nothing has an ``error`` afterwards.
+        """
+        if len(rows) > len(self._memory):
+            self._memory = np.empty((2 * len(rows), self._words), np.uint32)
+        return self._thread.submit(self._compute, rows, self._memory[: len(rows)])
+
+    def end(self, masks: Future[list[TokenMask]]) -> list[TokenMask]:
+        """Wait for masks."""
+        started = time.perf_counter()
+        found = masks.result()
+        self.mask_wait_seconds += time.perf_counter() - started
+        return found
+
+    def _compute(self, rows: Sequence[MaskRow], memory: npt.NDArray[np.uint32]) -> list[TokenMask]:
+        started = time.perf_counter()
+        guided = [row.constraint for row in rows if row.constraint.started]
+        if guided:
+            self._backend.fill_masks([one.matcher for one in guided], memory)
+        filled, found = iter(memory), list[TokenMask]()
+        for row in rows:
+            constraint = row.constraint
+            if not constraint.started:
+                found.append(self._all)
+                found[-1] = _without(self._all, np.array(sorted(constraint.eos_token_ids)))
+                continue
+            mask = next(filled)
+            constraint.error = constraint.error or constraint.matcher.error
+            if not constraint.error and not mask.any():
+                constraint.error = "no token may follow"
+            found.append(_without(mask, row.banned) if len(row.banned) else mask)
+        self.mask_seconds += time.perf_counter() - started
+        self.masks += len(guided)
+        return found
+
+
+def _without(mask: TokenMask, banned: npt.NDArray[np.int64]) -> TokenMask:
+    """Return a mask without some tokens, or as it was if it has no others."""
+    less = mask.copy()
+    np.bitwise_and.at(less, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)))
+    return less if less.any() else mask
