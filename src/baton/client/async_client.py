@@ -20,6 +20,7 @@ from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.client import forks
 from baton.client.direct import DirectCall, DirectLinks
 from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route
+from baton.client.structured import AnswerParser, read_structured
 from baton.client.types import (
     Answer,
     Answered,
@@ -191,7 +192,8 @@ class AsyncClient:
         """
         request = build_generate(prompt, model, options)
         opening = self._open_generate(request, build_metadata(options))
-        answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout))
+        _, parse = read_structured(options)
+        answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout), parse)
         self._streams.add(answer)
         return answer if stream else await answer.collect()
 
@@ -305,13 +307,15 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
 
     reader: asyncio.Task[None] | None = None
 
-    def __init__(self, open_call: Callable[[float], Any], n: int, budget: Budget) -> None:
+    def __init__(
+        self, open_call: Callable[[float], Any], n: int, budget: Budget, parse: AnswerParser | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._cancelled, self._aborted = asyncio.Event(), asyncio.Event()
         self._done = False
         self._call: Any = None
         self._open_call, self._budget = open_call, budget
-        self.answer = Answer(n)
+        self.answer = Answer(n, parse)
         self._pending: deque[Chunk] = deque()
         self._call = open_call(budget.remaining())
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from baton.api.v1 import router_pb2
+from baton.client.structured import read_structured, structured_to_pb
 from baton.errors import InvalidRequestError, shown
+from baton.grammar import StructuredOutputs
 from baton.rpc.convert import sampling_to_pb
 from baton.tracing import parse_traceparent
-from baton.types import ORDER_HEADER, Order, SamplingParams
+from baton.types import ORDER_HEADER, Grammar, Order, SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages ``{"role": ..., "content": ...}``."""
@@ -41,6 +43,11 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     n: int
+    grammar: Grammar | None
+    structured_outputs: StructuredOutputs | Mapping[str, Any]
+    """What the answer must be: one of json, regex, choice, grammar, json_object and structural_tag."""
+    response_format: Any
+    """The same, as in OpenAI's interface, or a class of pydantic: ``answer.parsed`` is one of it."""
     sampling: SamplingParams
     """Starting point; keywords beside it win."""
     include_stop_in_output: bool
@@ -93,6 +100,9 @@ def build_generate(prompt: Prompt, model: str, options: Mapping[str, Any]) -> ro
             setattr(request, name, _typed(name, options[name], kind))
     set_prompt(request, prompt)
     request.stop.extend(sampling.stop)
+    asked, _ = read_structured({"grammar": sampling.grammar, **options})
+    if asked is not None:
+        request.structured_outputs.CopyFrom(structured_to_pb(asked))
     try:
         request.sampling.CopyFrom(sampling_to_pb(sampling))
     except (ValueError, TypeError) as error:  # validated above: what is left is an int too large for the wire
@@ -204,6 +214,8 @@ def _sampling_value(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping) or not all(_is_int(k) and _is_number(v) for k, v in value.items()):
             raise InvalidRequestError("logit_bias must map token ids to numbers", field=name)
         return dict(value)
+    if name == "grammar":
+        return value if value is None else _typed(name, value, Grammar)
     default = _SAMPLING_FIELDS[name].default
     if default is None:
         ok = value is None or _is_int(value)

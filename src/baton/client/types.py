@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -152,11 +152,25 @@ class Choice:
     finish_reason: FinishReason | None
     stop_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    parse: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The text as an object: of the class of ``response_format``, or decoded JSON.
+
+        ``None`` where no JSON was asked for, and where the answer was cut (``finish_reason`` is not ``stop``).
+
+        Raises:
+            ValueError: The class refuses the text: it checks what its schema does not say.
+        """
+        if self.parse is None or self.finish_reason is not FinishReason.STOP:
+            return None
+        return self.parse(self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to a request; ``text``, ``token_ids``, ``finish_reason`` and ``logprobs`` are the first choice's."""
+    """The answer to a request; ``text``, ``parsed``, ``token_ids`` and so on are those of the first choice."""
 
     request_id: str
     choices: list[Choice]
@@ -168,6 +182,11 @@ class Generation:
     def text(self) -> str:
         """Text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice's text as an object; see :attr:`Choice.parsed`."""
+        return self.choices[0].parsed
 
     @property
     def token_ids(self) -> list[int]:
@@ -246,9 +265,14 @@ class Answer:
 
     Attributes:
         started: Whether a token has come: from then on a failed call must not be repeated.
+
+    Args:
+        n: Sequences.
+        parse: Makes an object of a sequence's text.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, parse: Callable[[str], Any] | None = None) -> None:
+        self._parse = parse
         self.started = False
         self.request_id = ""
         self.trace: Trace | None = None
@@ -281,7 +305,7 @@ class Answer:
     def result(self) -> Generation:
         """Return all that has arrived so far."""
         choices = [
-            Choice(i, "".join(p.text), p.token_ids, p.finish_reason, p.stop_reason, p.logprobs or None)
+            Choice(i, "".join(p.text), p.token_ids, p.finish_reason, p.stop_reason, p.logprobs or None, self._parse)
             for i, p in enumerate(self._parts)
         ]
         return Generation(self.request_id, choices, self.trace, self.decision, self._prompt_logprobs)

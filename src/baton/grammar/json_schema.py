@@ -67,7 +67,7 @@ def check_schema(schema: Any, field: str) -> None:
         if isinstance(value, bool):
             continue
         if not isinstance(value, Mapping):
-            raise InvalidRequestError(f"{place} must be a JSON schema, got {shown(value)}", field=place)
+            raise InvalidRequestError(f"{place} must be a JSON schema, got a {type(value).__name__}", field=place)
         if depth > MAX_DEPTH:
             raise InvalidRequestError(f"{field}: schemas are nested deeper than {MAX_DEPTH}", field=field)
         for keyword, item in value.items():
@@ -80,7 +80,7 @@ def _check_keyword(keyword: Any, item: Any, place: str) -> None:
     if not isinstance(keyword, str) or (keyword not in SUPPORTED and keyword not in ANNOTATIONS):
         message = f"{place}: the keyword {shown(keyword)} is not supported"
         raise InvalidRequestError(message, field=where[:200])
-    if keyword == "format" and item not in FORMATS:
+    if keyword == "format" and not (isinstance(item, str) and item in FORMATS):
         known = ", ".join(sorted(FORMATS))
         raise InvalidRequestError(f"{where}: {shown(item)} is not supported; these are: {known}", field=where)
     if keyword == "pattern" and isinstance(item, str):

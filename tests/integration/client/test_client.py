@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from baton import AsyncClient, Client
@@ -26,6 +27,11 @@ from baton.errors import (
 from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import Token, read_token
 from baton.types import FinishReason, PrefillPath, Role
+
+
+class Person(pydantic.BaseModel):
+    name: str
+
 
 Script = Callable[[router_pb2.RouterGenerateRequest], AsyncIterator[router_pb2.RouterGenerateResponse]]
 WAIT_S = 20.0
@@ -161,6 +167,22 @@ async def test_a_whole_answer(both: Both) -> None:
     assert answer.decision.decode_instance == "d0"
     assert servicer.requests[0].model == "tiny"
     assert servicer.requests[0].sampling.n == 2
+
+
+@pytest.mark.parametrize("end", [STOP, LENGTH])
+async def test_an_answer_by_a_schema_is_an_object(both: Both, end: int) -> None:
+    async with router() as (servicer, address), both.connect(address) as client:
+
+        async def person(request: router_pb2.RouterGenerateRequest) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
+            assert request.structured_outputs.json
+            yield message(delta('{"name": ', 5))
+            yield message(delta('"Bo"}', 6, end=end))
+
+        servicer.script = person
+        answer = await client.call("generate", "Who?", response_format=Person)
+        assert answer.parsed == (Person(name="Bo") if end == STOP else None)
+        plain = await client.call("generate", "Who?", structured_outputs={"json": {"type": "object"}})
+        assert plain.parsed == ({"name": "Bo"} if end == STOP else None)
 
 
 async def test_a_stream_gives_chunks_and_then_its_trace(both: Both) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
+import pydantic
 import pytest
 
 import baton
@@ -15,8 +17,9 @@ from baton.client import Instance, Load, Model, RouteCandidate, RouteDecision, T
 from baton.client.async_client import Settings
 from baton.client.request import Options, build_generate, build_metadata, build_route
 from baton.errors import InvalidRequestError
+from baton.grammar import StructuredOutputs
 from baton.rpc.convert import sampling_from_pb
-from baton.types import SamplingParams
+from baton.types import Grammar, SamplingParams
 
 
 def test_importing_baton_loads_neither_torch_nor_grpc_and_the_sdk_no_torch() -> None:
@@ -98,7 +101,56 @@ def test_every_field_arrives() -> None:
     with pytest.raises(InvalidRequestError, match="no W3C trace context") as caught:
         build_metadata({"traceparent": "nonsense"})
     assert caught.value.field == "traceparent"
-    assert set(options) | {"sampling", "order", "traceparent"} | set(extra) == set(Options.__annotations__)
+    others = {"sampling", "order", "traceparent", "grammar", "structured_outputs", "response_format"}
+    assert set(options) | others | set(extra) == set(Options.__annotations__)
+
+
+class Person(pydantic.BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"response_format": Person}, {"json": json.dumps(Person.model_json_schema())}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"structured_outputs": {"json": {"type": "integer"}, "disable_any_whitespace": True}},
+         {"json": '{"type": "integer"}', "disable_any_whitespace": True}),
+        ({"structured_outputs": StructuredOutputs(regex="a+")}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": router_pb2.Choices(texts=["a", "b"])}),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, {"grammar": "start: /a/"}),
+    ],
+)  # fmt: skip
+def test_what_the_answer_must_be_arrives(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    request = build_generate("hi", "", options)
+    assert request.structured_outputs == router_pb2.StructuredOutputs(**expected)
+    assert request.HasField("structured_outputs") == bool(expected)
+
+
+def test_a_grammar_in_normal_form_arrives() -> None:
+    grammar = Grammar("regex", "start: /a/", (5,))
+    for options in ({"grammar": grammar}, {"sampling": SamplingParams(grammar=grammar)}):
+        assert sampling_from_pb(build_generate("hi", "", options).sampling).grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"structured_outputs": {"regex": "a"}, "response_format": Person}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "grammar": Grammar("regex", "start: /a/")}, "grammar"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [5]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"a": object()}}}, "structured_outputs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"grammar": "start: /a/"}, "grammar"),
+    ],
+)
+def test_what_the_answer_must_be_is_checked(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_generate("hi", "", options)
+    assert caught.value.field == field
 
 
 def test_keywords_win_over_sampling() -> None:

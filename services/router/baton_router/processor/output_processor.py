@@ -188,6 +188,7 @@ class OutputProcessor:
         self._prepared, self._sink, self._clock, self._decisions = prepared, sink, clock, log
         routed = prepared.routed
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
+        self._record.grammar = routed.sampling.grammar
         self._sequences = [prepared.sequence() for _ in range(routed.sampling.n)]
         self._open = self._generating = len(self._sequences)
         """Sequences whose text has not ended; and those that the instance still runs, also behind a stop string."""

@@ -21,7 +21,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.rpc.convert import path_to_pb, role_to_pb
-from baton.types import PrefillPath, Role
+from baton.types import Grammar, PrefillPath, Role
 from baton_router.scheduler.policy import Choice, FloatArray, Ratings, Side, best_option, relative_loads
 
 RUNNING = "running"
@@ -239,6 +239,7 @@ class DecisionRecord(msgspec.Struct):
         kept: Whether it is still among those that are remembered.
         numbers: How many numbers its decisions keep, roughly.
         direct: Whether its client has the tokens from the decode instance itself.
+        grammar: What its answer is held to: kind and digest; ``None``: nothing.
     """
 
     request_id: str
@@ -253,6 +254,7 @@ class DecisionRecord(msgspec.Struct):
     kept: bool = True
     numbers: int = 0
     direct: bool = False
+    grammar: Grammar | None = None
 
     @property
     def decision(self) -> Decision | None:

@@ -53,6 +53,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "placements": len(record.placements),
         "migrations": trace.num_migrations,
         "direct": record.direct,
+        "grammar": str(record.grammar) if record.grammar is not None else None,
     }
 
 
@@ -154,6 +155,8 @@ def _why(record: DecisionRecord) -> list[str]:
         lines.append(f"after {1000 * at:.1f} ms it was placed again, on {decision.decode_instance}")
     if record.direct:
         lines.append("its client had the tokens from the decode instance itself, and told of them (direct mode)")
+    if record.grammar is not None:
+        lines.append(f"its answer is held to a grammar: {record.grammar}")
     trace = record.trace
     if trace is not None and trace.router_queue_us:
         lines.insert(0, f"it waited {trace.router_queue_us / 1000:.1f} ms in the router's queue for room")

@@ -61,6 +61,7 @@ class _DirectRun:
         self._log, self._clock, self._arrived = log, clock, routed.arrived
         self._prompt_tokens = prepared.prompt_tokens
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
+        self._record.grammar = routed.sampling.grammar
         self._record.direct = True
         self._placed_s = 0.0
         self._traced = False
