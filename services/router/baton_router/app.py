@@ -39,6 +39,7 @@ from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.metrics.fast_metrics import GaugeFunction
+from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
@@ -124,6 +125,7 @@ class RouterApp:
             decisions,
             self._spans,
             allow_special_tokens=config.allow_special_tokens,
+            dialects=ModelDialects(config.tool_dialect, config.reasoning_dialect),
             admission=self.dispatcher.admission,
             grammars=GrammarCache(GrammarMetrics(self.metrics)),
         )

@@ -20,6 +20,7 @@ from baton.config.flags import (
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
+from baton.dialects.choice import check_dialect
 from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
@@ -90,6 +91,16 @@ class RouterConfig:
         False,
         "read names of special tokens in chat messages as those tokens; default: as text; the "
         "request's allow_special_tokens goes before it",
+    )
+    tool_dialect: str = option(
+        "auto",
+        "how the model writes tool calls, such as hermes or mistral; an unknown name is answered with the list of all; "
+        "none: they stay text; default: as its tokenizer or chat template says, else hermes",
+    )
+    reasoning_dialect: str = option(
+        "auto",
+        "how the model sets its reasoning apart, such as think; none: it stays text; default: as its tokenizer or chat "
+        "template says",
     )
     api_keys: str = option(
         "",
@@ -191,6 +202,8 @@ class RouterConfig:
         rate = self.trace_sample_rate
         if rate is not None and not 0.0 <= rate <= 1.0:
             raise ConfigError(f"trace_sample_rate must be in [0, 1], got {rate}", field="trace_sample_rate")
+        check_dialect(self.tool_dialect, False, "tool_dialect")
+        check_dialect(self.reasoning_dialect, True, "reasoning_dialect")
         for name in ("port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)

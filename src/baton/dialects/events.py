@@ -61,14 +61,14 @@ class EventSink:
         calls: How many calls have begun.
     """
 
-    __slots__ = ("_behind_call", "_events", "_ids", "_space", "calls")
+    __slots__ = ("_all", "_behind_call", "_events", "_ids", "_space", "calls")
 
     def __init__(self, ids: Literal["random", "nine", "written"]) -> None:
         self._ids = ids
         self._events: list[Event] = []
         self._space = ""
         """White space that belongs to what is read, unless that ends here."""
-        self._behind_call = False
+        self._behind_call = self._all = False
         self.calls = 0
 
     def take(self) -> list[Event]:
@@ -81,6 +81,10 @@ class EventSink:
         if not self._behind_call:
             self._add(Text, self._space)
         self._space = ""
+
+    def keep_all(self) -> None:
+        """Take white space as it comes: nothing can follow that it would not belong to."""
+        self._all = True
 
     def text(self, text: str) -> None:
         """Take text."""
@@ -107,7 +111,7 @@ class EventSink:
 
     def _kept(self, text: str) -> str:
         text = self._space + text
-        kept = text.rstrip()
+        kept = text if self._all else text.rstrip()
         self._space = text[len(kept) :]
         return kept
 

@@ -24,6 +24,9 @@ class DialectParser:
         reasoning: How it sets its reasoning apart; ``None``: it is text.
         schemas: The schemas of parameters, by the names of the tools that were offered.
         prompt: The end of the prompt, which may open the reasoning.
+
+    Attributes:
+        plain: Whether all that comes is text as it stands, so that there is nothing to parse any more.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class DialectParser:
         self._tools, self._reasoning, self._prompt = tools, reasoning, prompt
         self._source, self._sink = Source(), EventSink("random" if tools is None else tools.ids)
         self._schemas = schemas or {}
+        self.plain = False
         self._sections = SectionReader(self._source, self._sink, self._schemas)
         self._run: Generator[None, None, None] = self._answer()
         next(self._run)
@@ -91,6 +95,9 @@ class DialectParser:
                 yield from self._think(reasoning.end)
             else:
                 self._source.seek(mark)
+        if self._tools is None:
+            self.plain = True
+            self._sink.keep_all()
         sections = self._tools.sections if self._tools is not None else ()
         bare = [section for section in sections if section.bare]
         if bare:

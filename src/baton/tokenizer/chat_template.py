@@ -76,6 +76,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt of a conversation. Special tokens are part of it: tokenize it without adding them.
 
@@ -84,6 +85,7 @@ class ChatTemplate:
             add_generation_prompt: End with what begins the assistant's answer.
             continue_final_message: Leave the last message open, so that the model goes on with it.
             variables: More names for the template.
+            tools: What the model may call, as OpenAI's interface describes it.
 
         Raises:
             InvalidRequestError: The template refuses the messages (``messages``), or a variable has a name that
@@ -105,7 +107,7 @@ class ChatTemplate:
         mark = secrets.token_hex(16) if continue_final_message else ""
         if mark:
             shown[-1]["content"] = f"{shown[-1]['content']}{mark}"
-        text = self._render(shown, add_generation_prompt, extra)
+        text = self._render(shown, add_generation_prompt, extra, tools)
         if not mark:
             return text
         if mark not in text:
@@ -115,12 +117,18 @@ class ChatTemplate:
             )
         return text[: text.rindex(mark)]
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         values = {
             **self._special_tokens,
             **extra,
             "messages": messages,
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

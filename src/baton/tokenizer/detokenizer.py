@@ -29,7 +29,13 @@ class IncrementalDetokenizer:
 
     __slots__ = ("_held", "_hidden", "_strip", "_texts", "_token_bytes", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         """Begin a sequence.
 
         Args:
@@ -37,8 +43,9 @@ class IncrementalDetokenizer:
             skip_special_tokens: Leave special tokens out of the text.
             context: Ids that come before and whose text is not wanted, when the text continues theirs: the last eight
                 are looked at. Without, a tokenizer that drops the space at the start of a text drops it here.
+            shown: Special tokens that are not left out.
         """
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._token_bytes, self._held, self._strip = tokenizer.token_bytes, b"", 0
         self._texts = tokenizer.whole_texts
         self._window: _WindowDecoder | None = None
@@ -179,6 +186,7 @@ class SequenceText:
         stops: Its stop strings.
         skip_special_tokens: Whether special tokens have no text.
         include_stop: Whether the stop string or token that ended the sequence belongs to its text.
+        shown: Special tokens that have text all the same.
 
     Attributes:
         ended: Whether the sequence has ended; it takes no more tokens then.
@@ -207,8 +215,9 @@ class SequenceText:
         stops: StopStrings | None = None,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt, shown)
         self.push_plain = self._detokenizer.push
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)

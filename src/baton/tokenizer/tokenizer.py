@@ -258,6 +258,7 @@ class TextModel:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         allow_special_tokens: bool = False,
     ) -> PromptText:
         """Return the prompt of a conversation; see :meth:`ChatTemplate.render`.
@@ -267,6 +268,7 @@ class TextModel:
             add_generation_prompt: End with what begins the assistant's answer.
             continue_final_message: Leave the last message open.
             variables: More names for the template.
+            tools: What the model may call.
             allow_special_tokens: Names of special tokens in messages are such tokens; else only the template's are.
 
         Raises:
@@ -274,16 +276,18 @@ class TextModel:
         """
         if self.chat_template is None:
             raise InvalidRequestError("the model has no chat template: send a prompt instead", field="messages")
-        extra = variables or {}
-        mark = "" if allow_special_tokens or not self._control.in_conversation(messages, extra) else new_mark()
+        extra, named = variables or {}, {"tools": tools}
+        known = allow_special_tokens or not self._control.in_conversation([*messages, named], extra)
+        mark = "" if known else new_mark()
         if mark:
             messages = [self._control.hide(message, mark) for message in messages]
-            extra = self._control.hide(extra, mark)
+            extra, tools = self._control.hide(extra, mark), self._control.hide(named, mark)["tools"]
         text = self.chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=extra,
+            tools=tools,
         )
         return PromptText(*self._control.private(text, mark)) if mark else PromptText(text)
 

@@ -376,7 +376,7 @@ def test_chat_options(api: Served) -> None:
         ("chat", {"seed": 2**70}, 400, "seed"),
         ("chat", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ("chat", {"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
-        ("chat", {"tools": [{"type": "function"}]}, 400, "tools"),
+        ("chat", {"tools": [{"type": "function"}]}, 400, "tools[0].function"),
         ("chat", {"response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat", {"chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs.messages"),
         ("chat", {"messages": [{"role": "user", "content": "word " * 400}]}, 400, "messages"),

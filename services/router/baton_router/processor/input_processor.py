@@ -32,6 +32,7 @@ from baton_router.accounts.accounts import Tenants
 from baton_router.admission.gate import Admission
 from baton_router.admission.tenant_limits import Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
+from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.tenant_turns import TenantTurns
@@ -52,6 +53,8 @@ _LARGE_WAIT_S = 30.0
 _THREADS = 2
 """Threads that tokenize: each keeps tables of words of its own, and for long texts the library has more of them."""
 _CHARS_PER_TOKEN = 4.0
+_PROMPT_END = 4096
+"""Characters of a prompt that are looked at for the beginning of the answer."""
 _ID_LISTS = (list, array)
 
 
@@ -83,8 +86,10 @@ class InputProcessor:
         allow_special_tokens: bool = False,
         admission: Admission | None = None,
         grammars: GrammarCache | None = None,
+        dialects: ModelDialects | None = None,
     ) -> None:
         self._grammars = grammars or GrammarCache(GrammarMetrics(CollectorRegistry()))
+        self._dialects = dialects or ModelDialects()
         self._allow_special_tokens = allow_special_tokens
         self._dispatcher = dispatcher
         self._admission = admission
@@ -282,7 +287,12 @@ class InputProcessor:
             span=self._span(request, info, arrived),
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        return PreparedRequest(request, routed, info, text_model, stops)
+        prepared = PreparedRequest(request, routed, info, text_model, stops)
+        if request.parsed:
+            prepared.dialects = self._dialects.of(text_model)
+            if prepared.parser() is not None:
+                prepared.shown = self._dialects.shown_tokens(text_model)
+        return prepared
 
     def _span(self, request: TextRequest, info: ModelInfo, arrived: float) -> Span:
         span = begin_span("request", request.traceparent, self._exporter, start_ns=int(1e9 * arrived))
@@ -338,7 +348,7 @@ def count_chars(prompt: Prompt) -> int:
     if isinstance(prompt, _ID_LISTS):
         return 0
     # All of it, also what stands beside the content: templates write that out too.
-    return sum(_chars(value) for part in (*prompt.messages, prompt.variables) for value in part.values())
+    return sum(_chars(value) for part in (*prompt.messages, prompt.variables, *prompt.tools) for value in part.values())
 
 
 def about_tokens(prompt: Prompt) -> float:
@@ -367,6 +377,8 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
             raise InvalidRequestError(bounds, field=request.prompt_field)
         return ids
     text = _prompt_text(model, request, prompt)
+    if request.parsed:
+        request.prompt_end = text.text[-_PROMPT_END:]
     _check_fewest(model, text.text, request, limit)
     return model.encode(text, request.add_special_tokens)
 
@@ -392,6 +404,7 @@ def _prompt_text(model: TextModel, request: TextRequest, prompt: str | ChatPromp
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         variables=prompt.variables,
+        tools=prompt.tools,
         allow_special_tokens=allow,
     )
 

@@ -8,6 +8,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from baton.api.v1 import common_pb2
+from baton.dialects import DialectParser
+from baton.dialects.choice import Dialects
+from baton.dialects.tool_use import ToolUse
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton.token_ids import TokenIds
@@ -40,12 +43,14 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         add_generation_prompt: End with what begins the assistant's answer.
         continue_final_message: Leave the last message open instead.
         variables: More names for the template.
+        tools: What the model may call.
     """
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 Prompt: TypeAlias = str | list[int] | TokenIds | ChatPrompt
@@ -80,6 +85,9 @@ class TextRequest(msgspec.Struct):
             client keeps up.
         structured: What the answer must be; ``None``: what the grammar of ``sampling`` says, if it has one.
         grammar_checked: The grammar of ``sampling`` is what ``structured`` says, or was checked.
+        tool_use: The tools that are offered, and what may be done with them.
+        parsed: Whether calls and reasoning are to be found in the text, if the model's dialects are known.
+        prompt_end: The end of the prompt's text; set when it is tokenized.
         prompt_index: Which of its HTTP request's prompts it is.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -108,6 +116,9 @@ class TextRequest(msgspec.Struct):
     per_token: bool = False
     structured: StructuredOutputs | None = None
     grammar_checked: bool = False
+    tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
+    parsed: bool = False
+    prompt_end: str = ""
     prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
@@ -115,13 +126,20 @@ class TextRequest(msgspec.Struct):
 
 
 class PreparedRequest(msgspec.Struct):
-    """A request that is checked, tokenized and ready to be placed."""
+    """A request that is checked, tokenized and ready to be placed.
+
+    Attributes:
+        dialects: How the model writes calls and reasoning, if these are to be found in its text.
+        shown: Special tokens that these are written with.
+    """
 
     request: TextRequest
     routed: RoutedRequest
     info: ModelInfo
     text_model: TextModel
     stops: StopStrings | None
+    dialects: Dialects | None = None
+    shown: frozenset[int] = frozenset()
 
     @property
     def prompt_tokens(self) -> int:
@@ -140,7 +158,18 @@ class PreparedRequest(msgspec.Struct):
             self.stops,
             request.skip_special_tokens,
             request.include_stop,
+            self.shown,
         )
+
+    def parser(self) -> DialectParser | None:
+        """Return what finds calls and reasoning in the text of one of its sequences; ``None``: there are none."""
+        dialects, use = self.dialects, self.request.tool_use
+        if dialects is None:
+            return None
+        tools = dialects.tools if use.mode != "none" else None
+        if tools is None and dialects.reasoning is None:
+            return None
+        return DialectParser(tools, dialects.reasoning, schemas=use.schemas, prompt=self.request.prompt_end)
 
 
 class TextChunk(msgspec.Struct):

@@ -7,8 +7,6 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton.types import FinishReason
-
 
 class ErrorObject(msgspec.Struct):
     """What went wrong; ``param`` is the path of the field at fault, e.g. ``messages[2].content``."""
@@ -85,24 +83,61 @@ class Sequence(msgspec.Struct, kw_only=True):
     """What every choice has."""
 
     index: int
-    finish_reason: FinishReason | None
+    finish_reason: Literal["stop", "length", "abort", "error", "tool_calls"] | None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCall(msgspec.Struct):
+    """A tool's name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct):
-    """The message that was generated."""
+    """The message that was generated; ``reasoning`` and ``reasoning_content`` are the same."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct):
+    """What an event adds to a call's function."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What an event adds to a call; ``id``, ``type`` and the name come with its first one."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
     """What an event adds to the message."""
 
-    content: str
+    content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Sequence, kw_only=True):

@@ -28,6 +28,7 @@ from baton_router.frontend.http.http_exchange import HttpExchange, check_media, 
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
 from baton_router.frontend.openai.fast_events import FastEvents
+from baton_router.frontend.openai.message_parts import MessageEvents, WholeMessage
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
 from baton_router.frontend.openai.schemas import Body, check_strict, header_value, parse_body, unknown_fields
 from baton_router.processor.input_processor import InputProcessor
@@ -211,7 +212,9 @@ class Generation:
             if request.template_fields:
                 ignored = ignored + _unread_variables(request, prepared[0])
             self._headers = endpoints.ignored_fields_header(ignored)
-            formatter = EventStream if request.stream else WholeAnswer
+            parsed = prepared[0].parser() is not None
+            whole, events = (WholeMessage, MessageEvents) if parsed else (WholeAnswer, EventStream)
+            formatter = events if request.stream else whole
             self._format = formatter(request, prepared, self._name, int(time.time()))
             self._generate()
         except Exception as error:

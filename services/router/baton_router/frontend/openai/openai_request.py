@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from baton.dialects.tool_use import read_tools
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton.tokenizer.chat_template import flatten_content
@@ -54,6 +55,7 @@ class OpenAIRequest(msgspec.Struct):
         prompt_logprobs: Give the prompt's log probabilities in the extended format.
         tokens_as_ids: Spell tokens in log probabilities as ``token_id:17``.
         ignored: Fields that have no effect.
+        reasoning: Whether the model's reasoning is part of the answer.
         template_fields: Names of fields that only have an effect if the chat template reads the variable.
     """
 
@@ -69,6 +71,7 @@ class OpenAIRequest(msgspec.Struct):
     prompt_logprobs: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    reasoning: bool = True
     ignored: list[str] = msgspec.field(default_factory=list)
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -85,6 +88,9 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
     """
     body = parse_body(CompletionBody, value)
+    for name in ("tools", "tool_choice"):
+        if value.get(name) not in (None, [], "none", "auto"):
+            raise InvalidRequestError(f"{name} is for chat completions", field=name)
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
     sampling = _sampling(body, value, body.max_tokens, body.logprobs)
@@ -130,6 +136,13 @@ def parse_chat(value: Any) -> OpenAIRequest:
         variables["reasoning_effort"] = body.reasoning_effort
         template_fields["reasoning_effort"] = "reasoning_effort"
     prompt = chat_prompt(body, variables)
+    use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if use.mode == "required":
+        raise InvalidRequestError("tool_choice other than none and auto is not supported yet", field="tool_choice")
+    if use.mode != "none":
+        prompt = msgspec.structs.replace(prompt, tools=use.tools)
+        if use.mode == "auto":  # else the grammar has it call one all the same
+            template_fields["tools"] = "tools"
     if body.echo:
         raise InvalidRequestError("echo is for plain completions", field="echo")
     max_tokens, name = body.max_tokens, "max_tokens"
@@ -145,8 +158,11 @@ def parse_chat(value: Any) -> OpenAIRequest:
         prompt_field="messages",
         max_tokens_field=name,
         add_special_tokens=bool(body.add_special_tokens),
+        tool_use=use,
+        parsed=True,
     )
     request = _request(body, value, [text_request], sampling)
+    request.reasoning = body.include_reasoning is not False
     request.logprobs, request.template_fields = bool(body.logprobs), template_fields
     return request
 
@@ -364,9 +380,14 @@ def _message(value: Any, at: int) -> dict[str, Any]:
         raise InvalidRequestError(f"{field}.content is required", field=f"{field}.content")
     if content is not None and not isinstance(content, str | list):
         raise InvalidRequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         _check_text(value, name, field)
     message = flatten_content(value, at)
+    reasoning = message.pop("reasoning", None) or message.get("reasoning_content")
+    if reasoning:  # as answers have it, by the names that templates have for it
+        message["reasoning_content"] = reasoning
+        if not content:  # gpt-oss' template takes it for another kind of content
+            message["thinking"] = reasoning
     if content is None:
         message["content"] = ""
     if calls is not None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from baton.dialects.tool_use import MAX_TOOLS
 from baton.errors import InvalidRequestError
 from baton.types import MAX_LOGPROBS, RANGES
 from baton_router.frontend.http.middleware import plain_name
@@ -78,6 +79,8 @@ _MESSAGE = {
         "name": _TEXT_OR_NULL,
         "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
         "tool_call_id": _TEXT_OR_NULL,
+        "reasoning": _TEXT_OR_NULL,
+        "reasoning_content": _TEXT_OR_NULL,
     },
     "required": ["role"],
     "anyOf": [
@@ -120,6 +123,38 @@ _STRUCTURED_OUTPUTS = {
         "disable_any_whitespace": {"type": "boolean"},
     },
 }
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                "description": _TEXT_OR_NULL,
+                "parameters": {"description": "A JSON schema of an object.", "type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_TOOLS = {
+    "description": "What the model may call.",
+    "anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}],
+}
+_TOOL_CHOICE = {
+    "description": "Whether a tool may or must be called, or which.",
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
+            "required": ["type"],
+        },
+    ],
+}
 _MESSAGES = {
     "description": "The conversation; the model's chat template makes the prompt of it.",
     "type": "array",
@@ -133,6 +168,8 @@ _MESSAGES = {
 _Prompt: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_PROMPT)]
 _Stop: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STOP)]
 _Messages: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_MESSAGES)]
+_Tools: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_TOOLS)]
+_ToolChoice: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_TOOL_CHOICE)]
 _MessagesOrNull: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})]
 
 
@@ -221,6 +258,10 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: _Tools = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(Body):
@@ -283,13 +324,10 @@ HARMLESS = frozenset(
         "safety_identifier",
         "metadata",  # labels for stored answers
         "prompt_cache_key",  # a hint where the prompt may be cached; placement looks at the prompt itself
-        "parallel_tool_calls",  # only has a meaning with tools, which are refused
     }
 )
 
 ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

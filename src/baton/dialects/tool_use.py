@@ -1,0 +1,129 @@
+"""The tools that a request offers, and what the model may do with them, as OpenAI's interface has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from baton.errors import InvalidRequestError, shown
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+        tools: As the request has them, for the chat template.
+        mode: Whether a call may (``auto``), must (``required``) or must not (``none``) be made.
+        names: The tools that may be called.
+        parallel: Whether several calls may be made.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    mode: Literal["none", "auto", "required"] = "none"
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+    schemas: Mapping[str, Any] = field(init=False, compare=False, repr=False)
+    """The schemas of parameters by the tools' names."""
+    strict: frozenset[str] = field(init=False, compare=False, repr=False)
+    """Names of tools whose arguments must follow their schemas."""
+
+    def __post_init__(self) -> None:
+        functions = [tool["function"] for tool in self.tools]
+        object.__setattr__(self, "schemas", {item["name"]: item.get("parameters") or {} for item in functions})
+        object.__setattr__(self, "strict", frozenset(item["name"] for item in functions if item.get("strict")))
+
+
+def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
+
+    Raises:
+        InvalidRequestError: One is wrong, or they contradict each other; names the place.
+    """
+    found = _tools(tools)
+    if not found:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice needs tools", field="tool_choice")
+        return ToolUse()
+    names = tuple(tool["function"]["name"] for tool in found)
+    mode, chosen = _choice(choice, names)
+    return ToolUse(found, mode, chosen, parallel is not False)
+
+
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools must be a list of at most {MAX_TOOLS} tools", field="tools")
+    seen = set[str]()
+    for at, tool in enumerate(value):
+        place = f"tools[{at}]"
+        if not isinstance(tool, Mapping):
+            raise InvalidRequestError(f"{place} must be an object", field=place)
+        if tool.get("type", "function") != "function":
+            message = f"{place}.type must be function, got {shown(tool.get('type'))}"
+            raise InvalidRequestError(message, field=f"{place}.type")
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            message = f"{place}.function must be an object with a name"
+            raise InvalidRequestError(message, field=f"{place}.function")
+        _check_function(function, f"{place}.function")
+        if function["name"] in seen:
+            message = f"{place}.function.name: {function['name']} is the name of another tool, too"
+            raise InvalidRequestError(message, field=f"{place}.function.name")
+        seen.add(function["name"])
+    return tuple(value)
+
+
+def _check_function(function: Mapping[str, Any], place: str) -> None:
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"{place}.name must be 1 to 64 letters, digits, '_', '-' or '.', got {shown(name)}"
+        raise InvalidRequestError(message, field=f"{place}.name")
+    for key, kind, what in (("description", str, "a string"), ("strict", bool, "true or false")):
+        if not isinstance(function.get(key), kind | None):
+            raise InvalidRequestError(f"{place}.{key} must be {what}", field=f"{place}.{key}")
+    parameters = function.get("parameters")
+    if parameters is None:
+        return
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        message = f"{place}.parameters must be the JSON schema of an object, got {shown(parameters)}"
+        raise InvalidRequestError(message, field=f"{place}.parameters")
+
+
+def _choice(value: Any, names: tuple[str, ...]) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:
+    field_name = "tool_choice"
+    match value:
+        case None | "auto":
+            return "auto", names
+        case "none":
+            return "none", ()
+        case "required" | "any":
+            return "required", names
+        case {"type": "function", "function": {"name": name}}:
+            return "required", (_known(name, names, f"{field_name}.function.name"),)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as some},
+        }:
+            place = f"{field_name}.allowed_tools.tools"
+            chosen = [_known(_name_of(item), names, f"{place}[{at}]") for at, item in enumerate(some)]
+            return mode, tuple(dict.fromkeys(chosen))
+    kinds = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+    raise InvalidRequestError(f"{field_name} must be {kinds}, got {shown(value)}", field=field_name)
+
+
+def _name_of(item: Any) -> Any:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _known(name: Any, names: tuple[str, ...], place: str) -> str:
+    if not isinstance(name, str) or name not in names:
+        raise InvalidRequestError(f"{place}: {shown(name)} is none of the tools", field="tool_choice")
+    return name
