@@ -125,10 +125,10 @@ class RouterApp:
             decisions,
             self._spans,
             allow_special_tokens=config.allow_special_tokens,
-            dialects=ModelDialects(config.tool_dialect, config.reasoning_dialect),
             admission=self.dispatcher.admission,
             grammars=GrammarCache(GrammarMetrics(self.metrics)),
         )
+        self.processor.dialects = ModelDialects(config.tool_dialect, config.reasoning_dialect)
         self.tickets = TicketDesk(
             read_ticket_key(config.ticket_key_file), self.processor, self.dispatcher, self.metrics
         )

@@ -73,7 +73,11 @@ class TokenizerProvider(Protocol):
 
 
 class InputProcessor:
-    """Tokenizes a request once, has it placed, and turns the tokens that come back into text."""
+    """Tokenizes a request once, has it placed, and turns the tokens that come back into text.
+
+    Attributes:
+        dialects: How the models write calls and reasoning; whoever makes this may set other ones.
+    """
 
     def __init__(
         self,
@@ -86,10 +90,9 @@ class InputProcessor:
         allow_special_tokens: bool = False,
         admission: Admission | None = None,
         grammars: GrammarCache | None = None,
-        dialects: ModelDialects | None = None,
     ) -> None:
         self._grammars = grammars or GrammarCache(GrammarMetrics(CollectorRegistry()))
-        self._dialects = dialects or ModelDialects()
+        self.dialects = ModelDialects()
         self._allow_special_tokens = allow_special_tokens
         self._dispatcher = dispatcher
         self._admission = admission
@@ -289,9 +292,9 @@ class InputProcessor:
         stops = StopStrings(sampling.stop) if sampling.stop else None
         prepared = PreparedRequest(request, routed, info, text_model, stops)
         if request.parsed:
-            prepared.dialects = self._dialects.of(text_model)
+            prepared.dialects = self.dialects.of(text_model)
             if prepared.parser() is not None:
-                prepared.shown = self._dialects.shown_tokens(text_model)
+                prepared.shown = self.dialects.shown_tokens(text_model)
         return prepared
 
     def _span(self, request: TextRequest, info: ModelInfo, arrived: float) -> Span:

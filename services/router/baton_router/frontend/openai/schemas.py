@@ -105,7 +105,6 @@ _RESPONSE_FORMAT = {
                 "schema": {"type": "object"},
                 "strict": {"type": ["boolean", "null"]},
             },
-            "required": ["schema"],
         },
     },
 }
