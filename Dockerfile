@@ -3,6 +3,7 @@
 # Targets: prefill, decode, router, kvstore. PIP_ARGS goes to pip, e.g. "--extra-index-url https://download.pytorch.org/whl/cpu"
 # for a torch without CUDA. Final images have no compiler; router and KV store have no torch. Everything comes by its
 # hash: packages as requirements/*.txt have them, the base image by a digest, without which nothing is built.
+# `make images` builds all of them, with docker, podman or buildah.
 ARG PYTHON_IMAGE
 
 FROM ${PYTHON_IMAGE} AS checked
@@ -26,27 +27,38 @@ COPY services services
 COPY kernels kernels
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation -w /wheels .
 
-# Dependencies have layers of their own, which stay when only the code changes.
+# Dependencies have layers of their own, which stay when only the code changes. The environment has no pip.
 FROM checked AS dependencies
 ARG PIP_ARGS=""
 WORKDIR /build
-RUN python -m venv /opt/baton
 COPY requirements requirements
 COPY scripts/install_requirements.sh scripts/install_requirements.sh
-RUN scripts/install_requirements.sh /opt/baton/bin/python base otel
+RUN python -m venv /opt/tools && scripts/install_requirements.sh /opt/tools/bin/python tools
+RUN python -m venv --without-pip /opt/baton && scripts/install_requirements.sh /opt/baton/bin/python base otel
 
 FROM dependencies AS light
+COPY pyproject.toml ./
+COPY native native
+COPY scripts/sbom.py scripts/finish_image.sh scripts/
 COPY --from=wheel /wheels /wheels
-RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check && \
-    ln -s "$(/opt/baton/bin/python -c 'import baton; print(baton.__path__[0])')/_models" /opt/baton/models
+RUN scripts/finish_image.sh
 
 FROM dependencies AS engine
 RUN scripts/install_requirements.sh /opt/baton/bin/python engine torch
+COPY pyproject.toml ./
+COPY native native
+COPY scripts/sbom.py scripts/finish_image.sh scripts/
 COPY --from=wheel /wheels /wheels
-RUN /opt/baton/bin/pip install --no-cache-dir --no-deps /wheels/*.whl && /opt/baton/bin/pip check && \
-    ln -s "$(/opt/baton/bin/python -c 'import baton; print(baton.__path__[0])')/_models" /opt/baton/models
+RUN scripts/finish_image.sh
 
 FROM checked AS base
+ARG PYTHON_IMAGE
+ARG VERSION=""
+ARG REVISION=""
+LABEL org.opencontainers.image.title="Baton" org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.description="Serves large language models with prefill and decode on separate instances" \
+    org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.base.name="${PYTHON_IMAGE}"
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid 10001 --create-home baton
 ENV PATH=/opt/baton/bin:${PATH} PYTHONUNBUFFERED=1
 USER 10001:10001

@@ -8,7 +8,7 @@ FUZZ := $(VENV)/fuzz
 SCAN := $(VENV)/scan
 PYTEST_FLAGS ?=
 
-.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom images image-test bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -100,6 +100,12 @@ audit: $(TOOLS)/.installed ## known vulnerabilities of what requirements/*.txt n
 
 sbom: $(STAMP) $(TOOLS)/.installed ## dist/baton-serve.cdx.json: what this environment is made of (CycloneDX)
 	@$(TOOLS)/bin/python scripts/sbom.py --cyclonedx $(TOOLS)/bin/cyclonedx-py --python $(BIN)/python dist/baton-serve.cdx.json
+
+images: ## container images; BASE=python:3.11-slim-bookworm@sha256:... TARGETS="router kvstore prefill decode" TAG=0.1.0
+	@scripts/build_images.sh "$(BASE)" "$(TAG)" $(or $(TARGETS),router kvstore prefill decode)
+
+image-test: native ## the router's image built and run without a daemon, by buildah as root (minutes)
+	BATON_IMAGE_TEST=1 $(BIN)/python -m pytest -q -s --timeout 1800 tests/images
 
 bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write

@@ -5,7 +5,8 @@ set -eu
 python=$1
 shift
 folder=$(cd "$(dirname "$0")/../requirements" && pwd)
-pip() { "$python" -m pip "$@"; }
+# An environment without pip is one of an image: another Python's pip installs into it.
+if "$python" -c 'import pip' 2>/dev/null; then pip() { "$python" -m pip "$@"; }; else pip() { python -m pip --python "$python" "$@"; }; fi
 install() { pip install --quiet --disable-pip-version-check --require-hashes --no-deps "$@"; }
 
 # There are several builds of one version of torch. pip takes the best that it is offered, one without CUDA where an index

@@ -13,6 +13,7 @@ from tests.support.servers.fake_worker import FINGERPRINT
 from baton.errors import BatonError, ConfigError
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Epoch, InstanceId, Role
+from baton.version import __version__, works_with
 from baton_router.registry.instance import IdentityCheck, InstanceInfo
 
 
@@ -50,6 +51,31 @@ def test_the_first_instance_decides_for_those_that_come_after_it() -> None:
     assert refused(check, info(Role.PREFILL)) == "role"
     check.admit(info(tokenizer="b", kv_dtype="float16"), Role.DECODE, first=True)
     assert refused(check, info(tokenizer="b")) == "kv_dtype"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "works"),
+    [
+        ("0.1.0", "0.1.0", True),
+        ("0.1.7", "0.1.0", True),
+        ("0.2.0rc1", "0.1.9", True),
+        ("0.1.0", "0.2.3", True),
+        ("0.3.0", "0.1.0", False),
+        ("1.1.0", "0.1.0", False),
+        ("1.10.0", "1.1.0", False),
+        ("nonsense", "0.1.0", False),
+        ("", "0.1.0", True),
+    ],
+)
+def test_minor_releases_next_to_each_other_speak(theirs: str, ours: str, works: bool) -> None:
+    assert works_with(theirs, ours) is works
+
+
+def test_a_version_that_is_too_far_away_is_refused_by_name() -> None:
+    check = IdentityCheck()
+    check.admit(replace(info(), version=__version__), Role.DECODE, first=True)
+    assert refused(check, replace(info(), version="9.9.9")) == "version"
+    assert refused(check, replace(info(), version="x" * 1000)) == "version"
 
 
 def test_another_dtype_is_taken_where_somebody_converts_it() -> None:

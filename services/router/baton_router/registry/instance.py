@@ -17,6 +17,7 @@ from baton.hashing import HASH_SCHEME
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.types import Epoch, InstanceId, Role
+from baton.version import __version__, works_with
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.registry.load import LoadTracker
 
@@ -59,6 +60,7 @@ class InstanceInfo:
     max_num_seqs: int = 0
     kvstore: str = ""
     grammars: bool = False
+    version: str = ""
     content_key: bytes = field(init=False)
     kind: str = field(init=False)
 
@@ -88,6 +90,7 @@ class InstanceInfo:
             max_num_seqs=message.max_num_seqs,
             kvstore=message.kvstore,
             grammars=message.grammars,
+            version=message.version,
         )
 
 
@@ -207,10 +210,15 @@ class IdentityCheck:
             first: No other instance is there: this one decides what is served.
 
         Raises:
-            ConfigError: Another role than expected.
+            ConfigError: Another role than expected, or a version that is too far away.
             FingerprintMismatchError: Its KV, its hashes or its token ids would not be what the others' are; names the
                 field.
         """
+        if not works_with(info.version):
+            raise ConfigError(
+                f"version is {info.version!r:.40}; this router is {__version__}, and speaks with the minor releases next to it",
+                field="version",
+            )
         if info.role is not role:
             raise ConfigError(f"role is {info.role}, expected {role}", field="role")
         mine, theirs = self._fingerprint, info.fingerprint
