@@ -216,7 +216,7 @@ class IdentityCheck:
         """
         if not works_with(info.version):
             raise ConfigError(
-                f"version is {info.version!r:.40}; this router works with {__version__} and the minor releases beside it",
+                f"version is {info.version!r:.40}; this router takes {__version__} and the minor releases beside it",
                 field="version",
             )
         if info.role is not role:
