@@ -111,8 +111,11 @@ class Round:
                 group.create_task(self.kill((Role.PREFILL,), lambda: self.progress.begun >= begun))
                 group.create_task(self.kill((Role.DECODE,), lambda: self.progress.tokens >= tokens))
 
+    def options(self, i: int) -> dict:
+        return {"temperature": 0.0, "max_tokens": NEW_TOKENS}
+
     async def answer(self, client: AsyncClient, i: int, streamed: bool, salt: str) -> None:
-        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "cache_salt": salt}
+        options = {**self.options(i), "cache_salt": salt}
         if not streamed:
             result = await client.generate(self.prompts[i], **options)
             token_ids, trace = result.token_ids, result.trace

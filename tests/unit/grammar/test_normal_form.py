@@ -91,6 +91,31 @@ def test_what_a_grammar_accepts(grammar: Grammar, right: list[str], wrong: list[
 
 
 @pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-02-28", "1999-12-31"],
+            ["2023-02-29", "2100-02-29", "2024-04-31", "0000-01-01"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T23:59:59Z", "1985-04-12T23:20:50.52+01:00"],
+            ["2023-02-29T00:00:00Z", "2024-01-01T00:00:60Z", "2024-01-01t00:00:00Z", "0001-01-01T00:00:00Z"],
+        ),
+        ("time", ["23:59:59Z", "00:00:00.5-02:00"], ["24:00:00Z", "23:59:60Z"]),
+    ],
+)
+def test_dates_are_those_that_every_validator_takes(kind: str, right: list[str], wrong: list[str]) -> None:
+    schema = {"properties": {"format": {"type": "string", "format": kind}}, "additionalProperties": False}
+    grammar = json_schema_grammar({"type": "object", "required": ["format"], **schema})
+    assert [one for one in right if not accepts(grammar, json.dumps({"format": one}))] == []
+    assert [one for one in wrong if accepts(grammar, json.dumps({"format": one}))] == []
+    other = json_schema_grammar({"const": {"format": kind}})
+    assert accepts(other, json.dumps({"format": kind}))
+
+
+@pytest.mark.parametrize(
     ("schema", "place"),
     [
         ({"type": "object", "properties": {"a": {"not": {}}}}, "s.properties.a.not"),
