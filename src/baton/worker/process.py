@@ -25,10 +25,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from baton.config import add_flags, from_flags
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
+from baton.logs import set_up_logging
 from baton.rpc.audit import open_audit_log
 from baton.rpc.hosts import HostRule
 from baton.version import __version__
-from baton.worker.logs import set_up_logging
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -22,9 +22,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.errors import ConfigError
+from baton.logs import set_up_logging
 from baton.rpc.server import free_port
 from baton.worker import process
-from baton.worker.logs import set_up_logging
 from baton.worker.process import raise_descriptor_limit, run_service, serve_metrics
 from baton_kvstore.config import KVStoreConfig
 
@@ -215,7 +215,7 @@ def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
 THREAD_WITHOUT_MEMORY = """
 import resource
 import threading
-from baton.worker.logs import set_up_logging
+from baton.logs import set_up_logging
 from baton.worker.process import watch_thread_starts
 
 def start_one():

@@ -27,6 +27,7 @@ from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_wh
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import ShardSpec
+from baton.logs import set_up_logging
 
 log = logging.getLogger("baton.engine.executor.follower")  # as a module that is run, it is called something else
 
@@ -84,7 +85,8 @@ def main(argv: list[str]) -> int:
     try:
         first, _ = recv_message(channel, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
         spec = ShardSpec(**first["shard"])
-        logging.basicConfig(level=logging.WARNING, format=f"rank {spec.index} %(levelname)s %(name)s: %(message)s")
+        name, form = first["log"] or ("baton", "text")
+        set_up_logging("warning", f"{name} rank {spec.index}", form=form)
         try:
             follower = Follower(EngineConfig(**first["config"]), spec)
         except ConfigError as error:

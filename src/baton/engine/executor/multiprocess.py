@@ -37,6 +37,7 @@ from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.engine.runner.model_runner import ExecutionPath
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.shards import KVShards, ShardSpec
+from baton.logs import log_style
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
@@ -72,7 +73,7 @@ class FollowerProcess:
         with contextlib.suppress(
             ChannelClosedError
         ):  # then it died at once, which the wait for its first answer reports
-            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec)}
+            values = {"config": dataclasses.asdict(config), "shard": dataclasses.asdict(spec), "log": log_style()}
             self.send({"request": 0, **values}, CONNECT_TIMEOUT_S)
 
     @property

@@ -6,13 +6,28 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 _NOISY = ("httpx", "urllib3", "filelock", "transformers")
-_OWN_FIELDS = ("request_id", "trace_id")
-"""What a call of the log may give as ``extra``: what a JSON line has as fields of its own."""
-AUDIT = "baton.audit"
-ACCESS = "baton.access"
+_AUDIT, _ACCESS = "baton.audit", "baton.access"
+
+
+class LogStyle(NamedTuple):
+    """How a process logs.
+
+    Attributes:
+        name: What it is called in every line.
+        form: ``text``, or ``json``: an object per line.
+    """
+
+    name: str
+    form: str
+
+
+def log_style() -> LogStyle | None:
+    """Return how this process logs, for those that it starts; ``None``: :func:`set_up_logging` was not called."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return next((each.style for each in formatters if isinstance(each, LineFormatter | JsonFormatter)), None)
 
 
 def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
@@ -24,9 +39,8 @@ def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
         form: ``text``, or ``json``: an object per line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    line = f"%(asctime)s.%(msecs)03d %(levelname)s {name} %(name)s: %(message)s"
-    text = LineFormatter(line, datefmt="%Y-%m-%dT%H:%M:%S")
-    handler.setFormatter(JsonFormatter(name) if form == "json" else text)
+    style = LogStyle(name, form)
+    handler.setFormatter(JsonFormatter(style) if form == "json" else LineFormatter(style))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -38,6 +52,11 @@ class LineFormatter(logging.Formatter):
     Lines of a traceback are indented, so none of them begins like a message.
     """
 
+    def __init__(self, style: LogStyle) -> None:
+        line = f"%(asctime)s.%(msecs)03d %(levelname)s {style.name} %(name)s: %(message)s"
+        super().__init__(line, datefmt="%Y-%m-%dT%H:%M:%S")
+        self.style = style
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return a message's line."""
         return _escaped(super().formatMessage(record))
@@ -48,29 +67,28 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, service, logger and message; of requests their id, of errors the trace.
+    """One JSON object per line: time, level, service, logger and message; of requests their id, of errors the trace."""
 
-    Args:
-        service: What every line calls this process.
-    """
-
-    def __init__(self, service: str) -> None:
+    def __init__(self, style: LogStyle) -> None:
         super().__init__()
-        self._service = service
+        self.style = style
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record's line, in ASCII."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "service": self._service,
+            "service": self.style.name,
             "logger": record.name,
         }
-        if record.name in (AUDIT, ACCESS):  # lines of these are JSON already, or become it here
-            fields |= record.__dict__.get("fields") or json.loads(record.getMessage())
+        if record.name == _ACCESS:
+            fields |= record.__dict__["fields"]
+        elif record.name == _AUDIT:
+            fields |= json.loads(record.getMessage())
         else:
             fields["message"] = record.getMessage()
-            fields |= {name: record.__dict__[name] for name in _OWN_FIELDS if name in record.__dict__}
+            if "request_id" in record.__dict__:  # given as extra
+                fields["request_id"] = record.__dict__["request_id"]
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.logs import log_style, set_up_logging
 from baton.rpc.audit import audit
-from baton.worker.logs import set_up_logging
 
 
 @pytest.fixture
@@ -53,3 +53,13 @@ def test_events_of_the_audit_log_keep_their_fields(written: io.StringIO) -> None
     audit("denied", over="grpc", method="Generate", reason="a test's own", peer="192.0.2.7")
     (line,) = (json.loads(line) for line in written.getvalue().splitlines())
     assert (line["logger"], line["event"], line["peer"]) == ("baton.audit", "denied", "192.0.2.7")
+
+
+def test_those_that_a_process_starts_log_as_it_does(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", written)  # pytest has put another one there since
+    style = log_style()
+    assert style == ("decode-0", "json")
+    set_up_logging("warning", f"{style[0]} rank 1", form=style[1])
+    logging.getLogger("baton.test").warning("a follower's")
+    (line,) = (json.loads(line) for line in written.getvalue().splitlines())
+    assert (line["service"], line["message"]) == ("decode-0 rank 1", "a follower's")
