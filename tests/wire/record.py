@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import zlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 from tests.support.servers.cluster import LocalCluster
@@ -22,6 +25,7 @@ from baton.api.v1 import auth_pb2, common_pb2, events_pb2, kvstore_pb2, router_p
 from baton.config import EngineConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.rpc.server import GrpcServer
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton.version import __version__
@@ -54,8 +58,8 @@ def descriptors() -> descriptor_pb2.FileDescriptorSet:
 
 
 def engine_config() -> EngineConfig:
-    """Return what the recorded instances ran."""
-    return EngineConfig(model=str(MODEL), dtype="float32", kv_blocks=64, max_model_len=512)
+    """Return what the recorded instances ran; from the repository's root the model has the same name everywhere."""
+    return EngineConfig(model=os.path.relpath(MODEL), dtype="float32", kv_blocks=64, max_model_len=512)
 
 
 async def conversation(cluster: LocalCluster, request: worker_pb2.GenerateRequest) -> dict[str, Any]:
@@ -86,6 +90,30 @@ async def conversation(cluster: LocalCluster, request: worker_pb2.GenerateReques
     }
 
 
+async def handover(cluster: LocalCluster) -> dict[str, Any]:
+    """Have a decode instance ask a prefill instance, and return what went either way."""
+    target, said = cluster.prefill[0].address, {"request": b"", "answers": [b""]}
+
+    async def forward(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        said["request"], said["answers"] = request, []
+        async with open_channel(target) as channel:
+            async for answer in channel.unary_stream(SERVICE + "Prefill")(request):
+                said["answers"].append(answer)
+                yield answer
+
+    name = SERVICE.strip("/")
+    handlers = {"Prefill": grpc.unary_stream_rpc_method_handler(forward)}
+    server = GrpcServer(host="127.0.0.1", port=0, services=[name])
+    server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    port = await server.start()
+    request = generate_request()
+    request.prefill_candidates.append(f"127.0.0.1:{port}")
+    request.remote_prefill_threshold = 1
+    await conversation(cluster, request)
+    await server.stop(0)
+    return {"request": packed(said["request"]), "answers": [*map(packed, said["answers"])]}
+
+
 def generate_request() -> worker_pb2.GenerateRequest:
     """Return a request whose prompt the decode instance computes."""
     sampling = sampling_to_pb(SamplingParams(max_tokens=8, temperature=0.0, seed=5))
@@ -95,8 +123,11 @@ def generate_request() -> worker_pb2.GenerateRequest:
 async def record() -> dict[str, Any]:
     """Run instances and return the document."""
     async with LocalCluster(engine_config(), decode_pipes=(("tcp",),)) as cluster:
+        prefill = await handover(cluster)
+    async with LocalCluster(engine_config(), decode_pipes=(("tcp",),)) as cluster:
         local = await conversation(cluster, generate_request())
-    return {"version": __version__, "descriptors": packed(descriptors().SerializeToString()), "decode": local}
+    wire = packed(descriptors().SerializeToString())
+    return {"version": __version__, "descriptors": wire, "decode": local, "prefill": prefill}
 
 
 def main() -> None:

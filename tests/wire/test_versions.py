@@ -26,6 +26,7 @@ from tests.support.servers.cluster import LocalCluster
 from tests.wire.record import FILES, conversation, descriptors, engine_config, generate_request, unpacked
 
 from baton.api.v1 import worker_pb2
+from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_from_pb
 from baton.rpc.server import GrpcServer
 from baton.token_ids import unpack_ids
@@ -251,6 +252,34 @@ async def test_an_instance_of_today_answers_a_router_of_the_release(release: Rel
         ours = answered(await conversation(cluster, generate_request()))
         assert theirs == ours == answered(release.document["decode"])
         await cluster.check_integrity()
+
+
+def events(answers: list[bytes]) -> list[worker_pb2.PrefillResponse]:
+    found = [worker_pb2.PrefillResponse.FromString(answer) for answer in answers]
+    return [each for each in found if each.WhichOneof("event") != "queue"]
+
+
+async def test_a_prefill_instance_of_today_serves_a_decode_instance_of_the_release(release: Release) -> None:
+    recorded = release.document["prefill"]
+    theirs = events([*map(unpacked, recorded["answers"])])
+    async with LocalCluster(engine_config(), decode_pipes=(("tcp",),)) as cluster:
+        ours: list[bytes] = []
+        async with open_channel(cluster.prefill[0].address) as channel:
+            call = channel.unary_stream(f"/{SERVICE}/Prefill")(unpacked(recorded["request"]))
+            async for answer in call:
+                ours.append(answer)
+                if worker_pb2.PrefillResponse.FromString(answer).HasField("result"):
+                    break
+            call.cancel()
+        await cluster.check_integrity()
+    found = events(ours)
+    assert found[-1].result.first_token_id == theirs[-1].result.first_token_id
+    assert {each.WhichOneof("event") for each in found} == {"accepted", "offer", "result"}
+    offered = [
+        [block for each in said if not each.offer.HasField("ready") for block in each.offer.block_ids]
+        for said in (found, theirs)
+    ]
+    assert len(offered[0]) == len(offered[1]) > 0
 
 
 def test_all_files_of_the_wire_are_recorded() -> None:
