@@ -31,11 +31,12 @@ _HARMONY = Channels(
 )
 
 
-def _deepseek(name_end: str, end: tuple[str, ...], begin: str) -> Section:
+def _deepseek(name_end: str, end: tuple[str, ...], begin: str, separators: tuple[str, ...] = ()) -> Section:
     return Section(
         begin=("<｜tool▁calls▁begin｜>",),
         end=("<｜tool▁calls▁end｜>",),
         calls=(NamedCall(begin=begin, name_end=(name_end,), end=end),),
+        separators=separators,
         many=True,
     )
 
@@ -53,12 +54,14 @@ def _dsml(section: str) -> Section:
             ),
         ),
         many=True,
+        gap="\n",
     )
 
 
 _DIALECTS = (
     ToolDialect(
-        name="hermes", sections=(Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True),)
+        name="hermes",
+        sections=(Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True, gap="\n"),),
     ),
     ToolDialect(
         name="llama3_json",
@@ -77,7 +80,11 @@ _DIALECTS = (
         sections=(
             Section(begin=("<|python_start|>",), end=("<|python_end|>",), calls=(PythonCall(),), bare=True),
             Section(
-                begin=("<function_calls>",), end=("</function_calls>",), calls=(PythonCall(brackets=False),), many=True
+                begin=("<function_calls>",),
+                end=("</function_calls>",),
+                calls=(PythonCall(brackets=False),),
+                many=True,
+                gap="\n",
             ),
         ),
     ),
@@ -87,7 +94,7 @@ _DIALECTS = (
             Section(
                 begin=("[TOOL_CALLS]",),
                 calls=(
-                    JsonCall(),
+                    JsonCall(listed=True),
                     NamedCall(
                         name_end=("[ARGS]",),
                         name_before=("{",),
@@ -113,6 +120,7 @@ _DIALECTS = (
                     ),
                 ),
                 bare=True,
+                gap="\n",
             ),
         ),
     ),
@@ -123,6 +131,7 @@ _DIALECTS = (
                 "\n```json\n",
                 ("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+                ("\n",),
             ),
         ),
     ),
@@ -146,6 +155,7 @@ _DIALECTS = (
                         ),
                     ),
                 ),
+                gap="\n",
             ),
         ),
     ),
@@ -185,6 +195,7 @@ _DIALECTS = (
                     ),
                 ),
                 many=True,
+                gap="\n",
             ),
         ),
     ),
@@ -192,8 +203,8 @@ _DIALECTS = (
     ToolDialect(
         name="granite",
         sections=(
-            Section(begin=("<|tool_call|>", "<function_call>"), calls=_JSON, many=True),
-            Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True),
+            Section(begin=("<|tool_call|>", "<function_call>"), calls=(JsonCall(listed=True),), many=True),
+            Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True, gap="\n"),
         ),
     ),
 )

@@ -14,7 +14,8 @@ from baton.dialects.source import NotACallError, Reader, Source
 
 _MAX_CHARS = 256 * 1024
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
-_MARK = re.compile(r"""["'()\[\]{}]""")
+_MARK = re.compile(r"""["'()\[\]{},]""")
+_KEYWORD = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=(?!=)")
 _QUOTE = {quote: re.compile(rf"{quote}|\\.?", re.DOTALL) for quote in "'\""}
 _NAMES = {"true": True, "false": False, "null": None}
 
@@ -34,15 +35,15 @@ def read_python_call(source: Source, tools: Mapping[str, Any], *, bare: bool) ->
     if not _NAME.fullmatch(name) or (bare and name not in tools):
         raise NotACallError
     source.at -= 1
-    text = yield from _parenthesis(source)
+    text, marks = yield from _parenthesis(source)
     properties = tools.get(name)
     known = properties.get("properties") if isinstance(properties, Mapping) else None
-    return name, _arguments(text, [*known] if isinstance(known, Mapping) else [])
+    return name, _arguments(text, marks, [*known] if isinstance(known, Mapping) else [])
 
 
-def _parenthesis(source: Source) -> Reader[str]:
-    """Read from a parenthesis to the one that closes it."""
-    begin, at, depth, quote = source.at, source.at, 0, ""
+def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
+    """Read from a parenthesis to the one that closes it; return that, and the places behind which arguments begin."""
+    begin, at, depth, quote, marks = source.at, source.at, 0, "", list[int]()
     while True:
         match = (_QUOTE[quote] if quote else _MARK).search(source.text, at)
         if match is None or match[0] == "\\":
@@ -57,15 +58,29 @@ def _parenthesis(source: Source) -> Reader[str]:
         elif mark in _QUOTE:
             quote = mark
         else:
-            depth += 1 if mark in "([{" else -1
+            depth += 1 if mark in "([{" else 0 if mark == "," else -1
+            if depth == 1 and mark in "(,":
+                marks.append(at - begin)
             if depth == 0:
                 if at - begin > _MAX_CHARS:
                     raise NotACallError
                 source.at = at
-                return source.text[begin:at]
+                return source.text[begin:at], marks
 
 
-def _arguments(text: str, names: Sequence[str]) -> str:
+def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
+    """Return arguments as JSON.
+
+    Args:
+        text: With its parentheses.
+        marks: Where arguments begin in it.
+        names: Of those that are given without.
+    """
+    given_names: list[str] = []
+    for mark in reversed(marks):  # names may be words that Python has for itself, such as "from"
+        if found := _KEYWORD.match(text, mark):
+            text = f"{text[:mark]}k{len(given_names)}={text[found.end() :]}"
+            given_names.append(found[1])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
@@ -74,9 +89,10 @@ def _arguments(text: str, names: Sequence[str]) -> str:
             raise NotACallError
         given = dict(zip(names, map(_value, call.args), strict=False))
         for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in given:
+            name = "" if keyword.arg is None else given_names[int(keyword.arg[1:])]
+            if not name or name in given:
                 raise NotACallError
-            given[keyword.arg] = _value(keyword.value)
+            given[name] = _value(keyword.value)
         return _dumps(given)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotACallError from error

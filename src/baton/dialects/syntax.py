@@ -23,9 +23,11 @@ class JsonCall:
 
     Attributes:
         arguments: Keys that the arguments may have; the first one is the usual one.
+        listed: Models write a list, also of one call.
     """
 
     arguments: tuple[str, ...] = ("arguments", "parameters")
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class Section:
             calls, all else is text.
         separators: What may stand between calls, besides white space; the first one is the usual one.
         many: Whether several calls stand in one section; else each has its own.
+        gap: What models write between beginning, calls and end.
     """
 
     calls: tuple[CallNotation, ...]
@@ -104,6 +107,7 @@ class Section:
     bare: bool = False
     separators: tuple[str, ...] = ()
     many: bool = False
+    gap: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

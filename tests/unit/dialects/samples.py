@@ -121,6 +121,11 @@ SAMPLES = (
         "[get_weather('Rome', hours=[1, -2], metric=True)]",
         (("get_weather", {"city": "Rome", "hours": [1, -2], "metric": True}),),
     ),
+    Sample(
+        "pythonic",
+        "[get_time(from='a', is_=[1, 2] , x-y=\"b=c, d=e\")]",
+        (("get_time", {"from": "a", "is_": [1, 2], "x-y": "b=c, d=e"}),),
+    ),
     Sample("pythonic", "<|python_start|>[get_time()]<|python_end|>", (("get_time", {}),)),
     Sample(
         "pythonic",

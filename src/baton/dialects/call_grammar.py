@@ -1,0 +1,316 @@
+"""The grammar of an answer with reasoning, calls or both, in llguidance's Lark: what instances keep the model to.
+
+Anchors are quoted literals, or special tokens where the tokenizer has such. Text is free; what is in a call is not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.dialects.choice import Dialects
+from baton.dialects.schema_values import schema_types
+from baton.dialects.syntax import (
+    CallNotation,
+    Channels,
+    JsonCall,
+    NamedCall,
+    Parameters,
+    PythonCall,
+    ReasoningDialect,
+    Section,
+    ToolDialect,
+)
+from baton.dialects.tool_use import ToolUse
+from baton.errors import InvalidRequestError
+from baton.grammar import check_grammar, json_rule, lark_string
+from baton.types import Grammar
+
+_TEXT = r"TEXT: /(.|\n)*/"
+_ANY_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """What the grammar of an answer is made of.
+
+    Attributes:
+        dialects: How the model writes calls and reasoning; not a tokenizer's own, which says nothing of writing.
+        use: The tools.
+        reasons: The answer begins amid reasoning.
+        content: What the text must be, if it must be something; besides calls, where these may be made.
+        special_tokens: The tokenizer's, by their names.
+    """
+
+    dialects: Dialects
+    use: ToolUse
+    reasons: bool = False
+    content: Grammar | None = None
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What it is made of, for metrics."""
+        return "tools" if self.use.mode != "none" else self.content.kind if self.content else "reasoning"
+
+    def to_grammar(self) -> Grammar:
+        """Return the grammar, checked.
+
+        Raises:
+            InvalidRequestError: The schema of a tool is wrong, not supported or too costly; names its place.
+        """
+        field_name = "tools" if self.use.mode != "none" else "response_format"
+        # Checked with literals alone, as special tokens are known with a tokenizer only.
+        check_grammar(Grammar(self.kind, _Writer(self, {}).write()), field_name)
+        grammar = Grammar(self.kind, _Writer(self, self.special_tokens).write())
+        grammar.validate(field=field_name)
+        return grammar
+
+
+class _Writer:
+    """Writes one grammar."""
+
+    def __init__(self, answer: AnswerGrammar, special_tokens: Mapping[str, int]) -> None:
+        self._answer, self._use, self._special = answer, answer.use, special_tokens
+        names = sorted(special_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+        self._rules: list[str] = [_TEXT]
+        self._lazy: dict[str, str] = {}
+
+    def write(self) -> str:
+        tools = self._answer.dialects.tools
+        reasoning = self._answer.dialects.reasoning
+        channels = (tools and tools.channels) or (reasoning and reasoning.channels)
+        if channels:
+            start = self._messages(channels)
+        else:
+            body = self._body(tools)
+            start = " ".join(filter(None, (self._think(reasoning), body)))
+        return "\n".join((f"start: {start}", *self._rules))
+
+    # --- pieces ---
+
+    def _literal(self, text: str) -> str:
+        """Return a text whose special tokens are such."""
+        parts = self._split.split(text) if self._split is not None else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else lark_string(part) for part in parts if part
+        )
+
+    def _up_to(self, end: str) -> str:
+        """Return the rule of any text up to another one, and that."""
+        literal = self._literal(end)
+        if literal.startswith("<["):
+            return f"TEXT {literal}"
+        first, special, rest = literal.partition(" <[")
+        known = self._lazy.get(literal)
+        if known is None:
+            known = self._lazy[literal] = f"up_to_{len(self._lazy)}" if not special else f"UP_TO_{len(self._lazy)}"
+            if special:  # which ends the text before it
+                pattern = re.escape(json.loads(first)).replace("\\\n", r"\n").replace("/", r"\/")
+                self._rules.append(rf"{known}: /(.|\n)*{pattern}/")
+            else:
+                self._rules.append(rf"{known}[lazy]: /(.|\n)*/ {first}")
+        return f"{known} <[{rest}" if special else known
+
+    def _rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _think(self, reasoning: ReasoningDialect | None) -> str:
+        if reasoning is None or not reasoning.begin:
+            return ""
+        rest = f"{self._up_to(reasoning.end)} /\\n{{0,2}}/"
+        tools = self._answer.dialects.tools
+        if self._use.mode != "none" and tools is not None and tools.ends_reasoning and rest.startswith("TEXT "):
+            rest = f"TEXT ({rest.removeprefix('TEXT ')})?"
+        return f"({rest})" if self._answer.reasons else f"({self._literal(reasoning.begin)} {rest})?"
+
+    def _content(self) -> str:
+        content = self._answer.content
+        return "TEXT" if content is None else self._rule("content", f"%lark {{\n{content.text}\n}}")
+
+    # --- calls ---
+
+    def _body(self, tools: ToolDialect | None) -> str:
+        mode = self._use.mode
+        if mode == "none" or tools is None:
+            return self._content()
+        if mode == "required":
+            return self._sections(tools.sections[0])
+        if self._answer.content is not None:
+            return f"({self._sections(tools.sections[0])} | {self._content()})"
+        tags = [self._tag(section, at) for at, section in enumerate(tools.sections) if section.begin]
+        if not tags:
+            return "TEXT"
+        either = " | ".join(tags)
+        return f"({either})* TEXT" if self._use.parallel else f"({either} | TEXT)"
+
+    def _tag(self, section: Section, at: int) -> str:
+        """Return the rule of free text up to a section, and the section."""
+        begins = " | ".join(self._up_to(begin) for begin in section.begin)
+        return self._rule(f"tag_{at}", f"({begins}) {self._inside(section, at)}")
+
+    def _sections(self, section: Section) -> str:
+        begin = "" if section.bare and not _has_anchor(section) else self._literal(section.begin[0])
+        one = self._rule("section", f"{begin} {self._inside(section, 0)}")
+        if not self._use.parallel or section.many or _is_list(self._notation(section)):
+            return one
+        return f"{one} ({self._literal(section.gap)} {one})*"
+
+    def _inside(self, section: Section, at: int) -> str:
+        """Return what stands in a section behind its beginning, and its end."""
+        notations = section.calls if self._use.mode == "auto" else (self._notation(section),)
+        calls = " | ".join(self._calls(section, item, f"call_{at}_{place}") for place, item in enumerate(notations))
+        # A call without a beginning of its own follows the section's at once, and ends with a gap.
+        gap = "" if any(isinstance(item, NamedCall) and not item.begin for item in notations) else section.gap
+        end = f"{self._literal(gap)} {self._literal(section.end[0])}" if section.end else ""
+        return f"{self._literal(gap if section.begin else '')} ({calls}) {end}"
+
+    def _calls(self, section: Section, notation: CallNotation, rule: str) -> str:
+        """Return calls in one notation."""
+        gap = self._literal(section.gap)
+        call = self._rule(rule, " | ".join(self._call(notation, name, gap) for name in self._use.names))
+        if _is_list(notation):
+            more = f'(", " {call})*' if self._use.parallel else ""
+            return f'"[" {call} {more} "]"'
+        if section.many and self._use.parallel:
+            between = self._literal(section.separators[0]) if section.separators else gap
+            return f"{call} ({between} {call})*"
+        return call
+
+    def _notation(self, section: Section) -> CallNotation:
+        """Return the notation that the model writes: the one whose special tokens it has."""
+        for call in section.calls:
+            if isinstance(call, NamedCall) and call.name_end and call.name_end[0] in self._special:
+                return call
+        return section.calls[0]
+
+    def _call(self, notation: CallNotation, name: str, gap: str) -> str:
+        match notation:
+            case JsonCall():
+                key = notation.arguments[0]
+                head = lark_string(f'{{"name": {json.dumps(name)}, "{key}": ')
+                return f'({head} {self._arguments(name)} "}}")'
+            case PythonCall():
+                return self._python(name)
+            case NamedCall():
+                return self._named(notation, name, gap)
+
+    def _named(self, notation: NamedCall, name: str, gap: str) -> str:
+        before, found, after = notation.written_name.replace("{name}", name).partition("{index}")
+        index = f"/[0-9]{{1,3}}/ {self._literal(after + notation.name_end[0])}" if found else ""
+        head = f"{self._literal(notation.begin + before + ('' if found else notation.name_end[0]))} {index}"
+        end = self._literal(notation.end[0]) if notation.end else ""
+        if notation.parameters is None:
+            return f"({head} {self._arguments(name)} {end})"
+        first = "" if notation.name_end[0].endswith("\n") else gap
+        values = ((self._parameter(notation.parameters, name, key), required) for key, required in self._keys(name))
+        parts = [f"{value} {gap}" if required else f"({value} {gap})?" for value, required in values]
+        return f"({head} {first} {' '.join(parts)} {end})"
+
+    def _keys(self, name: str) -> list[tuple[str, bool]]:
+        schema = self._schema(name)
+        required = schema.get("required") or ()
+        return [(key, key in required) for key in schema.get("properties") or {}]
+
+    def _parameter(self, tags: Parameters, name: str, key: str) -> str:
+        root = self._schema(name)
+        schema = root["properties"][key]
+        text = schema_types(schema, root) == {"string"}
+        flag = f' string="{"true" if text else "false"}">' if tags.string_flag else ""
+        line = "\n" if tags.lines else ""
+        head = self._literal(f"{tags.begin}{key}{tags.name_end}{flag}{line}")
+        if not text:
+            return f"{head} {self._json(schema, root, name, key)} {self._literal(line + tags.end)}"
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values:
+            return f"{head} ({' | '.join(map(lark_string, values))}) {self._literal(line + tags.end)}"
+        return f"{head} {self._up_to(line + tags.end)}"
+
+    def _python(self, name: str) -> str:
+        root = self._schema(name)
+        values = [
+            (f"{lark_string(f'{key}=')} {self._json(root['properties'][key], root, name, key)}", required)
+            for key, required in self._keys(name)
+        ]
+        return f'({lark_string(f"{name}(")} {_joined(values, lark_string(", "))} ")")'
+
+    def _messages(self, channels: Channels) -> str:
+        """Return the rule of messages with headers: reasoning, then a call or the answer."""
+        message, up_to_end = self._literal(channels.message), self._up_to(channels.end[0])
+        begin, channel = self._literal(channels.begin[0]), channels.begin[1]
+        thought = f"{self._literal(channel + channels.reasoning[0])} {message} {up_to_end} {begin}"
+        final = f"{self._literal(f'{channel}final')} {message} {self._content()}"
+        if self._use.mode == "none":
+            return f"({thought})* {final}"
+        heads = ((f"{channel}commentary to=functions.{name} <|constrain|>json", name) for name in self._use.names)
+        calls = " | ".join(f"{self._literal(head)} {message} {self._arguments(name)}" for head, name in heads)
+        if self._use.mode == "required":
+            return f"({thought})* ({calls})"
+        preamble = f"{self._literal(f'{channel}commentary')} {message} {up_to_end} {begin}"
+        return f"({thought} | {preamble})* ({calls} | {final})"
+
+    # --- schemas ---
+
+    def _schema(self, name: str) -> Mapping[str, Any]:
+        """Return the schema of a tool's arguments; properties that it does not name are none of them."""
+        schema = self._use.schemas[name]
+        if not schema:
+            return _NO_ARGUMENTS
+        if "properties" in schema and "additionalProperties" not in schema:
+            return {**schema, "type": "object", "additionalProperties": False}
+        return {**schema, "type": "object"}
+
+    def _arguments(self, name: str) -> str:
+        place = self._place(name)
+        try:
+            return json_rule(self._schema(name), place)
+        except InvalidRequestError:
+            if self._use.mode == "required" or name in self._use.strict:
+                raise
+            return json_rule(_ANY_OBJECT, place)
+
+    def _json(self, schema: Any, root: Mapping[str, Any], name: str, key: str) -> str:
+        place = f"{self._place(name)}.properties.{key}"
+        if not isinstance(schema, Mapping):
+            schema = {}
+        shared = {part: root[part] for part in ("$defs", "definitions") if part in root}
+        try:
+            return json_rule({**schema, **shared}, place)
+        except InvalidRequestError:
+            if self._use.mode == "required" or name in self._use.strict:
+                raise
+            return json_rule({}, place)
+
+    def _place(self, name: str) -> str:
+        at = next(at for at, tool in enumerate(self._use.tools) if tool["function"]["name"] == name)
+        return f"tools[{at}].function.parameters"
+
+
+def _has_anchor(section: Section) -> bool:
+    return any(isinstance(call, NamedCall) and call.begin for call in section.calls)
+
+
+def _is_list(notation: CallNotation) -> bool:
+    return (isinstance(notation, JsonCall) and notation.listed) or (
+        isinstance(notation, PythonCall) and notation.brackets
+    )
+
+
+def _joined(values: Sequence[tuple[str, bool]], between: str) -> str:
+    """Return the rule of values in order, some of which may be left out, with something between two of them."""
+    if not values:
+        return ""
+    first_required = next((at for at, (_, required) in enumerate(values) if required), None)
+    heads = values if first_required is None else values[: first_required + 1]
+    options = []
+    for at, (value, _) in enumerate(heads):
+        rest = [f"{between} {more}" if needed else f"({between} {more})?" for more, needed in values[at + 1 :]]
+        options.append(" ".join((value, *rest)))
+    joined = f"({' | '.join(options)})"
+    return joined if first_required is not None else f"{joined}?"
