@@ -5,6 +5,7 @@ Anchors are quoted literals, or special tokens where the tokenizer has such. Tex
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,14 @@ class AnswerGrammar:
     def kind(self) -> str:
         """What it is made of, for metrics."""
         return "tools" if self.use.mode != "none" else self.content.kind if self.content else "reasoning"
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal ones, and for no others."""
+        names = [part and part.name for part in (self.dialects.tools, self.dialects.reasoning)]
+        use, content = self.use, self.content and (self.content.kind, self.content.text)
+        parts = (names, use.tools, use.mode, use.names, use.parallel, self.reasons, content, self.special_tokens)
+        return hashlib.sha256(json.dumps(parts).encode()).digest()
 
     def to_grammar(self) -> Grammar:
         """Return the grammar, checked.

@@ -243,3 +243,72 @@ def test_bad_tools_name_the_field(api: Served, fields: dict[str, Any], param: st
         api.client.post("/chat/completions", cast_to=object, body={"messages": CHAT, **fields})
     assert caught.value.param == param
     assert api.dispatcher.requests == []
+
+
+@pytest.fixture
+def guided(api: Served) -> Served:
+    api.dispatcher.info = dataclasses.replace(api.dispatcher.info, grammars=True)
+    return api
+
+
+def grammar(server: Served) -> Any:
+    return server.dispatcher.requests[-1].sampling.grammar
+
+
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+def test_calls_that_must_be_made_are_a_grammar(guided: Served) -> None:
+    for choice, names in (("required", ("get_weather", "get_time")), (NAMED, ("get_time",))):
+        for _ in range(2):  # the second time it is known
+            (made,) = guided.chat(tools=TOOLS, tool_choice=choice, max_tokens=500).choices
+            assert made.finish_reason == "tool_calls"
+            text = grammar(guided).text
+            assert grammar(guided).kind == "tools"
+            assert all((f'\\"{name}\\"' in text) is (name in names) for name in ("get_weather", "get_time"))
+            assert "TEXT" not in text.splitlines()[0]  # no free text beside reasoning
+
+
+def test_auto_and_strict_constrain_what_is_in_calls(guided: Served) -> None:
+    guided.chat(tools=TOOLS, max_tokens=500)
+    auto = grammar(guided).text
+    assert auto.splitlines()[0].endswith("TEXT")
+    guided.chat(tools=TOOLS, max_tokens=500, parallel_tool_calls=False)
+    assert grammar(guided).text != auto
+    guided.chat(tools=TOOLS, max_tokens=500, tool_choice="none")
+    assert grammar(guided) is None
+    guided.chat(max_tokens=500)
+    assert grammar(guided) is None
+
+
+def test_a_response_format_stands_behind_reasoning_and_beside_calls(guided: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
+    guided.chat(max_tokens=500, response_format=form)
+    assert "</think>" in grammar(guided).text
+    assert "tool_call" not in grammar(guided).text
+    guided.chat(max_tokens=500, response_format=form, tools=TOOLS)
+    assert "%lark" in grammar(guided).text
+    assert "tool_call" in grammar(guided).text
+    guided.chat(max_tokens=500, response_format=form, tools=TOOLS, tool_choice="required")
+    assert "%lark" not in grammar(guided).text
+
+
+def test_what_cannot_be_kept_to_is_refused(api: Served) -> None:
+    strict = [
+        {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}
+    ]
+    for fields, param in (
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": strict}, "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="no instance knows grammars") as caught:
+            api.chat(**fields)
+        assert caught.value.param == param
+    api.dispatcher.info = dataclasses.replace(api.dispatcher.info, grammars=True)
+    with pytest.raises(openai.BadRequestError, match="the keyword .not. is not supported") as caught:
+        api.chat(tools=strict)
+    assert caught.value.param == "tools[0].function.parameters.not"
+    assert api.dispatcher.requests == []
+    api.chat(tools=[{**strict[0], "function": {**strict[0]["function"], "strict": False}}], max_tokens=500)
+    assert grammar(api).kind == "tools"

@@ -1,15 +1,29 @@
-"""Which dialects the served models speak: found out once per model."""
+"""Which dialects the served models speak, and the grammars of answers in them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from baton.dialects import TOOL_DIALECTS
+from baton.dialects.call_grammar import AnswerGrammar
 from baton.dialects.choice import AUTO, Dialects, check_dialect, choose_dialects
+from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModel, Tokenizer
+from baton_router.processor.text_request import TextRequest
+from baton_router.types import ModelInfo
 
 DEFAULT_TOOLS = "hermes"
 """How calls are read, and written under ``tool_choice: required``, of models that are not known to make any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    read: Dialects
+    written: Dialects
+    """The same, but none that came with a tokenizer: these only say how to read."""
+    special_tokens: dict[str, int]
+    shown: frozenset[int]
 
 
 class ModelDialects:
@@ -27,24 +41,53 @@ class ModelDialects:
         check_dialect(tools, False, "tool_dialect")
         check_dialect(reasoning, True, "reasoning_dialect")
         self._names = tools, reasoning
-        self._known: WeakKeyDictionary[Tokenizer, tuple[Dialects, frozenset[int]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Tokenizer, _Known] = WeakKeyDictionary()
 
     def of(self, model: TextModel) -> Dialects:
         """Return a model's dialects."""
-        return self._of(model)[0]
+        return self._of(model).read
 
     def shown_tokens(self, model: TextModel) -> frozenset[int]:
         """Return the special tokens that its dialects are written with."""
-        return self._of(model)[1]
+        return self._of(model).shown
 
-    def _of(self, model: TextModel) -> tuple[Dialects, frozenset[int]]:
+    def answer_grammar(self, request: TextRequest, info: ModelInfo, model: TextModel) -> AnswerGrammar | None:
+        """Return what the grammar of an answer is made of, for a request whose prompt is tokenized.
+
+        ``None``: there is no grammar but what ``sampling`` has.
+
+        Raises:
+            InvalidRequestError: A call must be made and cannot be; names ``tool_choice`` or ``tools``.
+        """
+        use, content = request.tool_use, request.sampling.grammar
+        if not request.parsed or (content is not None and content.start_token_ids):
+            return None
+        known = self._of(model)
+        tools, reasoning = known.written.tools, known.written.reasoning
+        if use.mode == "none" and (content is None or reasoning is None):
+            return None
+        if use.mode != "none":
+            field = "tool_choice" if use.mode == "required" else "tools" if use.strict else ""
+            if field and (tools is None or not info.grammars):
+                what = "it is not known how this model calls tools" if info.grammars else "no instance knows grammars"
+                raise InvalidRequestError(f"{field} cannot be kept to: {what}", field=field)
+            if tools is None or not info.grammars:
+                return None
+        reasons = reasoning is not None and reasoning.is_open(request.prompt_end)
+        if use.mode == "required":
+            content = None  # there is no text
+        return AnswerGrammar(Dialects(tools, reasoning), use, reasons, content, known.special_tokens)
+
+    def _of(self, model: TextModel) -> _Known:
         known = self._known.get(model.tokenizer)
         if known is None:
             template = "" if model.chat_template is None else model.chat_template.source
             own = model.config.get("response_template")
-            found = choose_dialects(*self._names, chat_template=template, response_template=own)
-            if found.tools is None and self._names[0] == AUTO:
-                found = Dialects(TOOL_DIALECTS[DEFAULT_TOOLS], found.reasoning)
-            special = {token_id: model.tokenizer.token_text(token_id) for token_id in model.tokenizer.special_ids}
-            known = self._known[model.tokenizer] = found, found.shown_tokens(special)
+            read = choose_dialects(*self._names, chat_template=template, response_template=own)
+            written = choose_dialects(*self._names, chat_template=template)
+            if read.tools is None and self._names[0] == AUTO:
+                read = written = Dialects(TOOL_DIALECTS[DEFAULT_TOOLS], read.reasoning)
+            special = {model.tokenizer.token_text(token_id): token_id for token_id in model.tokenizer.special_ids}
+            shown = read.shown_tokens({token_id: name for name, token_id in special.items()})
+            known = self._known[model.tokenizer] = _Known(read, written, special, shown)
         return known

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from typing import TypeAlias
 
 import orjson
 from prometheus_client import CollectorRegistry
 
+from baton.dialects.call_grammar import AnswerGrammar
 from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs, check_grammar
 from baton.types import Grammar
 from baton_router.metrics.fast_metrics import Counter, Histogram
 
+Asked: TypeAlias = StructuredOutputs | Grammar | AnswerGrammar
 MAX_GRAMMARS = 256
 MAX_BYTES = 16 * 1024 * 1024
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -41,7 +44,7 @@ class GrammarCache:
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._bytes = 0
 
-    def find(self, asked: StructuredOutputs | Grammar) -> Grammar | None:
+    def find(self, asked: Asked) -> Grammar | None:
         """Return a grammar that was made before; ``None``: it was not."""
         key = _key(asked)
         with self._lock:
@@ -52,7 +55,7 @@ class GrammarCache:
                 self._metrics.requests.labels(found.kind).inc()
         return found
 
-    def make(self, asked: StructuredOutputs | Grammar) -> Grammar:
+    def make(self, asked: Asked) -> Grammar:
         """Make and check a grammar, in a third of a second of CPU time at most; any thread may.
 
         Raises:
@@ -78,7 +81,9 @@ class GrammarCache:
         return found
 
 
-def _key(asked: StructuredOutputs | Grammar) -> bytes:
+def _key(asked: Asked) -> bytes:
+    if isinstance(asked, AnswerGrammar):
+        return asked.key
     if isinstance(asked, Grammar):
         return orjson.dumps((asked.kind, asked.text, asked.start_token_ids))
     value = getattr(asked, asked.kind)

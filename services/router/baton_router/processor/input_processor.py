@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import secrets
 import time
 from array import array
@@ -36,15 +35,20 @@ from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.tenant_turns import TenantTurns
-from baton_router.processor.text_request import ChatPrompt, PreparedRequest, Prompt, TextChunk, TextDelta, TextRequest
+from baton_router.processor.text_request import (
+    ChatPrompt,
+    PreparedRequest,
+    Prompt,
+    TextChunk,
+    TextDelta,
+    TextRequest,
+    check_bounds,
+)
 from baton_router.scheduler.decision import Decision, DecisionLog
-from baton_router.types import MAX_SALT_CHARS, Account, ModelInfo, RoutedRequest
+from baton_router.types import Account, ModelInfo, RoutedRequest
 
 T = TypeVar("T")
 
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARS = 4096
-MAX_REQUEST_ID_CHARS = 256
 _INLINE_CHARS = 4096
 """Texts up to this length (about a millisecond of work) are tokenized on the event loop, longer ones in a thread."""
 _LARGE_CHARS = 256 * 1024
@@ -225,6 +229,10 @@ class InputProcessor:
             _check_fewest(text_model, request.prompt, request, info.max_model_len)
         with self.charge(request.account, about_tokens(request.prompt)) as charge:
             ids = await self.tokenize(request, info, limit=info.max_model_len)
+            if (answer := self.dialects.answer_grammar(request, info, text_model)) is not None:
+                request.answer_grammar = self._grammars.find(answer) or await self.in_turn(
+                    request, functools.partial(self._grammars.make, answer)
+                )
             prepared = self._prepared(request, info, text_model, ids, fallback_id, arrived)
             charge.drop()  # admission counts all of it
         return prepared
@@ -241,7 +249,7 @@ class InputProcessor:
         if self._admission is not None:
             self._admission.check(request.account)
         info = self.model_info(request.model)
-        _check_bounds(request)
+        check_bounds(request)
         self._decide_special_tokens(request)
         if (asked := _unchecked_grammar(request)) is not None:
             if not info.grammars:
@@ -255,6 +263,10 @@ class InputProcessor:
         if text_model is None or count_chars(request.prompt) > _INLINE_CHARS:
             return None
         ids = _tokenize(text_model, request, info, info.max_model_len)
+        if (answer := self.dialects.answer_grammar(request, info, text_model)) is not None:
+            request.answer_grammar = self._grammars.find(answer)
+            if request.answer_grammar is None:
+                return None
         return self._prepared(request, info, text_model, ids, fallback_id, arrived)
 
     def _decide_special_tokens(self, request: TextRequest) -> None:
@@ -272,6 +284,8 @@ class InputProcessor:
         arrived: float,
     ) -> PreparedRequest:
         sampling = _complete(request, info, len(ids))
+        if request.answer_grammar is not None:
+            sampling.grammar = request.answer_grammar
         routed = RoutedRequest(
             # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
             request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
@@ -412,15 +426,6 @@ def _prompt_text(model: TextModel, request: TextRequest, prompt: str | ChatPromp
     )
 
 
-def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
-    if not all(stops):
-        raise InvalidRequestError("stop must not contain an empty string", field="stop")
-    if sum(map(len, stops)) > MAX_STOP_CHARS:
-        raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
-
-
 def _unchecked_grammar(request: TextRequest) -> StructuredOutputs | Grammar | None:
     return None if request.grammar_checked else request.structured or request.sampling.grammar
 
@@ -441,32 +446,6 @@ def _priority(request: TextRequest) -> int:
     """Return a request's priority: its own, but none above what its account may have."""
     account = request.account
     return request.priority if account is None else max(request.priority, account.priority_floor)
-
-
-def _check_bounds(request: TextRequest) -> None:
-    if request.sampling.stop:
-        _check_stops(request.sampling.stop)
-    if not -(2**31) <= request.priority < 2**31:
-        raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
-    if len(request.cache_salt) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
-    if len(request.session) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
-    if len(request.user) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
-    if request.ttft_ms is not None:
-        _check_milliseconds("ttft_ms", request.ttft_ms)
-    if request.itl_ms is not None:
-        _check_milliseconds("itl_ms", request.itl_ms)
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
-    if not request.request_id.isprintable():  # it stands in lines of logs and in operators' terminals
-        raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
-
-
-def _check_milliseconds(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
 
 
 def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLengthError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,12 +16,15 @@ from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton.token_ids import TokenIds
 from baton.tokenizer import SequenceText, StopStrings, TextDelta, TextModel
-from baton.types import Order, SamplingParams, TokenLogprob
+from baton.types import Grammar, Order, SamplingParams, TokenLogprob
 from baton_router.scheduler.decision import Decision
-from baton_router.types import Account, ModelInfo, RoutedRequest
+from baton_router.types import MAX_SALT_CHARS, Account, ModelInfo, RoutedRequest
 
 __all__ = ["ROLES", "ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest", "check_role"]
 
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 4096
+MAX_REQUEST_ID_CHARS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Whose a message may be, as in OpenAI's interface: templates leave others' out in silence, or take them for users'."""
 
@@ -88,6 +92,7 @@ class TextRequest(msgspec.Struct):
         tool_use: The tools that are offered, and what may be done with them.
         parsed: Whether calls and reasoning are to be found in the text, if the model's dialects are known.
         prompt_end: The end of the prompt's text; set when it is tokenized.
+        answer_grammar: What the whole answer must be, with reasoning and calls; set when it is known.
         prompt_index: Which of its HTTP request's prompts it is.
         prompt_field: What errors call the prompt.
         max_tokens_field: What errors call ``max_tokens``.
@@ -119,10 +124,51 @@ class TextRequest(msgspec.Struct):
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     parsed: bool = False
     prompt_end: str = ""
+    answer_grammar: Grammar | None = None
     prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
     field_prefix: str = ""
+
+
+def check_bounds(request: TextRequest) -> None:
+    """Check the sizes of a request's fields that do not depend on the model.
+
+    Raises:
+        InvalidRequestError: One is out of its bounds; names it.
+    """
+    if request.sampling.stop:
+        _check_stops(request.sampling.stop)
+    if not -(2**31) <= request.priority < 2**31:
+        raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
+    if len(request.session) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
+    if len(request.user) > MAX_SALT_CHARS:
+        raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
+    if request.ttft_ms is not None:
+        _check_milliseconds("ttft_ms", request.ttft_ms)
+    if request.itl_ms is not None:
+        _check_milliseconds("itl_ms", request.itl_ms)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
+    if not request.request_id.isprintable():  # it stands in lines of logs and in operators' terminals
+        raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stops)}", field="stop")
+    if not all(stops):
+        raise InvalidRequestError("stop must not contain an empty string", field="stop")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
+
+
+def _check_milliseconds(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
 
 
 class PreparedRequest(msgspec.Struct):

@@ -137,8 +137,6 @@ def parse_chat(value: Any) -> OpenAIRequest:
         template_fields["reasoning_effort"] = "reasoning_effort"
     prompt = chat_prompt(body, variables)
     use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if use.mode == "required":
-        raise InvalidRequestError("tool_choice other than none and auto is not supported yet", field="tool_choice")
     if use.mode != "none":
         prompt = msgspec.structs.replace(prompt, tools=use.tools)
         if use.mode == "auto":  # else the grammar has it call one all the same

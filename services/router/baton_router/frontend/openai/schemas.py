@@ -21,8 +21,7 @@ from baton.dialects.tool_use import MAX_TOOLS
 from baton.errors import InvalidRequestError
 from baton.types import MAX_LOGPROBS, RANGES
 from baton_router.frontend.http.middleware import plain_name
-from baton_router.processor.input_processor import MAX_STOP_STRINGS
-from baton_router.processor.text_request import ROLES
+from baton_router.processor.text_request import MAX_STOP_STRINGS, ROLES
 
 B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
