@@ -121,6 +121,9 @@ class StructuredOutputs:
         field = "response_format"
         if not isinstance(value, Mapping):
             raise InvalidRequestError(f"{field} must be an object, got {shown(value)}", field=field)
+        if value.get("json_schema") is not None and value.get("type") != "json_schema":
+            message = f"{field}.json_schema needs the type json_schema, got {shown(value.get('type'))}"
+            raise InvalidRequestError(message, field=f"{field}.type")
         match value.get("type", "text"):
             case "text":
                 return None

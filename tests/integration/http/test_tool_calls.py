@@ -306,7 +306,7 @@ def test_what_cannot_be_kept_to_is_refused(api: Served) -> None:
             api.chat(**fields)
         assert caught.value.param == param
     api.dispatcher.info = dataclasses.replace(api.dispatcher.info, grammars=True)
-    with pytest.raises(openai.BadRequestError, match="the keyword .not. is not supported") as caught:
+    with pytest.raises(openai.BadRequestError, match="is not supported") as caught:
         api.chat(tools=strict)
     assert caught.value.param == "tools[0].function.parameters.not"
     assert api.dispatcher.requests == []
