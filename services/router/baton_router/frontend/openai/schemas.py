@@ -97,7 +97,7 @@ _RESPONSE_FORMAT = {
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
         "json_schema": {
-            "type": "object",
+            "type": ["object", "null"],
             "properties": {
                 "name": {"type": "string"},
                 "description": {"type": "string"},
