@@ -93,10 +93,10 @@ def test_chat_answers_are_as_it_says(api: Served, more: dict[str, Any]) -> None:
 
 
 def test_a_request_to_no_endpoint_is_told_which_there_are(api: Served) -> None:
-    answer = api.http.post("/v1/responses", json={})
+    answer = api.http.post("/v1/embeddings", json={})
     message = answer.json()["error"]["message"]
     assert answer.status_code == 404
-    assert "/v1/responses" in message
+    assert "/v1/embeddings" in message
     assert "POST /v1/chat/completions" in message
     assert "GET /v1/models/{model}" in message
 

@@ -90,7 +90,7 @@ def create_app(
     models = Models(processor)
     health = Health(ready or (lambda: dispatcher.model_info() is not None), refused, registry)
     document = openapi(keyed=options.accounts is not None, metrics_port=options.metrics_port)
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
         _add(app, "POST", path, _served_by_the_protocol)
     _add(app, "GET", "/openapi.json", _Constant(document).get)
     _add(app, "GET", "/v1/models", models.list)

@@ -16,6 +16,7 @@ from baton_router.frontend.openai.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    ResponsesBody,
     TokenizeBody,
     json_schemas,
 )
@@ -78,6 +79,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers.Completion,
         CompletionBody,
         event=answers.CompletionChunk,
+        errors=(*_BODY, *_GENERATES),
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "Answer an input, and keep the conversation for the next one.",
+        answers.Response,
+        ResponsesBody,
+        event=answers.ResponseEvent,
         errors=(*_BODY, *_GENERATES),
     ),
     ("GET", "/v1/models"): Operation("List the models that are served.", answers.ModelList),

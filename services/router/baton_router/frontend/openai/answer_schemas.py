@@ -206,6 +206,26 @@ class CompletionChunk(Answer, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Response(msgspec.Struct, kw_only=True):
+    """Answers ``POST /v1/responses``; fields of the request are repeated beside these."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress"]
+    incomplete_details: dict[str, Any] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """An event of a response: its kind says which other fields there are."""
+
+    type: str
+    sequence_number: int
+
+
 class Model(msgspec.Struct):
     """A model that is served."""
 

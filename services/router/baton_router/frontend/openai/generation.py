@@ -28,8 +28,9 @@ from baton_router.frontend.http.http_exchange import HttpExchange, check_media, 
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
 from baton_router.frontend.openai.fast_events import FastEvents
-from baton_router.frontend.openai.message_parts import MessageEvents, WholeMessage
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
+from baton_router.frontend.openai.responses import ResponseStore, parse_response
+from baton_router.frontend.openai.responses_answer import formatter_of
 from baton_router.frontend.openai.schemas import Body, check_strict, header_value, parse_body, unknown_fields
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
@@ -72,9 +73,11 @@ class PostEndpoints:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)
         bounds = {"max_prompts": options.max_prompts, "max_sequences": options.max_sequences}
-        self._parsers: dict[str, tuple[Callable[[Any], OpenAIRequest], str]] = {
-            "/v1/chat/completions": (parse_chat, "chatcmpl"),
-            "/v1/completions": (functools.partial(parse_completion, **bounds), "cmpl"),
+        store = ResponseStore()
+        self._parsers: dict[str, tuple[Callable[[Any, Account | None], OpenAIRequest], str]] = {
+            "/v1/chat/completions": (lambda value, _: parse_chat(value), "chatcmpl"),
+            "/v1/completions": (lambda value, _: parse_completion(value, **bounds), "cmpl"),
+            "/v1/responses": (functools.partial(parse_response, store=store), "resp"),
         }
         self._others, self._tasks = others, set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in (*self._parsers, *others)}
@@ -103,7 +106,7 @@ class PostEndpoints:
                 self._begin_other(exchange, value)
                 return
             parse, prefix = self._parsers[exchange.path]
-            request = parse(value)
+            request = parse(value, exchange.account)
             apply_headers(request.requests, exchange.headers, exchange.account)
             generation = Generation(self, exchange, request, f"{prefix}-{exchange.request_id}")
         except Exception as error:
@@ -212,10 +215,7 @@ class Generation:
             if request.template_fields:
                 ignored = ignored + _unread_variables(request, prepared[0])
             self._headers = endpoints.ignored_fields_header(ignored)
-            parsed = prepared[0].parser() is not None
-            whole, events = (WholeMessage, MessageEvents) if parsed else (WholeAnswer, EventStream)
-            formatter = events if request.stream else whole
-            self._format = formatter(request, prepared, self._name, int(time.time()))
+            self._format = formatter_of(request, prepared)(request, prepared, self._name, int(time.time()))
             self._generate()
         except Exception as error:
             self._fail(error)

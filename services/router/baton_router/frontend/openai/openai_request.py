@@ -54,6 +54,7 @@ class OpenAIRequest(msgspec.Struct):
         score_only: The prompt is only to be scored: the one token generated is left out of the answer.
         prompt_logprobs: Give the prompt's log probabilities in the extended format.
         tokens_as_ids: Spell tokens in log probabilities as ``token_id:17``.
+        response: Of ``/v1/responses``: what is said of the request and becomes of the answer.
         ignored: Fields that have no effect.
         reasoning: Whether the model's reasoning is part of the answer.
         template_fields: Names of fields that only have an effect if the chat template reads the variable.
@@ -72,6 +73,7 @@ class OpenAIRequest(msgspec.Struct):
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     reasoning: bool = True
+    response: Any = None
     ignored: list[str] = msgspec.field(default_factory=list)
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)
 

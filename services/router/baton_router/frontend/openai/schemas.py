@@ -262,6 +262,31 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
+class ResponsesBody(Body, kw_only=True):
+    """``POST /v1/responses``; what is in ``input``, ``tools``, ``text`` and ``reasoning`` is as OpenAI describes it."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    # What OpenAI's interface doesn't have.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class TokenizeBody(Body):
     """``POST /tokenize``: a prompt or messages."""
 

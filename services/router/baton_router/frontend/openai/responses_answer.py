@@ -1,0 +1,247 @@
+"""The formatters of ``/v1/responses``: an answer's text, reasoning and calls as items, whole or in events."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Event, Reasoning, Text
+from baton.errors import BatonError
+from baton.tokenizer import TextDelta
+from baton.types import FinishReason
+from baton_router.frontend.http.errors import baton_error_object
+from baton_router.frontend.openai.answer import EventStream, WholeAnswer, usage_object
+from baton_router.frontend.openai.message_parts import MessageEvents, WholeMessage, message_of
+from baton_router.frontend.openai.openai_request import OpenAIRequest
+from baton_router.frontend.openai.responses import ResponseSettings
+from baton_router.processor.text_request import PreparedRequest, TextChunk
+
+
+def formatter_of(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> type[WholeAnswer] | type[EventStream]:
+    """Return what writes the answer to a request."""
+    if request.response is not None:
+        return ResponseEvents if request.stream else WholeResponse
+    if prepared[0].parser() is not None:
+        return MessageEvents if request.stream else WholeMessage
+    return EventStream if request.stream else WholeAnswer
+
+
+class _Items:
+    """Makes output items of a parser's events, and tells of it as streams do."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = ""
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """Return the stream's events for one."""
+        match event:
+            case Text():
+                told = self._begin("message")
+                self.items[-1]["content"][0]["text"] += event.text
+                return [*told, {**self._delta("response.output_text.delta", event.text), "logprobs": []}]
+            case Reasoning():
+                told = self._begin("reasoning")
+                self.items[-1]["content"][0]["text"] += event.text
+                return [*told, self._delta("response.reasoning_text.delta", event.text)]
+            case CallStart():
+                told = self.close()
+                self._open = "function_call"
+                item = {"id": _ident("fc"), "type": "function_call", "status": "in_progress"}
+                self.items.append({**item, "call_id": event.id, "name": event.name, "arguments": ""})
+                return [*told, self._item("response.output_item.added")]
+            case CallArguments():
+                self.items[-1]["arguments"] += event.text
+                delta = self._delta("response.function_call_arguments.delta", event.text)
+                delta.pop("content_index")
+                return [delta]
+            case CallEnd():
+                return self.close()
+
+    def _begin(self, kind: str) -> list[dict[str, Any]]:
+        if self._open == kind:
+            return []
+        told = self.close()
+        self._open = kind
+        item: dict[str, Any] = {"id": _ident("msg"), "type": "message", "role": "assistant"}
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if kind == "reasoning":
+            item, part = {"id": _ident("rs"), "type": "reasoning", "summary": []}, {"type": kind + "_text", "text": ""}
+        self.items.append({**item, "status": "in_progress", "content": []})
+        told.append(self._item("response.output_item.added"))
+        self.items[-1]["content"].append(part)
+        return [*told, self._part("response.content_part.added")]
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """Return the stream's events for the end of the item that is open."""
+        if not self._open:
+            return []
+        kind, self._open = self._open, ""
+        item = self.items[-1]
+        item["status"] = status
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        if kind == "function_call":
+            names = {"name": item["name"], "arguments": item["arguments"]}
+            told = [{"type": "response.function_call_arguments.done", **place, **names}]
+        else:
+            text = {"content_index": 0, "text": item["content"][0]["text"]}
+            done = {"type": "response.reasoning_text.done", **place, **text}
+            if kind == "message":
+                done = {"type": "response.output_text.done", **place, **text, "logprobs": []}
+            told = [done, self._part("response.content_part.done")]
+        return [*told, self._item("response.output_item.done")]
+
+    def _delta(self, kind: str, text: str) -> dict[str, Any]:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return {"type": kind, **place, "delta": text}
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return {"type": kind, **place, "part": dict(item["content"][0])}
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        item = self.items[-1]
+        copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
+        return {"type": kind, "output_index": len(self.items) - 1, "item": copy}
+
+
+def _ident(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class _Response:
+    """One response: its items, and what is said of it."""
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], created: int) -> None:
+        assert request.response is not None
+        self._settings: ResponseSettings = request.response
+        self._reasoning, self._prepared, self._created = request.reasoning, prepared, created
+        self._parser: DialectParser | None = prepared[0].parser()
+        self._events: list[Event] = []
+        self._items = _Items()
+
+    def take(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
+        """Take more text; return the stream's events for it."""
+        parser = self._parser
+        found: list[Event] = [Text(text)] if parser is None and text else []
+        if parser is not None:
+            found = parser.feed(text)
+            if finish is not None:
+                found += parser.finish()
+        self._events += found
+        told = [event for item in found for event in self._items.take(item)]
+        if finish is not None:
+            told += self._items.close("incomplete" if finish == FinishReason.LENGTH else "completed")
+        return told
+
+    def body(self, status: str, tokens: int | None = None, cached: int = 0) -> dict[str, Any]:
+        """Return the response object.
+
+        Args:
+            status: How it stands.
+            tokens: How many tokens it has; ``None``: it is not complete.
+            cached: How many of the prompt were cached.
+        """
+        usage = None
+        if tokens is not None:
+            counts = usage_object(self._prepared, tokens, cached)
+            thoughts = "".join(event.text for event in self._events if isinstance(event, Reasoning))
+            reasoning = len(self._prepared[0].text_model.tokenizer.encode(thoughts, False)) if thoughts else 0
+            usage = {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": min(reasoning, tokens)},
+                "total_tokens": counts["total_tokens"],
+            }
+        return {
+            "id": self._settings.ident,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._prepared[0].info.name,
+            "output": self._items.items,
+            **self._settings.echo,
+            "usage": usage,
+        }
+
+    def keep(self) -> None:
+        """Keep the conversation for the next request."""
+        message = message_of(self._events, reasoning=True)
+        self._settings.keep({name: item for name, item in message.items() if item is not None and name != "reasoning"})
+
+
+class WholeResponse(WholeAnswer):
+    """The formatter of responses in one piece."""
+
+    __slots__ = ("_response",)
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._response = _Response(request, prepared, created)
+
+    def end(self) -> bytes:
+        """Return the response object as JSON."""
+        choice = self._choices[0][0]
+        self._response.take("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
+        self._response.keep()
+        status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
+        return orjson.dumps(self._response.body(status, len(choice.ids), sum(self._cached)))
+
+
+class ResponseEvents(EventStream):
+    """The formatter of streamed responses: each event says what changed, the last one has all of it."""
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._response = _Response(request, prepared, created)
+        self._plain = False
+        self._number = 0
+        self._status = "completed"
+
+    def add(self, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+        told = []
+        if chunk.trace is not None:
+            self._cached[0] = chunk.cached_tokens
+        if not self._begun[0]:
+            self._begun[0] = True
+            body = self._response.body("in_progress")
+            told = [{"type": f"response.{kind}", "response": body} for kind in ("created", "in_progress")]
+        for delta in chunk.deltas:
+            self._tokens += len(delta.token_ids)
+            if delta.finish_reason == FinishReason.LENGTH:
+                self._status = "incomplete"
+            told += self._response.take(delta.text, delta.finish_reason)
+        return self._written(told)
+
+    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
+        """Return the events for text that came with nothing else."""
+        return self.add(TextChunk([TextDelta(index, text, token_ids)], prompt_index=at))
+
+    def end(self) -> bytes:
+        """Return the event that ends a stream."""
+        self._response.keep()
+        body = self._response.body(self._status, self._tokens, sum(self._cached))
+        return self._written([{"type": f"response.{self._status}", "response": body}])
+
+    def error(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        told = baton_error_object(error)["error"]
+        return self._written([{"type": "error", **{name: told[name] for name in ("code", "message", "param")}}])
+
+    def _written(self, events: list[dict[str, Any]]) -> bytes:
+        pieces = []
+        for event in events:
+            kind = event["type"]
+            data = orjson.dumps({**event, "sequence_number": self._number})
+            pieces.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+            self._number += 1
+        return b"".join(pieces)

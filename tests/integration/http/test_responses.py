@@ -1,0 +1,190 @@
+"""``/v1/responses`` over real sockets, with the unmodified OpenAI SDK: what the model writes is scripted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import openai
+import pydantic
+import pytest
+from tests.integration.http.test_http_api import Served
+from tests.integration.http.test_tool_calls import CALLS, PARAMETERS, api, prompt, running, say  # noqa: F401
+from tests.support.scripted import encode
+
+from baton.errors import InvalidRequestError
+from baton_router.frontend.openai import responses
+from baton_router.frontend.openai.responses import ResponseStore
+from baton_router.types import Account
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False},
+    {"type": "function", "name": "get_time", "parameters": None, "strict": None},
+]
+
+
+@pytest.fixture
+def served(api: Served) -> Served:  # noqa: F811
+    api.dispatcher.info = dataclasses.replace(api.dispatcher.info, grammars=True)
+    return api
+
+
+def create(served: Served, **fields: Any) -> Any:
+    return served.client.responses.create(
+        **{"model": "baton-tiny", "input": "Weather?", "temperature": 0, "max_output_tokens": 500, **fields}
+    )
+
+
+def kinds(output: list[Any]) -> list[str]:
+    return [item.type for item in output]
+
+
+@pytest.mark.parametrize("per_chunk", [1, 7, 1000])
+def test_text_reasoning_and_calls_are_items(served: Served, per_chunk: int) -> None:
+    served.dispatcher.per_chunk = per_chunk
+    answer = create(served, tools=TOOLS)
+    assert answer.status == "completed"
+    assert kinds(answer.output) == ["reasoning", "message", "function_call", "function_call"]
+    thought, message, call, other = answer.output
+    assert thought.content[0].text == "They want it."
+    assert message.content[0].text == answer.output_text == "Let me see."
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Köln", "days": 2})
+    assert (other.name, other.arguments) == ("get_time", "{}")
+    assert answer.usage.output_tokens == len(encode(CALLS)) + 1
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+
+
+@pytest.mark.parametrize("per_chunk", [1, 7, 1000])
+def test_a_stream_tells_of_each_change_and_ends_with_all_of_it(served: Served, per_chunk: int) -> None:
+    served.dispatcher.per_chunk = per_chunk
+    whole = create(served, tools=TOOLS)
+    events = list(create(served, tools=TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    final = events[-1]
+    assert final.type == "response.completed"
+    assert kinds(final.response.output) == kinds(whole.output)
+    texts: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+    for item, expected in zip(final.response.output, whole.output, strict=True):
+        if item.type == "function_call":
+            assert texts[item.id] == item.arguments == expected.arguments
+        else:
+            assert texts[item.id] == item.content[0].text == expected.content[0].text
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert added == [item.id for item in done] == [item.id for item in final.response.output]
+    assert {item.status for item in done} == {"completed"}
+
+
+def test_the_sdk_puts_a_stream_together(served: Served) -> None:
+    with served.client.responses.stream(model="baton-tiny", input="Weather?", tools=TOOLS, temperature=0) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_response()
+    assert kinds(final.output) == ["reasoning", "message", "function_call", "function_call"]
+
+
+def test_a_conversation_goes_on_by_the_id_of_its_last_response(served: Served) -> None:
+    first = create(served, tools=TOOLS, instructions="Be brief.")
+    call = next(item for item in first.output if item.type == "function_call")
+    say(served, "It is sunny.")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    second = create(served, previous_response_id=first.id, input=[result], tools=TOOLS)
+    assert second.output_text == "It is sunny."
+    text = prompt(served)
+    assert "Be brief." not in text  # instructions are a request's own
+    assert "Weather?" in text
+    assert "<think>They want it.</think>Let me see." in text
+    assert '{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}' in text
+    assert "<|tool|>Sunny." in text
+    create(served, previous_response_id=second.id, input="And tomorrow?")
+    assert "It is sunny.<|user|>And tomorrow?" in prompt(served)
+    # The same, told by items.
+    told = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output), result]
+    create(served, input=told, tools=TOOLS)
+    assert prompt(served) == text
+
+
+def test_what_is_not_stored_cannot_be_gone_on_from(served: Served) -> None:
+    say(served, "Hm.")
+    answer = create(served, store=False)
+    for ident in (answer.id, "resp_none"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(served, previous_response_id=ident)
+        assert caught.value.param == "previous_response_id"
+
+
+def test_an_answer_that_is_cut_is_incomplete(served: Served) -> None:
+    cut = create(served, max_output_tokens=20)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = list(create(served, max_output_tokens=20, stream=True))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output[-1].status == "incomplete"
+
+
+def test_text_has_the_format_that_was_asked_for(served: Served) -> None:
+    class City(pydantic.BaseModel):
+        name: str
+
+    say(served, '{"name": "Rome"}')
+    parsed = served.client.responses.parse(model="baton-tiny", input="Where?", text_format=City, temperature=0)
+    assert parsed.output_parsed == City(name="Rome")
+    assert "%json" in served.dispatcher.requests[-1].sampling.grammar.text  # type: ignore[union-attr]
+    create(served, tools=TOOLS, tool_choice={"type": "function", "name": "get_time"})
+    assert "get_weather" not in served.dispatcher.requests[-1].sampling.grammar.text  # type: ignore[union-attr]
+
+
+def test_a_stream_that_fails_ends_with_an_error(served: Served) -> None:
+    served.dispatcher.fail_after, served.dispatcher.error = 3, openai.OpenAIError("inside")
+    last = list(create(served, stream=True))[-1]
+    assert last.type == "error"
+    assert "something went wrong" in last.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
+        ({"background": True}, "background"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"temperature": "x"}, "temperature"),
+    ],
+)
+def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/responses", {"input": "x", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert served.dispatcher.requests == []
+
+
+def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_RESPONSES", 3)
+    store = ResponseStore()
+    for at in range(5):
+        store.put(None, f"r{at}", [{"role": "user", "content": str(at)}])
+    assert store.get(None, "r4") == [{"role": "user", "content": "4"}]
+    with pytest.raises(InvalidRequestError, match="no response"):
+        store.get(None, "r1")
+    mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
+    store.put(mine, "r5", [])
+    assert store.get(mine, "r5") == []
+    for account in (None, other):
+        with pytest.raises(InvalidRequestError, match="no response"):
+            store.get(account, "r5")
