@@ -79,6 +79,7 @@ class SimulatedEngine:
     def __init__(self, role: Role, log: KvEventLog) -> None:
         self.core = self
         self.max_model_len = 32768
+        self.grammars = None
         self.role, self.log = role, log
         self.pool = Pool()
         self._rng = random.Random()
