@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import sys
 import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,12 @@ from baton.rpc.channel import check_health
 
 _PROBE_S = 0.2
 _START_S = 180.0
+
+
+def in_image(command: list[str]) -> list[str]:
+    """Return a command as it runs here: the image's ``python`` is this environment's, whatever the path says."""
+    program, *rest = command
+    return [sys.executable if program in ("python", "python3") else program, *rest]
 
 
 @dataclass
@@ -246,7 +253,9 @@ class LocalKubernetes:
         async with asyncio.timeout(None) as grace:
             grace.reschedule(asyncio.get_running_loop().time() + pod.manifest["spec"]["terminationGracePeriodSeconds"])
             with contextlib.suppress(TimeoutError):
-                stop = await asyncio.create_subprocess_exec(*pod.container["lifecycle"]["preStop"]["exec"]["command"])
+                stop = await asyncio.create_subprocess_exec(
+                    *in_image(pod.container["lifecycle"]["preStop"]["exec"]["command"])
+                )
                 await stop.wait()
                 os.kill(pod.process.pid, signal.SIGTERM)
                 while pod.process.poll() is None:
@@ -269,9 +278,8 @@ class LocalKubernetes:
         (name,) = [each["name"] for each in service["spec"]["ports"] if each["port"] == port]
         url = url.replace(f"{host}:{port}", self.endpoint(str(host), name))
         env = child_env(BATON_TEST_FILES=str(folder))
-        process = await asyncio.create_subprocess_exec(
-            *container["command"], code, url, seconds, env=env, stdout=-1, stderr=-1
-        )
+        command = [*in_image(container["command"]), code, url, seconds]
+        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1)
         output, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()
         return output.decode()
