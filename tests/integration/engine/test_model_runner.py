@@ -17,6 +17,7 @@ from baton.config import EngineConfig
 from baton.engine.build import make_arena, plan_kv_blocks
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.llm import LLM
+from baton.engine.models.fused import FusedDecoder
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
@@ -95,6 +96,22 @@ def test_bfloat16_is_near(tmp_path):
     got, want = run(runner, [(tokens, 0, [1, 2, 3, 4])]), reference(path, tokens)
     assert (got - want).norm() <= 0.12 * want.norm()  # weights this large lose digits in bfloat16
     arena.close()
+
+
+@pytest.mark.parametrize(("architecture", "wrong"), [("llama", 1), ("mixtral", 8)])
+def test_in_16_bits_a_path_that_is_wrong_in_few_tokens_is_not_taken(tmp_path, monkeypatch, architecture, wrong):
+    """Not seen by the median of all: one token of a dense model, a short sequence of a mixture."""
+    path = make_checkpoint(tmp_path, architecture, initializer_range=0.05)
+    assert load_executor(config(path, dtype="bfloat16")).description.startswith("fused decoder")
+    forward = FusedDecoder.forward
+
+    def garbled(*args: Any) -> Any:
+        logits, hidden = forward(*args)
+        logits[-wrong:] = logits[-wrong:].roll(1, dims=1)
+        return logits, hidden
+
+    monkeypatch.setattr(FusedDecoder, "forward", garbled)
+    assert load_executor(config(path, dtype="bfloat16")).description.startswith("transformers' modules")
 
 
 def refused(path: Any, **changes: Any) -> ConfigError:

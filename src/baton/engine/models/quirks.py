@@ -146,6 +146,11 @@ def has_interleaved_experts(module: nn.Module) -> bool:
     return hasattr(module, "gate_up_proj_bias") and hasattr(module, "down_proj_bias")
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Whether a model is a mixture of experts, wherever its layers have them."""
+    return any("experts" in name.rpartition(".")[2] for name, _ in module.named_modules())
+
+
 def attention_sinks(module: nn.Module, passed: Any) -> Any:
     """GPT-OSS: a logit per head that takes part in the softmax; passed as ``s_aux``, or kept by the module."""
     return getattr(module, "sinks", None) if passed is None else passed
