@@ -22,7 +22,7 @@ native: $(STAMP) ## build the C helpers and CPU operators again, as far as their
 $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer; try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
-	@scripts/install_requirements.sh $(BIN)/python base otel engine torch dev
+	@scripts/install_requirements.sh $(BIN)/python base otel engine torch triton dev
 	@$(BIN)/python scripts/build_native.py --has-compilers || scripts/install_requirements.sh $(BIN)/python build
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

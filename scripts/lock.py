@@ -66,6 +66,7 @@ def main() -> int:
             )
             known |= found
         write("cuda", project, {each: block for each, block in known.items() if CUDA.match(each)})
+        write("triton", project, {"triton": known["triton"]})  # alone, for its interpreter beside a torch without CUDA
         (cpu,) = [line for line in (FOLDER / "torch-cpu.in").read_text().splitlines() if not line.startswith("#")]
         write("torch", f"{project}, and torch-cpu.in", {"torch": known["torch"].rstrip() + f" \\\n    {cpu}\n"})
         for name in OWN:

@@ -10,12 +10,17 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 from tests.support.servers.warm import WarmStarter
 
 # How long an example takes, and how long it takes to make one, is the machine's business.
 CALM = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=CALM)
 hypothesis.settings.load_profile("tests")
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: its kernels run on the CPU then.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 os.umask(0o077)
 """Files with tokens and keys that tests write must be their owner's alone, or they are refused."""

@@ -17,10 +17,10 @@ from baton_kernels.paged_attention import (
     LayerPool,
     PagedAttention,
     RaggedBatch,
+    Rotation,
     TorchPagedAttention,
     paged_attention_reference,
 )
-from baton_kernels.paged_attention.cpu import Rotation
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # (context, new tokens): decodes, whole prompts, later chunks, lengths around the 64-key tile

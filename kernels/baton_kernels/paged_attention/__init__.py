@@ -10,6 +10,7 @@ from baton_kernels.paged_attention.definition import (
     LayerPool,
     PagedAttention,
     RaggedBatch,
+    Rotation,
     paged_attention_reference,
 )
 from baton_kernels.paged_attention.latent import LatentProjections, attend_latent
@@ -23,6 +24,7 @@ __all__ = [
     "LayerPool",
     "PagedAttention",
     "RaggedBatch",
+    "Rotation",
     "TorchPagedAttention",
     "attend_latent",
     "paged_attention_reference",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
-from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
+from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.latent import LatentProjections
 
 
@@ -58,26 +58,6 @@ class LatentPart:
     expanded: bool
     rows: slice | torch.Tensor
     plan: CpuPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotary embedding, and RMS norm of each head before it, done by the operator on its way.
-
-    Attributes:
-        cos: float32 [positions, rotary / 2], attention scaling included; ``sin`` likewise.
-        q_norm: Weight [k_dim] in the model's dtype, or ``None``; ``k_norm`` likewise.
-        norm_offset: Added to the weight (1 for models that store it as a difference).
-        pairs: Whether neighbours are turned against each other (GLM 4), not the two halves of the rotary dims.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    norm_eps: float = 0.0
-    norm_offset: float = 0.0
-    pairs: bool = False
 
 
 class CpuPagedAttention:

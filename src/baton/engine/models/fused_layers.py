@@ -22,9 +22,10 @@ from baton_kernels.paged_attention import (
     CpuPagedAttention,
     LatentProjections,
     LayerPool,
+    Rotation,
     attend_latent,
 )
-from baton_kernels.paged_attention.cpu import CpuPlan, Rotation
+from baton_kernels.paged_attention.cpu import CpuPlan
 from baton_kernels.row_wise import CpuGatedMul, CpuRmsNorm
 
 SpanningNorms = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -1,0 +1,4 @@
+"""Operators as Triton kernels, for GPUs; under ``TRITON_INTERPRET=1`` they run on a CPU, slowly.
+
+Attention is ``baton_kernels.paged_attention.gpu``. Importing anything here imports triton.
+"""

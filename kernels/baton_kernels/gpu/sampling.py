@@ -1,0 +1,205 @@
+"""Chooses a token per row of logits on a GPU: mask, temperature, top-k, top-p, min-p and the draw, without a sort.
+
+The definition is ``baton.engine.sample`` (``filters.filter_batch`` and ``sampler.draw``), with the same random numbers:
+a token is the same on CPU and GPU up to the rounding of sums. Thresholds of top-k and top-p are found bit by bit:
+floats are ordered as their bits are, so 32 passes over a row, each of which counts (or sums) what reaches a candidate,
+give the exact value (a radix selection; Alabi et al., "Fast k-Selection Algorithms for Graphics Processing Units",
+2012).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.sampling import RowFilter
+from baton_kernels.token_mask import TokenMask
+
+TILE = 4096
+"""Logits that a program holds at a time; a multiple of the chunk."""
+CHUNK = 128
+"""Tokens of a race's first round, as in the definition."""
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_TOKENS = 1 << 32
+
+
+@triton.jit
+def exponential(key, number, constants):
+    """Return the ``number``-th number of a draw, exponentially distributed with mean 1, in float64.
+
+    SplitMix64 (Steele, Lea and Flood, 2014); ``constants`` uint64 [3]: its increment and multipliers.
+    """
+    x = key + (number.to(tl.uint64) + 1) * tl.load(constants)
+    x = (x ^ (x >> 30)) * tl.load(constants + 1)
+    x = (x ^ (x >> 27)) * tl.load(constants + 2)
+    x = x ^ (x >> 31)
+    return -tl.log(((x >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16)
+
+
+@triton.jit
+def _logits(logits, mask, at, vocab, MASKED: tl.constexpr):
+    """Load logits in float32, minus infinity where they are forbidden or not there."""
+    there = at < vocab
+    x = tl.load(logits + at, mask=there, other=float("-inf")).to(tl.float32)
+    if MASKED:
+        word = tl.load(mask + at // 32, mask=there, other=0)
+        x = tl.where((word >> (at % 32)) & 1 != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _ordered(x):
+    """Return uint32 whose order is that of float32."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)  # zeros of both signs are equal
+    return bits ^ ((bits >> 31) * 0x7FFFFFFF | 0x80000000)  # all bits of what is below 0, the sign of the rest
+
+
+@triton.jit
+def _weights(logits, mask, at, vocab, bound, greatest, scale, MASKED: tl.constexpr):
+    """Return exp of scaled logits from the greatest down, 0 below ``bound``, as :func:`_ordered` numbers it."""
+    x = _logits(logits, mask, at, vocab, MASKED)
+    return tl.where(_ordered(x) >= bound, tl.exp2((x - greatest) * scale), 0.0)
+
+
+@triton.jit
+def _sample_kernel(
+    logits, masks, temperatures, top_ks, top_ps, min_ps, keys, constants, tokens, vocab, stride, mask_stride,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,). Writes -1 where the logits hold NaN or their greatest is infinite."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    masks += row * mask_stride
+    i = tl.arange(0, TILE)
+    greatest, best, odd = float("-inf"), 0, 0
+    for at in range(0, vocab, TILE):
+        x = _logits(logits, masks, at + i, vocab, MASKED)
+        raw = tl.load(logits + at + i, mask=at + i < vocab, other=0.0).to(tl.float32)
+        odd += tl.sum((raw != raw).to(tl.int32), axis=0)
+        most = tl.max(x, axis=0)
+        if most > greatest:
+            greatest = most
+            best = at + tl.argmax(x, axis=0)
+    temperature = tl.load(temperatures + row)
+    token = best
+    if (odd > 0) | (greatest == float("-inf")) | (greatest == float("inf")):
+        token = -1
+    elif temperature > 0.0:
+        bound = tl.zeros([], tl.uint32)
+        top_k = tl.load(top_ks + row)
+        if TOP_K:
+            if (top_k > 0) & (top_k < vocab):
+                # The greatest value that at least top_k logits reach, bit by bit.
+                bit = tl.full([], 0x80000000, tl.uint32)
+                for _ in range(32):
+                    candidate = bound | bit
+                    count = 0
+                    for at in range(0, vocab, TILE):
+                        x = _logits(logits, masks, at + i, vocab, MASKED)
+                        count += tl.sum(((_ordered(x) >= candidate) & (at + i < vocab)).to(tl.int32), axis=0)
+                    if count >= top_k:
+                        bound = candidate
+                    bit = bit >> 1
+        scale = 1.4426950408889634 / temperature
+        total = tl.zeros([], tl.float64)
+        for at in range(0, vocab, TILE):
+            w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
+            total += tl.sum(w, axis=0)
+        least = tl.zeros([], tl.uint32)
+        top_p = tl.load(top_ps + row)
+        if TOP_P:
+            if top_p < 1.0:
+                # The least weight above which there is less than top_p of the sum.
+                target = total * top_p
+                bit = tl.full([], 0x40000000, tl.uint32)
+                for _ in range(31):
+                    candidate = least | bit
+                    above = tl.zeros([], tl.float64)
+                    for at in range(0, vocab, TILE):
+                        w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
+                        above += tl.sum(tl.where(w.to(tl.uint32, bitcast=True) >= candidate, w, 0.0), axis=0)
+                    if above >= target:
+                        least = candidate
+                    bit = bit >> 1
+        weakest = tl.maximum(least.to(tl.float32, bitcast=True), tl.load(min_ps + row))
+        key = tl.load(keys + row)
+        soonest, winner = tl.full([], float("inf"), tl.float64), 0
+        c = tl.arange(0, TILE // CHUNK)
+        for at in range(0, vocab, TILE):
+            w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
+            w = tl.where(w >= weakest, w, 0.0)
+            sums = tl.sum(tl.reshape(w, [TILE // CHUNK, CHUNK]), axis=1)
+            arrival = exponential(key, (at // CHUNK + c).to(tl.int64), constants)
+            arrival = tl.where(sums > 0.0, arrival / tl.where(sums > 0.0, sums, 1.0).to(tl.float64), float("inf"))
+            first = tl.min(arrival, axis=0)
+            if first < soonest:
+                soonest = first
+                winner = at // CHUNK + tl.argmin(arrival, axis=0)
+        ids = winner * CHUNK + tl.arange(0, CHUNK)
+        w = _weights(logits, masks, ids, vocab, bound, greatest, scale, MASKED)
+        w = tl.where(w >= weakest, w, 0.0)
+        arrival = exponential(key, ids.to(tl.int64) + tl.load(constants + 3).to(tl.int64), constants)
+        arrival = tl.where(w > 0.0, arrival / tl.where(w > 0.0, w, 1.0).to(tl.float64), float("inf"))
+        token = winner * CHUNK + tl.argmin(arrival, axis=0)
+    tl.store(tokens + row, token)
+
+
+class TritonSampler:
+    """The operator; takes the place of :class:`baton_kernels.sampling.CpuSampler`. Logits never leave the device.
+
+    Args:
+        device: Where logits are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        constants = np.array([_GOLDEN, _MIX1, _MIX2, _TOKENS], np.uint64)
+        self._constants = torch.from_numpy(constants.view(np.int64)).to(device).view(torch.uint64)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        keys: npt.NDArray[np.uint64],
+        masks: Sequence[TokenMask | None] | None = None,
+    ) -> torch.Tensor:
+        """Return a token per row, int64 [R] on the device; -1 where the logits hold NaN or their greatest is infinite.
+
+        Args:
+            logits: [R, vocab] of any float dtype, rows of any stride; not changed.
+            filters: R of them.
+            keys: [R], what the random numbers of the draws come from.
+            masks: Per row which tokens are allowed, uint32 [ceil(vocab / 32)], or ``None``: all.
+        """
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        device, (rows, vocab) = logits.device, logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=device)
+        if not rows:
+            return tokens
+        numbers = np.array(filters, np.float64).reshape(rows, 4)
+        floats = torch.from_numpy(np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))).to(device)
+        top_k = torch.from_numpy(np.clip(numbers[:, 1], 0, vocab).astype(np.int32)).to(device)
+        drawn = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(device).view(torch.uint64)
+        words = -(-vocab // 32)
+        masked = False
+        bits = logits
+        if masks is not None and any(mask is not None for mask in masks):
+            masked = True
+            everything = np.full(words, 0xFFFFFFFF, np.uint32)
+            packed = np.stack([everything if mask is None else mask for mask in masks])
+            bits = torch.from_numpy(packed.view(np.int32)).to(device)
+        drawing = numbers[:, 0] > 0
+        _sample_kernel[rows,](
+            *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants, tokens),
+            *(vocab, logits.stride(0), words if masked else 0),
+            TILE=TILE,
+            CHUNK=CHUNK,
+            MASKED=masked,
+            TOP_K=bool((drawing & (numbers[:, 1] > 0) & (numbers[:, 1] < vocab)).any()),
+            TOP_P=bool((drawing & (numbers[:, 2] < 1.0)).any()),
+        )
+        return tokens
