@@ -19,14 +19,18 @@ from baton.kv_transfer.types import source_from_pb
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
+from baton.tracing import parse_traceparent
 from baton_router.frontend.grpc.servicer import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
+from baton_router.frontend.openai.responses import ResponseStore, parse_response
 
 _FIELDS = [
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "n"),
     *("stop", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "logit_bias", "seed", "user", "best_of"),
     *("cache_salt", "session_id", "priority", "ttft_ms", "itl_ms", "stop_token_ids", "min_p", "chat_template_kwargs"),
     *("tools", "response_format", "prompt_logprobs", "request_id", "reasoning_effort", "allow_special_tokens"),
+    *("tool_choice", "parallel_tool_calls", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "include_reasoning", "continue_final_message", "repetition_penalty", "min_tokens"),
 ]
 _PARTS = ["role", "content", "name", "tool_calls", "type", "text", "image_url"]
 _ROLES = ["user", "assistant", "system", "tool", "developer", "<|im_start|>system"]
@@ -65,6 +69,62 @@ def openai(data: bytes) -> None:
     for parse in (parse_chat, lambda value: parse_completion(value, 8, 64)):
         with contextlib.suppress(BatonError):
             parse(body)
+
+
+_RESPONSE_FIELDS = [
+    *("model", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls", "store", "stream"),
+    *("text", "reasoning", "temperature", "previous_response_id", "background", "truncation", "include", "metadata"),
+]
+_ITEM_FIELDS = ["type", "role", "content", "summary", "call_id", "name", "arguments", "output", "id", "status"]
+_ITEMS = ["message", "reasoning", "function_call", "function_call_output", "", None]
+
+
+def _item(choices: Choices) -> Any:
+    if choices.number(0, 9) == 0:
+        return choices.value()
+    content: Any = choices.text()
+    if choices.flag():
+        content = [{"type": choices.pick(["input_text", "output_text", "image"]), "text": choices.text()}]
+    item: dict[str, Any] = {"type": choices.pick(_ITEMS), "role": choices.pick(_ROLES), "content": content}
+    item |= {"call_id": "c", "name": "f", "arguments": "{}", "output": content}
+    return item | choices.fields(_ITEM_FIELDS, 2)
+
+
+def responses(data: bytes) -> None:
+    """A body is a request for a response, or an error that names a field; what goes before it is found again."""
+    choices, store = Choices(data), ResponseStore()
+    for _ in range(choices.number(1, 3)):
+        body: Any = {
+            "input": choices.text() if choices.flag() else [_item(choices) for _ in range(choices.number(0, 5))]
+        }
+        body |= choices.fields(_RESPONSE_FIELDS, 4)
+        if choices.flag():
+            body["text"] = {"format": {"type": choices.pick(["text", "json_schema", "json_object"]), "schema": {}}}
+        if choices.number(0, 7) == 0:
+            body = choices.value()
+        try:
+            body = orjson.loads(orjson.dumps(body))
+        except TypeError:  # what no JSON can say
+            return
+        try:
+            request = parse_response(body, None, store)
+        except BatonError:
+            continue
+        assert request.response is not None
+        request.response.keep({"role": "assistant", "content": "x"})
+        if request.response.store is not None:
+            assert store.get(None, request.response.ident)[-1] == {"role": "assistant", "content": "x"}
+
+
+def traces(data: bytes) -> None:
+    """A ``traceparent`` is a place in a trace, or none; what is handed on is one that is read the same."""
+    choices = Choices(data)
+    value = choices.mutated(b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01").decode("utf-8", "replace")
+    for name in (value, data.decode("utf-8", "replace")):
+        context = parse_traceparent(name)
+        if context is not None:
+            assert int(context.trace_id, 16)
+            assert parse_traceparent(str(context)) == context
 
 
 _KINDS: list[type[Message]] = [
