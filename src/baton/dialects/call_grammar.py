@@ -28,7 +28,7 @@ from baton.dialects.syntax import (
 from baton.dialects.tool_use import ToolUse
 from baton.errors import InvalidRequestError
 from baton.grammar import check_grammar, json_rule, lark_string
-from baton.types import Grammar
+from baton.types import MAX_GRAMMAR_BYTES, Grammar
 
 _TEXT = r"TEXT: /(.|\n)*/"
 _ANY_OBJECT = {"type": "object"}
@@ -89,6 +89,10 @@ class _Writer:
         self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self._rules: list[str] = [_TEXT]
         self._lazy: dict[str, str] = {}
+        self._places = {
+            tool["function"]["name"]: f"tools[{at}].function.parameters" for at, tool in enumerate(self._use.tools)
+        }
+        self._size = 0
 
     def write(self) -> str:
         tools = self._answer.dialects.tools
@@ -224,7 +228,7 @@ class _Writer:
 
     def _keys(self, name: str) -> list[tuple[str, bool]]:
         schema = self._schema(name)
-        required = schema.get("required") or ()
+        required = frozenset(schema.get("required") or ())
         return [(key, key in required) for key in schema.get("properties") or {}]
 
     def _parameter(self, tags: Parameters, name: str, key: str) -> str:
@@ -237,8 +241,10 @@ class _Writer:
         if not text:
             return f"{head} {self._json(schema, root, name, key)} {self._literal(line + tags.end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if values:
-            return f"{head} ({' | '.join(map(lark_string, values))}) {self._literal(line + tags.end)}"
+        texts = [item for item in values if isinstance(item, str)] if isinstance(values, list) else []
+        if texts:
+            self._count(sum(map(len, texts)), self._places[name])
+            return f"{head} ({' | '.join(map(lark_string, texts))}) {self._literal(line + tags.end)}"
         return f"{head} {self._up_to(line + tags.end)}"
 
     def _python(self, name: str) -> str:
@@ -247,6 +253,8 @@ class _Writer:
             (f"{lark_string(f'{key}=')} {self._json(root['properties'][key], root, name, key)}", required)
             for key, required in self._keys(name)
         ]
+        free = next((at for at, (_, required) in enumerate(values) if required), len(values))
+        self._count(free * sum(len(value) for value, _ in values), self._places[name])  # of what may come first
         return f'({lark_string(f"{name}(")} {_joined(values, lark_string(", "))} ")")'
 
     def _messages(self, channels: Channels) -> str:
@@ -276,29 +284,32 @@ class _Writer:
         return {**schema, "type": "object"}
 
     def _arguments(self, name: str) -> str:
-        place = self._place(name)
-        try:
-            return json_rule(self._schema(name), place)
-        except InvalidRequestError:
-            if self._use.mode == "required" or name in self._use.strict:
-                raise
-            return json_rule(_ANY_OBJECT, place)
+        return self._rule_of(self._schema(name), name, self._places[name], _ANY_OBJECT)
 
     def _json(self, schema: Any, root: Mapping[str, Any], name: str, key: str) -> str:
-        place = f"{self._place(name)}.properties.{key}"
+        place = f"{self._places[name]}.properties.{key}"
         if not isinstance(schema, Mapping):
             schema = {}
         shared = {part: root[part] for part in ("$defs", "definitions") if part in root}
+        return self._rule_of({**schema, **shared}, name, place, {})
+
+    def _rule_of(self, schema: Mapping[str, Any], name: str, place: str, free: Mapping[str, Any]) -> str:
+        """Return a schema's rule; where it cannot be kept to and need not be, that of a free value."""
         try:
-            return json_rule({**schema, **shared}, place)
+            rule = json_rule(schema, place)
         except InvalidRequestError:
             if self._use.mode == "required" or name in self._use.strict:
                 raise
-            return json_rule({}, place)
+            rule = json_rule(free, place)
+        self._count(len(rule), place)
+        return rule
 
-    def _place(self, name: str) -> str:
-        at = next(at for at, tool in enumerate(self._use.tools) if tool["function"]["name"] == name)
-        return f"tools[{at}].function.parameters"
+    def _count(self, size: int, place: str) -> None:
+        """Refuse what is too long before it is written: definitions, for one, go into the rule of each parameter."""
+        self._size += size
+        if self._size > MAX_GRAMMAR_BYTES:
+            message = f"{place}: the grammar of calls to these tools has more than {MAX_GRAMMAR_BYTES} bytes"
+            raise InvalidRequestError(message, field=place)
 
 
 def _has_anchor(section: Section) -> bool:

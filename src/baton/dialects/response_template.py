@@ -150,7 +150,7 @@ def _convert(
         else:
             items = [_transform(transform, {**captures, "content": value})]
         return [_call(item, schemas) for item in items] or None
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, re.error):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, re.error):
         return None  # whatever the template did not expect: no call
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_DEPTH = 8
+_MOST_SCHEMAS = 64
+"""That are looked at for the types of one value, and values of an enumeration."""
 _KINDS: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -24,38 +25,47 @@ def parameter_schemas(parameters: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def schema_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows; none: it does not say.
+def schema_types(schema: Any, root: Any) -> frozenset[str]:
+    """Return the types that a schema allows; none: it does not say, or it takes too much to find out.
 
     Args:
         schema: The schema of a value.
         root: What ``$ref`` in it points into.
-        depth: How far it is from the value's own schema.
     """
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return frozenset()
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target = root
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return schema_types(target, root, depth + 1)
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        found = {declared}
-    elif isinstance(declared, list):
-        found = {item for item in declared if isinstance(item, str)}
-    else:
-        found = set()
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
-            found = {kind for value in values for kind in _KINDS.get(type(value), ())}
-        for name in ("anyOf", "oneOf", "allOf"):
-            for choice in schema.get(name) or ():
-                found |= schema_types(choice, root, depth + 1)
-    if schema.get("nullable") is True:
-        found.add("null")
-    return frozenset(found)
+    found, seen, left = set[str](), set[int](), [schema]
+    for _ in range(_MOST_SCHEMAS):
+        if not left:
+            return frozenset(found)
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            left.append(_target(reference, root))
+            continue
+        declared = part.get("type")
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(declared, str):
+            found.add(declared)
+        elif isinstance(declared, list):
+            found.update(item for item in declared[:_MOST_SCHEMAS] if isinstance(item, str))
+        else:
+            if isinstance(values, list):
+                found.update(kind for value in values[:_MOST_SCHEMAS] for kind in _KINDS.get(type(value), ()))
+            for name in ("anyOf", "oneOf", "allOf"):
+                choices = part.get(name)
+                left += choices[:_MOST_SCHEMAS] if isinstance(choices, list) else ()
+        if part.get("nullable") is True:
+            found.add("null")
+    return frozenset()
+
+
+def _target(reference: str, root: Any) -> Any:
+    """Return what ``#/...`` stands for; ``None``: nothing."""
+    for part in reference[2:].split("/"):
+        root = root.get(part) if isinstance(root, Mapping) else None
+    return root
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:

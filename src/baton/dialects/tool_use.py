@@ -94,6 +94,13 @@ def _check_function(function: Mapping[str, Any], place: str) -> None:
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         message = f"{place}.parameters must be the JSON schema of an object, got {shown(parameters)}"
         raise InvalidRequestError(message, field=f"{place}.parameters")
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, Mapping | None):
+        message = f"{place}.parameters.properties must be an object of schemas, got {shown(properties)}"
+        raise InvalidRequestError(message, field=f"{place}.parameters.properties")
+    if not (required is None or (isinstance(required, list) and all(isinstance(item, str) for item in required))):
+        message = f"{place}.parameters.required must be a list of names, got {shown(required)}"
+        raise InvalidRequestError(message, field=f"{place}.parameters.required")
 
 
 def _choice(value: Any, names: tuple[str, ...]) -> tuple[Literal["none", "auto", "required"], tuple[str, ...]]:

@@ -20,6 +20,7 @@ from baton.grammar.validation import check_grammar
 from baton.types import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_TAGS = 256
+MAX_EBNF_LINES = 10_000
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -122,6 +123,8 @@ def ebnf_or_lark_grammar(text: Any, field: str = "grammar") -> Grammar:
     """
     text = _text(text, field)
     if "::=" in text:
+        if text.count("\n") > MAX_EBNF_LINES:  # the converter's time grows with their square
+            raise InvalidRequestError(f"{field} must have at most {MAX_EBNF_LINES} lines", field=field)
         try:
             text = any_to_lark(text)
         except RecursionError as error:

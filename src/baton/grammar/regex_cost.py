@@ -14,7 +14,8 @@ from baton.errors import InvalidRequestError
 MAX_PARTS = 20_000
 """Of an expression whose repeats of groups are written out."""
 
-_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<low>\d*)(?P<to>,?)(?P<high>\d*)\}|.", re.DOTALL)
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{(?P<low>\d*+)(?P<to>,?+)(?P<high>\d*+)\}|.", re.DOTALL)
+"""Each takes its length in time, whatever comes: a class that is not closed goes on to the end."""
 
 
 def check_repeats(pattern: str, field: str) -> None:

@@ -29,7 +29,8 @@ MAX_TRIAL_S = 0.3
 """CPU time that compilation and trial may take."""
 TRIAL_BYTES = 12
 
-_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
+_PART = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*+|/(?P<regex>(?:\\.|[^/\\\n])++)/?')
+"""A string, a comment or a regular expression of a Lark grammar."""
 _EOS = 256
 _SPECIAL = "can't validate <special_token>"
 
@@ -49,15 +50,24 @@ def check_grammar(grammar: Grammar, field: str) -> Grammar:
     grammar.validate(field=field)
     started = time.thread_time()
     if grammar.kind in ("regex", "grammar", "structural_tag"):
-        for found in _REGEX.finditer(grammar.text):
-            check_repeats(found[1], field)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar.text, limits=LIMITS)
+        for found in _PART.finditer(grammar.text):
+            check_repeats(found["regex"] or "", field)
+    failed, messages = _validated(grammar, field)
     unknown = [message for message in messages if _SPECIAL not in message]
     if failed or unknown:
         raise InvalidRequestError(f"{field}: {plain_error(unknown[0])}", field=field)
     if not messages:  # else it names special tokens of the model, which bytes have none of
         _try(grammar, field, started)
     return grammar
+
+
+def _validated(grammar: Grammar, field: str) -> tuple[bool, list[str]]:
+    try:
+        return LLMatcher.validate_grammar_with_warnings(grammar.text, limits=LIMITS)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's; its class cannot be imported
+            raise
+        raise InvalidRequestError(f"{field}: the compiler of grammars cannot read it", field=field) from error
 
 
 def _try(grammar: Grammar, field: str, started: float) -> None:

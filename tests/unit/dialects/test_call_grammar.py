@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from baton.dialects import TOOL_DIALECTS, CallArguments, CallStart, DialectParser, Text
 from baton.dialects.call_grammar import AnswerGrammar
 from baton.dialects.choice import Dialects, choose_dialects
+from baton.dialects.schema_values import schema_types
 from baton.dialects.tool_use import ToolUse, read_tools
 from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs
@@ -220,3 +222,65 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_where_it_must_be() -> None:
     tools[1]["function"]["strict"] = True
     with pytest.raises(InvalidRequestError):
         AnswerGrammar(dialects, read_tools(tools, "auto", None)).to_grammar()
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("name", TOOL_DIALECTS)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"anyOf": 5}}},
+        {"type": "object", "properties": {"a": {"anyOf": [5, {"type": 5}], "enum": 7}}},
+        {"type": "object", "properties": {"a": {"type": "string", "enum": 5}}},
+        {"type": "object", "properties": {"a": {"type": "string", "enum": [5, ["b"], "c"]}}},
+        {"type": "object", "properties": {"a": {"type": "string", "const": ["b"]}}},
+        {"type": "object", "properties": {"a": 5}},
+        {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}},
+    ],
+)
+def test_strange_schemas_are_refused_by_place_or_their_arguments_are_free(
+    parameters: Any, name: str, mode: str
+) -> None:
+    use = read_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], mode, None)
+    dialects = choose_dialects(name, "none")
+    with contextlib.suppress(InvalidRequestError):  # no other error
+        assert AnswerGrammar(dialects, use).to_grammar().text
+    sample = next(each for each in SAMPLES if each.dialect == name and each.calls)
+    parser = DialectParser(dialects.tools, schemas={"get_weather": {**parameters, "properties": {"city": 5}}})
+    assert parser.feed(sample.text)
+    parser = DialectParser(dialects.tools, schemas={"get_weather": parameters | {"properties": {"city": parameters}}})
+    assert parser.feed(sample.text)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [({"properties": 5}, "properties"), ({"required": 5}, "required"), ({"required": [5]}, "required")],
+)
+def test_parameters_that_name_none_are_refused(parameters: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_tools([{"function": {"name": "f", "parameters": parameters}}], "auto", None)
+    assert caught.value.field == f"tools[0].function.parameters.{field}"
+
+
+@pytest.mark.timeout(60)  # for ever, where each reference is followed again and again
+def test_references_that_lead_in_circles_are_followed_once() -> None:
+    circle = {"anyOf": [{"$ref": "#/properties/a"}] * 60}
+    wide = {"anyOf": [{"type": "integer"}] * 100_000}
+    root = {"properties": {"a": circle, "b": wide, "c": {"anyOf": [{"$ref": "#/properties/d"}, {"type": "null"}]},
+                           "d": {"type": "integer"}}}  # fmt: skip
+    assert schema_types(circle, root) == frozenset()
+    assert schema_types(wide, root) == frozenset()  # too much to look at: it does not say
+    assert schema_types(root["properties"]["c"], root) == {"integer", "null"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", TOOL_DIALECTS)
+def test_tools_whose_grammar_would_be_huge_are_refused(name: str) -> None:
+    """Definitions go into the rule of each parameter: 200 KB of them beside 5,000 parameters would be 1 GB."""
+    definitions = {f"d{at}": {"type": "integer", "description": "x" * 100} for at in range(1500)}
+    properties = {f"p{at}": {"$ref": "#/$defs/d1"} for at in range(5000)}
+    parameters = {"type": "object", "properties": properties, "$defs": definitions}
+    use = read_tools([{"function": {"name": "f", "parameters": parameters}}], "required", None)
+    with pytest.raises(InvalidRequestError, match="bytes") as caught:
+        AnswerGrammar(choose_dialects(name, "none"), use).to_grammar()
+    assert str(caught.value.field).startswith("tools")

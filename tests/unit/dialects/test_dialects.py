@@ -208,3 +208,12 @@ def test_a_tokenizers_own_template_goes_before_the_chat_templates_marks() -> Non
     named = choose_dialects("hermes", "none", response_template=QWEN_TEMPLATE)
     assert named.tools is TOOL_DIALECTS["hermes"]
     assert named.reasoning is None
+
+
+@pytest.mark.parametrize("written", ["5", "[5]", '["name"]', "null", '{"name": 5}', '{"name": [], "arguments": 5}'])
+@pytest.mark.parametrize("transform", [None, {"function": "{content}"}, {"name": "{content.name}"}])
+def test_what_a_template_did_not_expect_is_text(written: str, transform: Any) -> None:
+    field = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": transform}
+    text = f"<tool_call>{written}</tool_call>"
+    dialects = choose_dialects(response_template={"fields": {"tool_calls": field}})
+    assert _merged(_parse(Sample("template", text), dialects, [text]))[0] == text

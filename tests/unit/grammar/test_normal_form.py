@@ -183,6 +183,7 @@ def test_annotations_are_no_reason_to_refuse() -> None:
         (lark_grammar, 'start: %json {"not": {}}'),
         (ebnf_or_lark_grammar, "root ::= ("),
         (ebnf_or_lark_grammar, "root ::= " + "(" * 50_000),
+        (json_schema_grammar, {"required": "é" * 80}),  # the compiler panics, which is no Exception
         (structural_tag_grammar, {}),
         (structural_tag_grammar, "["),
         (structural_tag_grammar, {"structures": [{"begin": "<b>"}], "triggers": ["<a>"]}),
@@ -212,6 +213,33 @@ def test_costly_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         json_schema_grammar(schema)
     assert (raised.value.field or "").startswith("json_schema")
+
+
+@pytest.mark.timeout(60)  # hours, where the work grows with the square of the text
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (regex_grammar, "[" * MAX_GRAMMAR_BYTES),
+        (regex_grammar, "a{" + "1" * (MAX_GRAMMAR_BYTES - 2)),
+        (lark_grammar, "start: " + "/\\" * (MAX_GRAMMAR_BYTES // 2 - 4)),
+        (ebnf_or_lark_grammar, "root ::= " + "\n" * (MAX_GRAMMAR_BYTES - 9)),
+    ],
+    ids=["open classes", "open repeat", "escaped slashes", "lines"],
+)
+def test_what_is_looked_at_before_compilation_takes_its_length_in_time(make: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        make(text)
+
+
+def test_expressions_are_told_from_strings_and_comments() -> None:
+    for text in (
+        'start: "/" /(a{1000}){1000}/',
+        "start: A // a/b\nA: /(a{1000}){1000}/",
+        'start: "\\"/" /(a{999}){999}/',
+    ):
+        with pytest.raises(InvalidRequestError, match="more than 20000 parts"):
+            lark_grammar(text)
+    assert lark_grammar('start: "(a{1000}){1000}/" // /(a{1000}){1000}/').text
 
 
 def test_repeats_are_counted() -> None:
