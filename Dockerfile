@@ -1,6 +1,6 @@
 # Baton's images, one target per service. Build from the repository's root:
 #     docker build --target router -t baton-router --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:DIGEST .
-# Targets: prefill, decode, router, kvstore. PIP_ARGS goes to pip, e.g. "--extra-index-url https://download.pytorch.org/whl/cpu"
+# Targets: prefill, decode, router, kvstore. PIP_ARGS goes to pip, e.g. "--extra-index-url $TORCH_CPU_INDEX"
 # for a torch without CUDA. Final images have no compiler; router and KV store have no torch. Everything comes by its
 # hash: packages as requirements/*.txt have them, the base image by a digest, without which nothing is built.
 # `make images` builds all of them, with docker, podman or buildah.

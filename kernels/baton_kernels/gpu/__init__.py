@@ -2,3 +2,10 @@
 
 Attention is ``baton_kernels.paged_attention.gpu``. Importing anything here imports triton.
 """
+
+import triton
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on the CPU, by Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)

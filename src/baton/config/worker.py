@@ -93,7 +93,9 @@ class EngineConfig:
         "take KV of another dtype from other instances, converted while it is loaded; what this instance holds is then "
         "kept apart from KV that was computed in its dtype",
     )
-    attention_backend: str = option("auto", "attention operator: auto, cpp, torch, or one of an installed package")
+    attention_backend: str = option(
+        "auto", "attention operator: auto, cpp, torch, triton, or one of an installed package"
+    )
     packed_linears: bool = option(True, "repack weights for the processor (bfloat16 on a CPU)")
     executor: str = option(
         "auto",

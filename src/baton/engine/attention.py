@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 BUILTIN_BACKENDS = {
     "cpp": "baton.engine.attention:cpp_attention",
     "torch": "baton.engine.attention:torch_attention",
+    "triton": "baton.engine.attention:triton_attention",
 }
 """Built-in factories: a new one is a file and a line here."""
 ENTRY_POINTS = "baton.attention_backends"
@@ -67,14 +68,27 @@ def torch_attention(context: AttentionContext) -> PagedAttention:
     return TorchPagedAttention()
 
 
+def triton_attention(context: AttentionContext) -> PagedAttention:
+    """Return the Triton kernels."""
+    try:
+        from baton_kernels.gpu import is_interpreted
+        from baton_kernels.paged_attention.gpu import TritonPagedAttention
+    except ImportError as error:
+        raise ConfigError(f"attention_backend triton cannot be used: {error}", field="attention_backend") from error
+    if context.device.type == "cpu" and not is_interpreted():
+        raise ConfigError("attention_backend triton needs a GPU, not device cpu", field="attention_backend")
+    return TritonPagedAttention(context.device)
+
+
 def choose_attention(name: str, context: AttentionContext) -> PagedAttention:
-    """Make the backend of a name; ``auto``: the C++ operator where it can be used, else plain torch.
+    """Make the backend of a name; ``auto``: Triton on a GPU, the C++ operator on a CPU that has it, else plain torch.
 
     Raises:
         ConfigError: There is no such backend, or it cannot be used here; names ``attention_backend``.
     """
     if name == "auto":
-        name = "torch" if context.operators is None else "cpp"
+        here = "torch" if context.operators is None else "cpp"
+        name = here if context.device.type == "cpu" else "triton"
     factory: AttentionFactory = find_implementation(name, BUILTIN_BACKENDS, ENTRY_POINTS, field="attention_backend")
     return factory(context)
 

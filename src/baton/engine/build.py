@@ -14,11 +14,12 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
+from baton.engine.device_arena import DeviceArena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.errors import ConfigError
-from baton.kv_cache.arena import HostArena, arena_bytes
+from baton.kv_cache.arena import Arena, HostArena, arena_bytes
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_layout
 from baton.tokenizer.model_files import model_directory
@@ -53,15 +54,18 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     # The one more is never written: it stands in tables where a block was given back.
     arena_blocks = blocks if groups == 1 else blocks * groups + 1
     wanted = sum(arena_bytes(arena_blocks, layout.block_bytes) for layout in layouts)
-    available = available_bytes()
+    available = free_bytes(executor.device)
     if wanted > available:
         # To touch it would have this process, or another one, killed for memory.
+        fit = max(0, available // (wanted // blocks))
         raise ConfigError(
-            f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free",
+            f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free: "
+            f"{fit} would fit",
             field="kv_blocks",
         )
+    private = private and len(layouts) == 1
     shards = KVShards(
-        [HostArena(arena_blocks, layout.block_bytes, private=private and len(layouts) == 1) for layout in layouts]
+        [_new_arena(executor.device, arena_blocks, layout.block_bytes, private=private) for layout in layouts]
     )
     try:
         shards.touch()
@@ -72,6 +76,12 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     each = "+".join(str(layout.block_bytes) for layout in layouts)
     log.info("KV pool: %d blocks of %d tokens, %s bytes each, %d layer groups", blocks, config.block_size, each, groups)
     return shards
+
+
+def _new_arena(device: torch.device, blocks: int, block_bytes: int, *, private: bool) -> Arena:
+    if device.type == "cpu":
+        return HostArena(blocks, block_bytes, private=private)
+    return DeviceArena(device, blocks, block_bytes)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -142,7 +152,7 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
     # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
     activations = _activation_bytes(config, executor) * len(executor.shards)
-    available = available_bytes()
+    available = free_bytes(executor.device)
     block_bytes = sum(layout.block_bytes * layout.num_groups for layout in _layouts(config, executor))
     usable = config.kv_memory_fraction * max(0, available - activations)
     useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
@@ -152,6 +162,11 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
         *(blocks, block_bytes, available / 2**20, activations / 2**20),
     )
     return blocks
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of the memory that a pool for a device comes from which are free: the device's, or this host's."""
+    return available_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
 def available_bytes() -> int:

@@ -14,6 +14,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
+from baton.engine.device_arena import arena_memory
 from baton.engine.models.attention_hook import probe
 from baton.engine.models.experts import expert_weights
 from baton.engine.models.fused import FusedDecoder, NotFusableError
@@ -191,7 +192,7 @@ class ModelRunner:
                 field="kv_blocks",
             )
         self._arena = arena
-        self._pools = pool_views(self.layout, torch.from_numpy(arena.blocks.reshape(-1)), self._share.specs.values())
+        self._pools = pool_views(self.layout, arena_memory(arena), self._share.specs.values())
         self._use_scratch(0)
 
     def run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
@@ -240,7 +241,8 @@ class ModelRunner:
 
     def _use_scratch(self, blocks: int) -> None:
         self._scratch_blocks = blocks
-        memory = torch.zeros(blocks * self.layout.num_groups * self.layout.block_bytes, dtype=torch.uint8)
+        size = blocks * self.layout.num_groups * self.layout.block_bytes
+        memory = torch.zeros(size, dtype=torch.uint8, device=self._model.device)
         self._scratch = pool_views(self.layout, memory, self._share.specs.values()) if blocks else []
 
 

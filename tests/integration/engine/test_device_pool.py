@@ -1,0 +1,110 @@
+"""KV pools in the memory of a device, which the host reaches by copies alone.
+
+Without a GPU, memory of the CPU takes its place, and the Triton kernels run under the interpreter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.support.equality import References, mixed_prompts
+from tests.support.servers.cluster import LocalCluster
+
+from baton.api.v1 import common_pb2
+from baton.config import EngineConfig
+from baton.engine import build, device_arena
+from baton.engine.device_arena import DeviceArena, arena_memory
+from baton.engine.llm import LLM
+from baton.errors import ConfigError, InternalError
+from baton.kv_cache.arena import Arena
+from baton.types import SamplingParams
+
+VOCAB, NEW_TOKENS, FEW_TOKENS = 512, 12, 4
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda:0" if CUDA else "cpu")
+
+
+@pytest.fixture
+def device_pools(monkeypatch: pytest.MonkeyPatch) -> list[Arena]:
+    """Have engines keep their pools in device memory; returns the arenas."""
+    made: list[Arena] = []
+
+    def new_arena(device: torch.device, blocks: int, block_bytes: int, *, private: bool) -> Arena:
+        made.append(DeviceArena(device, blocks, block_bytes))
+        return made[-1]
+
+    monkeypatch.setattr(build, "_new_arena", new_arena)
+    return made
+
+
+def engine_config(path: object, **changes: object) -> EngineConfig:
+    values = {"dtype": "float32", "kv_blocks": 400, "prefill_chunk": 64, "max_num_batched_tokens": 256, **changes}
+    return EngineConfig(model=str(path), device=str(DEVICE), **values)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["definition", "triton"])
+def test_spans_go_in_and_out_in_parts(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_arena, "STAGING_BYTES", 700)
+    arena, rng = DeviceArena(DEVICE, 9, 640), np.random.default_rng(1)
+    if kernels:
+        arena._copies = device_arena._copies(cuda=True)
+    content = rng.integers(0, 256, (9, 640), np.uint8)
+    whole = np.array([[block, 0, 640] for block in range(9)])
+    arena.write_from(content.reshape(-1), whole)
+    assert np.array_equal(arena.memory.cpu().numpy(), content)
+    spans = np.array([[8, 3, 17], [0, 0, 640], [4, 600, 40], [4, 0, 600], [7, 639, 1], [2, 9, 0]])
+    target = np.zeros(int(spans[:, 2].sum()), np.uint8)
+    arena.read_into(target, spans)
+    assert np.array_equal(target, np.concatenate([content[b, first : first + n] for b, first, n in spans]))
+    for bad in ([9, 0, 1], [0, 640, 1], [0, -1, 2]):
+        with pytest.raises(InternalError, match="span"):
+            arena.read_into(np.zeros(abs(bad[2]), np.uint8), np.array([bad]))
+    with pytest.raises(InternalError, match="device memory"):
+        _ = arena.blocks
+    assert arena_memory(arena).data_ptr() == arena.memory.data_ptr()
+
+
+@pytest.mark.parametrize(("architecture", "backend"), [("gemma3", "triton"), ("llama", "torch")])
+def test_one_engine_equals_generate(
+    references: References, device_pools: list[Arena], architecture: str, backend: str
+) -> None:
+    prompts = mixed_prompts(4, VOCAB, count=3, longest=24)
+    expected = references.greedy(architecture, prompts, FEW_TOKENS)
+    path = references.checkpoint(architecture)
+    config = engine_config(path, attention_backend=backend, kv_blocks=32, max_num_batched_tokens=64)
+    with LLM(config) as llm:
+        for _ in range(2):  # the second time mostly from the prefix cache
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=FEW_TOKENS))
+            assert [each.token_ids for each in outputs] == expected
+        assert llm.core.executor.attention_backend == backend
+        llm.core.check_integrity()
+    assert len(device_pools) == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+async def test_hand_over_from_device_to_device(
+    references: References, device_pools: list[Arena], architecture: str
+) -> None:
+    prompts = mixed_prompts(7, VOCAB, count=8, longest=200)
+    expected = references.greedy(architecture, prompts, NEW_TOKENS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    config = engine_config(references.checkpoint(architecture))
+    async with LocalCluster(config, decode_pipes=[("memory",), ("tcp",)]) as cluster:
+        for kind, decode in zip(("memory", "tcp"), cluster.decode, strict=True):
+            results = [await cluster.generate(decode, prompt, sampling) for prompt in prompts]
+            assert [result.token_ids for result in results] == expected
+            moved = [r.trace for r in results if r.trace.path == common_pb2.PREFILL_PATH_REMOTE]
+            assert {trace.pipe for trace in moved} == {kind}
+            assert not any(trace.failed_prefills for trace in moved)
+        await cluster.check_integrity()
+    assert len(device_pools) == 3
+
+
+def test_a_pool_that_does_not_fit_says_how_many_blocks_would(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "free_bytes", lambda _: 1 << 20)
+    with pytest.raises(ConfigError, match=r"only 1 MiB are free: \d+ would fit") as caught:
+        LLM(engine_config(references.checkpoint("llama")))
+    assert caught.value.field == "kv_blocks"
