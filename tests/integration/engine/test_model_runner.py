@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import make_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from baton.config import EngineConfig
 from baton.engine.build import make_arena, plan_kv_blocks
@@ -162,6 +163,29 @@ def test_an_architecture_whose_attention_cannot_be_replaced_is_refused_by_name(t
         model.save_pretrained(tmp_path)
     error = refused(tmp_path)
     assert model_type in error.message.lower()
+    assert error.field == "model"
+
+
+@pytest.mark.parametrize("shortest", [0, 9], ids=["always", "not in the trial run"])
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "an attention mask of its own"),
+        ({"chosen_keys": torch.zeros(1)}, "it passes chosen_keys to its attention, which Baton does not use"),
+        ({"is_causal": False}, "it passes is_causal=False to its attention"),
+    ],
+    ids=["mask", "keys", "not causal"],
+)
+def test_what_a_module_passes_to_its_attention_and_nobody_uses_is_refused(llama, monkeypatch, shortest, passed, words):
+    forward = LlamaAttention.forward
+
+    def with_more(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        more = passed if hidden_states.shape[1] >= shortest else {}
+        return forward(self, hidden_states, *args, **{**kwargs, **more})
+
+    monkeypatch.setattr(LlamaAttention, "forward", with_more)
+    error = refused(llama)
+    assert words in error.message
     assert error.field == "model"
 
 
