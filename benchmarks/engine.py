@@ -4,9 +4,12 @@ Random models with about 125M parameters that take part in a token, one of each 
 where nothing is said), bfloat16, greedy, new prompts each time. Prefill: the time to the first token
 of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 new tokens after the first; counted from
 the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
-The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike.
-``--write`` keeps what the file has of other models, and of other workloads where the engines are the same: a long run
-may be cut into parts.
+The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike. Where
+there is much of that, the fastest run of each says more (``spread``, ``ratio_of_best_to_...``).
+``generate_float32`` is ``generate`` over the same weights in float32, which a processor without arithmetic for bfloat16
+computes ten times as fast in torch: compare with it there.
+``--write`` keeps what the file has of other models, workloads and engines: a long run may be cut into parts. Ratios are
+those of engines that ran in turns.
 ``--rivals`` adds vLLM's CPU build, OpenVINO GenAI and llama.cpp for the Llama, each in a process and a virtual
 environment of its own, which is made at first use (several GB in ``--rivals-folder``).
 
@@ -36,6 +39,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,9 +64,11 @@ RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
 CONTEXT, NEW_TOKENS = 512, 64
 WARM_CONTEXT, WARM_TOKENS = 64, 8
-AIMS = {"prefill_512": 1.3, "prefill_2048": 1.3, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
+AIMS = {"prefill_512": 1.5, "prefill_2048": 1.5, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
 MIXED_LOAD = "mixed_load"
 ITL_SLO_MS = 100.0
+
+TRANSFORMERS = ("generate", "generate_float32", "generate_batch")
 
 Measure = Callable[[list[list[int]], int], list[list[float]]]
 """Prompts and new tokens -> per sequence the seconds, since the start, at which each of its tokens was there."""
@@ -95,15 +101,18 @@ def main() -> int:
 
 
 def merged(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with the workloads of an earlier one that it has not, if that is of the same engines."""
-    if any(before.get(key) != result[key] for key in ("engines", "settings", "parameters")):
+    """Return a result with what an earlier one has beside it of the same machine: workloads, and other engines."""
+    ran, earlier = result["engines"], before.get("engines", {})
+    same = all(before.get(key) == result[key] for key in ("settings", "parameters"))
+    same = same and before["machine"]["cpu"] == result["machine"]["cpu"]
+    if not same or any(ran[name] != earlier[name] for name in ran.keys() & earlier.keys()):
         return result
-    found = dict(result)
-    for key, value in result.items():
-        if key == "repeats" or key.startswith("ratio_to_"):
-            found[key] = {**before[key], **value}
-        elif key in {"tokens_per_s", "spread"}:
-            found[key] = {engine: {**before[key][engine], **each} for engine, each in value.items()}
+    found = {**before, **result, "engines": {**earlier, **ran}, "repeats": {**before["repeats"], **result["repeats"]}}
+    for key in ("tokens_per_s", "spread"):
+        old, new = before[key], result[key]
+        found[key] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {**old, **new}}
+    for key in (key for key in found if key.startswith("ratio_")):
+        found[key] = {**before.get(key, {}), **result.get(key, {})}
     return found
 
 
@@ -122,7 +131,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="*", choices=(*AIMS, MIXED_LOAD), default=[*AIMS, MIXED_LOAD])
     parser.add_argument("--itl-slo-ms", type=float, default=ITL_SLO_MS, help="mixed load: the bounded way's")
     parser.add_argument("--prompts", type=int, default=8, help="mixed load: long prompts per way")
-    parser.add_argument("--engines", nargs="*", choices=("baton", "generate", "generate_batch"), default=None)
+    parser.add_argument("--engines", nargs="*", choices=("baton", *TRANSFORMERS), default=None)
     parser.add_argument("--models", type=model_names, default=None, help=f"of {', '.join(FAMILIES)}")
     parser.add_argument(
         "--rivals", nargs="*", choices=sorted(RIVALS), default=None, help="all of them if none is named"
@@ -146,7 +155,12 @@ def model_names(text: str) -> list[str]:
 def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[str, Any]:
     """Load the engines, and measure every workload with each of them, taking turns."""
     names = list(args.engines or ["baton", "generate", "generate_batch"])
-    makers = {"baton": make_baton, "generate": make_generate, "generate_batch": make_generate_batch}
+    makers = {
+        "baton": make_baton,
+        "generate": make_generate,
+        "generate_float32": partial(make_generate, dtype=torch.float32),
+        "generate_batch": make_generate_batch,
+    }
     engines: dict[str, Measure] = {}
     details = {}
     speeds: dict[str, dict[str, list[float]]] = {}
@@ -178,7 +192,8 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
         "engines": details,
         "tokens_per_s": {name: {w: statistics.median(v) for w, v in speeds[name].items()} for name in engines},
         "spread": {name: {w: [min(v), max(v)] for w, v in speeds[name].items()} for name in engines},
-        **{f"ratio_to_{name}": ratios(speeds, name) for name in engines if name != "baton"},
+        **{f"ratio_to_{name}": ratios(speeds, name, statistics.median) for name in engines if name != "baton"},
+        **{f"ratio_of_best_to_{name}": ratios(speeds, name, max) for name in engines if name != "baton"},
         "aims_ratio_to_generate": AIMS,
         "machine": {**machine(), "load_before": load_before, "load_after": os.getloadavg()[0]},
     }
@@ -234,9 +249,9 @@ def make_baton(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str
     return measure, {"version": __version__, "path": engine.executor.description}
 
 
-def load_hf(folder: str) -> Any:
+def load_hf(folder: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     with quiet_transformers():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 class Clock(transformers.StoppingCriteria):
@@ -252,8 +267,10 @@ class Clock(transformers.StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def make_generate(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str, Any]]:
-    model = load_hf(folder)
+def make_generate(
+    folder: str, args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Measure, dict[str, Any]]:
+    model = load_hf(folder, dtype)
 
     def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         ids, clock = torch.tensor(prompts), Clock()
@@ -297,13 +314,12 @@ def make_generate_batch(folder: str, args: argparse.Namespace) -> tuple[Measure,
     return measure, {"version": transformers.__version__, "attention": model.config._attn_implementation}
 
 
-def ratios(speeds: dict[str, dict[str, list[float]]], base: str) -> dict[str, float]:
+def ratios(
+    speeds: dict[str, dict[str, list[float]]], base: str, of: Callable[[list[float]], float]
+) -> dict[str, float]:
     if "baton" not in speeds or base not in speeds:
         return {}
-    return {
-        workload: round(statistics.median(values) / statistics.median(speeds[base][workload]), 2)
-        for workload, values in speeds["baton"].items()
-    }
+    return {workload: round(of(values) / of(speeds[base][workload]), 2) for workload, values in speeds["baton"].items()}
 
 
 def machine() -> dict[str, Any]:
