@@ -46,6 +46,31 @@ def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+class Absence:
+    """Says in the log when something goes away and when it is back: a line each, however often it is tried meanwhile.
+
+    Args:
+        log: Takes the lines.
+        back: The line for the end.
+        *args: Of that line.
+    """
+
+    def __init__(self, log: logging.Logger, back: str, *args: object) -> None:
+        self._log, self._back, self._args = log, back, args
+        self._lasts = False
+
+    def failed(self, message: str, *args: object, level: int = logging.WARNING) -> None:
+        """Take note of a failure, the first of them with a line."""
+        self._log.log(logging.DEBUG if self._lasts else level, message, *args)
+        self._lasts = True
+
+    def ended(self) -> None:
+        """Take note that it works."""
+        if self._lasts:
+            self._log.warning(self._back, *self._args)
+        self._lasts = False
+
+
 class LineFormatter(logging.Formatter):
     """Keeps what others wrote from looking like lines of the log: one message is one line, without escape sequences.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from baton.errors import BatonError, UnauthenticatedError
+from baton.logs import Absence
 from baton.rpc.channel import Backoff
 from baton.rpc.redis_client import RedisStream, redis_errors, redis_ms
 from baton.rpc.registrations import LEASE_TTL_S, read_registration
@@ -183,6 +184,7 @@ class RegistrationWatch(Generic[_Item]):
         what: What to call them in the log.
         look_s: Seconds between two looks at keys that no news names.
         now: Monotonic clock.
+        failed: Hears of each try that failed.
     """
 
     def __init__(
@@ -193,9 +195,10 @@ class RegistrationWatch(Generic[_Item]):
         *,
         look_s: float,
         now: Callable[[], float] = time.monotonic,
+        failed: Callable[[], object] = lambda: None,
     ) -> None:
         self._registrations, self._news = registrations, RedisStream(registrations.redis, news)
-        self._what, self._look_s, self.now = what, look_s, now
+        self._what, self._look_s, self.now, self._failed = what, look_s, now, failed
         self._seen: dict[str, tuple[_Item, float]] = {}
         self._since = 0.0
 
@@ -205,7 +208,8 @@ class RegistrationWatch(Generic[_Item]):
         Args:
             take: Is told who there is, after each look.
         """
-        backoff, away = Backoff(1.0, random.Random()), False
+        backoff = Backoff(1.0, random.Random())
+        absence = Absence(log, "Redis answers again, the %s are followed", self._what)
         while True:
             try:
                 await self._news.to_end()
@@ -218,14 +222,12 @@ class RegistrationWatch(Generic[_Item]):
                         is_new = True
                     if is_new:
                         take([item for item, _ in self._seen.values()])
-                    away = False
+                    absence.ended()
                     backoff.reset()
                     is_new = await self._look_at_news(next_look - time.monotonic())
             except redis_errors() as error:
-                # Once per absence, not once per try.
-                message = "Redis is away, the %s found so far are kept: %s"
-                log.log(logging.DEBUG if away else logging.WARNING, message, self._what, error)
-                away = True
+                absence.failed("Redis is away, the %s found so far are kept: %s", self._what, error)
+                self._failed()
             await asyncio.sleep(backoff.next_s())
 
     async def _look_at_news(self, wait_s: float) -> bool:

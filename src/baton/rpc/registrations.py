@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import UnauthenticatedError
+from baton.logs import Absence
 from baton.rpc.redis_client import end_task, open_redis, redis_errors, redis_ms
 from baton.rpc.service_token import Token
 
@@ -141,7 +142,7 @@ class RedisPresence:
         await self._redis.aclose()
 
     async def _run(self) -> None:
-        away = False
+        absence = Absence(log, "Redis answers again")
         while True:
             try:
                 now_ms = await redis_ms(self._redis) if self._token is not None else 0
@@ -150,11 +151,11 @@ class RedisPresence:
                 if before is None:
                     await self._tell("came")
                     log.info("registered with Redis")
-                self._known, away, pause_s = True, False, LEASE_TTL_S / 3
+                absence.ended()
+                self._known, pause_s = True, LEASE_TTL_S / 3
             except redis_errors() as error:
-                # Once per absence, not once per try.
-                log.log(logging.DEBUG if away else logging.WARNING, "Redis is away: %s", error)
-                away, pause_s = True, _RETRY_S
+                absence.failed("Redis is away: %s", error)
+                pause_s = _RETRY_S
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.0))
 
     async def _tell(self, what: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.logs import Absence
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
 from baton.rpc.errors import readable
@@ -70,17 +71,16 @@ class Registration:
                 log.info("router %s did not hear the goodbye: %s", self._router, error.code().name)
 
     async def _run(self) -> None:
-        backoff, away = FIRST_BACKOFF_S, False
+        backoff, absence = FIRST_BACKOFF_S, Absence(log, "router %s answers again", self._router)
         async with open_channel(self._router, token=self._token, tls=self._tls) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             while True:
                 try:
                     interval = await self._renew(stub)
-                    backoff, away = FIRST_BACKOFF_S, False
+                    absence.ended()
+                    backoff = FIRST_BACKOFF_S
                 except grpc.aio.AioRpcError as error:
-                    level = logging.DEBUG if away else logging.WARNING  # once per absence, not once per try
-                    log.log(level, "router %s is away: %s %s", self._router, error.code().name, error.details())
-                    away = True
+                    absence.failed("router %s is away: %s %s", self._router, error.code().name, error.details())
                     interval, backoff = backoff, min(2 * backoff, LAST_BACKOFF_S)
                 # Jitter keeps a fleet from calling in step after a router's restart.
                 await asyncio.sleep(interval * random.uniform(0.8, 1.0))

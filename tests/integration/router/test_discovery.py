@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import ssl
 import subprocess
@@ -111,6 +112,10 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(
             assert len(known(registry)) == 2
             await asyncio.sleep(0.02)
     assert len(known(registry)) == 2
+    await until(lambda: "Redis answers again, the instances are followed" in caplog.text)
+    told = [x.getMessage() for x in caplog.records if x.levelno > logging.INFO and "the instances" in x.getMessage()]
+    assert len(told) == 2, told
+    assert registry._metrics.discovery_failures.labels("redis").value > 0
     await registrations[1].stop()
     await until(lambda: known(registry) == {workers[0].address})
     await end_task(registrations[0]._task)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
+from baton.logs import Absence
 from baton.rpc.audit import audit
 from baton.rpc.redis_client import open_redis, redis_errors
 from baton.rpc.tls import Tls
@@ -132,7 +133,7 @@ class RedisAccounts:
         self._redis: Redis = open_redis(url)
         self._key = accounts_key(prefix)
         self._seen: bytes | None = None
-        self._away = False
+        self._absence = Absence(log, "API keys are read again from Redis")
 
     async def start(self) -> None:
         """Read them for the first time.
@@ -163,7 +164,7 @@ class RedisAccounts:
         except redis_errors() as error:
             self._complain(str(error))
         else:
-            self._away = False
+            self._absence.ended()
 
     async def close(self) -> None:
         """Close the connection."""
@@ -180,9 +181,7 @@ class RedisAccounts:
         self._seen = data
 
     def _complain(self, why: str) -> None:
-        if not self._away:  # once, not every time
-            log.error("API keys stay as they were: %s", why)
-        self._away = True
+        self._absence.failed("API keys stay as they were: %s", why, level=logging.ERROR)
 
 
 class CredentialReload:

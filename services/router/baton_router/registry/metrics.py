@@ -41,6 +41,9 @@ class RegistryMetrics(Collector):
         self.redis_refused = Counter(
             _NAME + "redis_refused", "What stood in Redis and was not signed with the token", ["kind"], registry
         )
+        self.discovery_failures = Counter(
+            _NAME + "discovery_failures", "Failed tries to learn who is there", ["source"], registry
+        )
         GaugeFunction(_NAME + "waiting_for_room", "Requests that wait for an instance", registry, lambda: len(waiters))
         registry.register(self)
 

@@ -279,6 +279,10 @@ class Registry:
         for address in before.difference(instances):
             self._drop_registered(address, f"{source} names it no more")
 
+    def discovery_failed(self, source: str) -> None:
+        """Count a try to learn from Redis or Kubernetes who is there that failed."""
+        self._metrics.discovery_failures.labels(source).inc()
+
     def refused_in_redis(self, kind: str, count: int = 1) -> None:
         """Count what stands in Redis and is not believed.
 

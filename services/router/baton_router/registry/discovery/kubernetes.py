@@ -21,6 +21,7 @@ import orjson
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.errors import ConfigError, InvalidRequestError
+from baton.logs import Absence
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.errors import readable
@@ -71,7 +72,7 @@ class KubernetesDiscovery:
         namespace = config.kubernetes_namespace or _read(account / "namespace")
         verify = ssl.create_default_context(cafile=str(ca)) if api.startswith("https:") else False
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-        self._selector = config.kubernetes_selector
+        self._selector, self._registry = config.kubernetes_selector, registry
         self._http = httpx.AsyncClient(base_url=api, verify=verify, timeout=httpx.Timeout(10.0), trust_env=False)
         self._slices = Slices(config.kubernetes_port)
         self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
@@ -92,28 +93,23 @@ class KubernetesDiscovery:
         await self._http.aclose()
 
     async def _run(self) -> None:
-        backoff, away = Backoff(_LONGEST_PAUSE_S, random.Random()), False
+        backoff, absence = Backoff(_LONGEST_PAUSE_S, random.Random()), Absence(log, "Kubernetes answers again")
         while True:
             try:
                 if not self._version:
                     await self._list()
-                    away = False
+                    absence.ended()
                 await self._watch(backoff)
-                away = False
+                absence.ended()
             except GoneError:
                 log.info("Kubernetes: too old a resource version, listing anew")
                 self._version = ""
             except UNANSWERED as error:
                 if isinstance(error, UNREADABLE):
                     self._version = ""  # half of it may have been taken
-                # Once per absence, not once per try.
-                log.log(
-                    logging.DEBUG if away else logging.WARNING,
-                    "Kubernetes does not answer, the instances found so far are kept: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
-                away = True
+                told = "Kubernetes does not answer, the instances found so far are kept: %s: %s"
+                absence.failed(told, type(error).__name__, error)
+                self._registry.discovery_failed(SOURCE)
             await asyncio.sleep(backoff.next_s())
 
     async def _list(self) -> None:

@@ -47,7 +47,12 @@ class RedisDiscovery:
         key, refused = instance_key(config.redis_prefix, ""), partial(registry.refused_in_redis, "instance")
         registrations = Registrations(self._redis, key, token, _parse, refused)
         self.watch = RegistrationWatch(
-            registrations, news_key(config.redis_prefix), "instances", look_s=_LOOK_S, now=now
+            registrations,
+            news_key(config.redis_prefix),
+            "instances",
+            look_s=_LOOK_S,
+            now=now,
+            failed=partial(registry.discovery_failed, SOURCE),
         )
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
