@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.test_experts import CLIPPED, SHAPES, make_experts
 from tests.kernels.test_sampling import FILTERS, case, defined, filter_of, keys_of
 
 from baton.types import SamplingParams
 from baton_kernels import kv_copy as definition
+from baton_kernels.experts import experts_reference
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind, gated_reference, rms_norm_reference
 from baton_kernels.token_mask import mask_tokens, pack_mask
 
 pytest.importorskip("triton")
 from baton_kernels.gpu import kv_copy, row_wise
+from baton_kernels.gpu.experts import TritonExperts
 from baton_kernels.gpu.sampling import TritonSampler
 
 CUDA = torch.cuda.is_available()
@@ -133,3 +138,35 @@ def test_a_row_that_is_not_finite_is_bad_alone() -> None:
     got = TritonSampler(DEVICE)(logits.to(DEVICE), [filter_of(one) for one in params], keys).tolist()
     assert got[1:4] == [-1, -1, -1]
     assert [got[0], got[4]] == defined(logits[[0, 4]], [params[0], params[4]], keys[[0, 4]])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED], ids=lambda activation: activation.kind.name)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[4]], ids=str)
+def test_mixtures_of_experts(shape: tuple[int, ...], activation: Activation) -> None:
+    tokens, count, top_k, hidden, inner = shape
+    generator = torch.Generator().manual_seed(tokens)
+    weights = make_experts(generator, torch.float32, count, hidden, inner, interleaved=activation is CLIPPED)
+    x, residual = (torch.randn(tokens, size, generator=generator) for size in (hidden + 9, hidden))
+    x = x[:, 4 : 4 + hidden]
+    ids = torch.rand(tokens, count, generator=generator).topk(top_k).indices.int()
+    ids[0, 0], ids[-1, -1] = count, -1  # choose none
+    factors = torch.rand(tokens, top_k, generator=generator)
+    there = {name: getattr(weights, name) for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+    there = {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in there.items()}
+    operator = TritonExperts(dataclasses.replace(weights, **there), activation)
+    for more in (None, residual):
+        want = experts_reference(weights, activation, x, ids, factors, more)
+        moved = (tensor if tensor is None else tensor.to(DEVICE) for tensor in (x, ids, factors, more))
+        got = operator(*moved)
+        torch.testing.assert_close(got.double().cpu(), want, rtol=3e-5, atol=3e-5)
+
+
+def test_no_tokens_and_no_chosen_expert() -> None:
+    weights = make_experts(torch.Generator().manual_seed(0), torch.float32, 4, 8, 8, interleaved=False)
+    there = {"gate_up": weights.gate_up.to(DEVICE), "down": weights.down.to(DEVICE)}
+    operator = TritonExperts(dataclasses.replace(weights, **there), SILU)
+    x, factors = torch.randn(3, 8, device=DEVICE), torch.ones(3, 2, device=DEVICE)
+    none = torch.tensor([[4, -1]] * 3, dtype=torch.int32, device=DEVICE)
+    assert operator(x[:0], none[:0], factors[:0]).shape == (0, 8)
+    assert torch.equal(operator(x, none, factors, x), x)

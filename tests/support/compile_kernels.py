@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton_kernels.gpu import kv_copy, row_wise, sampling
+from baton_kernels.gpu import experts, kv_copy, row_wise, sampling
 from baton_kernels.paged_attention import gpu_kernels as attention
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -69,6 +69,12 @@ def main() -> int:
         compiled(kv_copy._copy_kernel, both, {"block_stride": "i64"}, {"T": 2048, "GATHER": gather})
     blocks = {"pool": "*i64", "pairs": "*i64"}
     compiled(kv_copy._copy_blocks_kernel, blocks, {"block_stride": "i64"}, {"T": 2048})
+    groups = dict.fromkeys(("order", "starts", "counts", "tile_experts", "tile_firsts"), "*i32")
+    tensors = groups | dict.fromkeys(("x", "weights", "bias", "out"), DTYPE)
+    scalars = {"alpha": "fp32", "limit": "fp32"}
+    tile = {"BIAS": True, "TILE_M": 64, "TILE_N": 64, "TILE_K": 64}
+    compiled(experts._gate_up_kernel, tensors, scalars, {"TOP_K": 8, "KIND": 2, **tile})
+    compiled(experts._down_kernel, tensors | {"factors": "*fp32", "out": "*fp32"}, {}, tile)
     rows = {"logits": DTYPE, "masks": "*i32", "top_ks": "*i32", "tokens": "*i64", "keys": "*u64", "constants": "*u64"}
     rows |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
     which = dict.fromkeys(("MASKED", "TOP_K", "TOP_P"), True)

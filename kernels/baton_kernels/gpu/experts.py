@@ -1,0 +1,160 @@
+"""Mixtures of experts by Triton: rows grouped by expert, two grouped products; definition in ``baton_kernels.experts``.
+
+Rows (a token, and one of its experts) are sorted by expert, and each expert's are cut into tiles. How many tiles an
+expert has is known to the device alone: as many programs are launched as there could be, and those without a tile end.
+So nothing waits for the device, and a launch can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.experts import ExpertWeights
+from baton_kernels.gpu.row_wise import gated
+from baton_kernels.row_wise import Activation
+
+TILE_N, TILE_K = 64, 64
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, weights, bias, out, order, starts, counts, tile_experts, tile_firsts,
+    x_row, expert_stride, n_stride, k_stride, up_offset, bias_stride, bias_n, bias_up, hidden, inner, alpha, limit,
+    num_experts, TOP_K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """``activation(x gate^T) * (x up^T)`` of a tile of one expert's rows. Grid: (tiles, ceil(inner / TILE_N))."""
+    expert = tl.load(tile_experts + tl.program_id(0))
+    if expert < num_experts:
+        i = tl.load(tile_firsts + tl.program_id(0)) + tl.arange(0, TILE_M)
+        live = i < tl.load(counts + expert)
+        row = tl.load(starts + expert) + i
+        token = tl.load(order + row, mask=live, other=0) // TOP_K
+        n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        of_expert = weights + expert.to(tl.int64) * expert_stride
+        gate = tl.zeros([TILE_M, TILE_N], tl.float32)
+        up = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for at in range(0, hidden, TILE_K):
+            k = at + tl.arange(0, TILE_K)
+            from_x = x + token.to(tl.int64)[:, None] * x_row + k[None, :]
+            a = tl.load(from_x, mask=live[:, None] & (k[None, :] < hidden), other=0.0)
+            from_w = of_expert + n[None, :] * n_stride + k[:, None] * k_stride
+            there = (n[None, :] < inner) & (k[:, None] < hidden)
+            gate += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision="ieee")
+            up += tl.dot(a, tl.load(from_w + up_offset, mask=there, other=0.0), input_precision="ieee")
+        if BIAS:
+            from_bias = bias + expert * bias_stride + n * bias_n
+            gate += tl.load(from_bias, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(from_bias + bias_up, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+        to = out + row.to(tl.int64)[:, None] * inner + n[None, :]
+        y = gated(gate, up, alpha, limit, KIND).to(out.dtype.element_ty)
+        tl.store(to, y, mask=live[:, None] & (n[None, :] < inner))
+
+
+@triton.jit
+def _down_kernel(
+    x, weights, bias, factors, out, order, starts, counts, tile_experts, tile_firsts,
+    expert_stride, n_stride, k_stride, hidden, inner, num_experts,
+    BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out``.
+
+    Grid: (tiles, ceil(hidden / TILE_N)).
+    """
+    expert = tl.load(tile_experts + tl.program_id(0))
+    if expert < num_experts:
+        i = tl.load(tile_firsts + tl.program_id(0)) + tl.arange(0, TILE_M)
+        live = i < tl.load(counts + expert)
+        row = tl.load(starts + expert) + i
+        pair = tl.load(order + row, mask=live, other=0)
+        n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        of_expert = weights + expert.to(tl.int64) * expert_stride
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for at in range(0, inner, TILE_K):
+            k = at + tl.arange(0, TILE_K)
+            from_x = x + row.to(tl.int64)[:, None] * inner + k[None, :]
+            a = tl.load(from_x, mask=live[:, None] & (k[None, :] < inner), other=0.0)
+            from_w = of_expert + n[None, :] * n_stride + k[:, None] * k_stride
+            there = (n[None, :] < hidden) & (k[:, None] < inner)
+            total += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision="ieee")
+        if BIAS:
+            total += tl.load(bias + expert * hidden + n, mask=n < hidden, other=0.0).to(tl.float32)[None, :]
+        total *= tl.load(factors + pair, mask=live, other=0.0)[:, None]
+        tl.store(
+            out + pair.to(tl.int64)[:, None] * hidden + n[None, :], total, mask=live[:, None] & (n[None, :] < hidden)
+        )
+
+
+class TritonExperts:
+    """The operator for the experts of one layer; takes the place of :class:`baton_kernels.experts.CpuExperts`.
+
+    Args:
+        experts: Their weights, on the device; they are used as they lie.
+        activation: Between their linears.
+    """
+
+    def __init__(self, experts: ExpertWeights, activation: Activation) -> None:
+        self._gate_up, self._down = experts.gate_up.detach(), experts.down.detach()
+        self._gate_up_bias, self._down_bias = experts.gate_up_bias, experts.down_bias
+        self._activation, self._interleaved = activation, experts.interleaved
+        self._experts = len(self._gate_up)
+        shape = self._down.shape
+        self.inner, self.hidden = (shape[1], shape[2]) if experts.interleaved else (shape[2], shape[1])
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :func:`baton_kernels.experts.experts_reference`; the result has x's dtype, sums are in float32.
+
+        Args:
+            x: [T, hidden], rows of any stride.
+            ids: int32 or int64 [T, top_k].
+            weights: float32 [T, top_k].
+            residual: [T, hidden].
+        """
+        x = x if x.stride(1) == 1 else x.contiguous()
+        (tokens, top_k), device = ids.shape, x.device
+        pairs = tokens * top_k
+        out = torch.zeros(pairs, self.hidden, dtype=torch.float32, device=device)
+        if pairs:
+            self._run(x, ids, weights.contiguous(), out)
+        summed = out.view(tokens, top_k, self.hidden).sum(1)
+        return (summed if residual is None else summed + residual.float()).to(x.dtype)
+
+    def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        pairs, top_k, count, inner = ids.numel(), ids.shape[1], self._experts, self.inner
+        tile_m = 16 if pairs <= 16 * count else 64
+        flat = ids.reshape(-1).long()
+        flat = torch.where((flat >= 0) & (flat < count), flat, count)  # who chooses none stands behind the last
+        order = torch.argsort(flat, stable=True).int()
+        counts = torch.zeros(count + 1, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+        starts = counts.cumsum(0) - counts
+        tiles = -(-counts[:count] // tile_m)
+        ends = tiles.cumsum(0)
+        number = torch.arange(-(-pairs // tile_m) + min(count, pairs), device=x.device)
+        expert = torch.searchsorted(ends, number, right=True)
+        known = expert.clamp(max=count - 1)
+        first = ((number - (ends[known] - tiles[known])) * tile_m).int()
+        groups = (order, starts.int(), counts.int(), expert.int(), first)
+        h = x.new_empty(pairs, inner)
+        w, bias = self._gate_up, self._gate_up_bias
+        n, k, up = (2, w.stride(1), 1) if self._interleaved else (w.stride(1), 1, inner * w.stride(1))
+        bias_n, bias_up = (2, 1) if self._interleaved else (1, inner)
+        sizes = {"TILE_M": tile_m, "TILE_N": TILE_N, "TILE_K": TILE_K}
+        _gate_up_kernel[len(number), triton.cdiv(inner, TILE_N)](
+            *(x, w, w if bias is None else bias, h, *groups, x.stride(0), w.stride(0), n, k, up),
+            *(2 * inner, bias_n, bias_up, self.hidden, inner, self._activation.alpha, self._activation.limit, count),
+            TOP_K=top_k,
+            KIND=int(self._activation.kind),
+            BIAS=bias is not None,
+            **sizes,
+        )
+        w, bias = self._down, self._down_bias
+        n, k = (1, w.stride(1)) if self._interleaved else (w.stride(1), 1)
+        _down_kernel[len(number), triton.cdiv(self.hidden, TILE_N)](
+            *(h, w, w if bias is None else bias, weights, out, *groups, w.stride(0), n, k, self.hidden, inner, count),
+            BIAS=bias is not None,
+            **sizes,
+        )
