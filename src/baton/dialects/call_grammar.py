@@ -45,6 +45,7 @@ class AnswerGrammar:
         reasons: The answer begins amid reasoning.
         content: What the text must be, if it must be something; besides calls, where these may be made.
         special_tokens: The tokenizer's, by their names.
+        thinking_budget: Most tokens of reasoning: behind them nothing but its end is allowed; ``None``: any number.
     """
 
     dialects: Dialects
@@ -52,6 +53,7 @@ class AnswerGrammar:
     reasons: bool = False
     content: Grammar | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+    thinking_budget: int | None = None
 
     @property
     def kind(self) -> str:
@@ -63,7 +65,8 @@ class AnswerGrammar:
         """Equal for equal ones, and for no others."""
         names = [part and part.name for part in (self.dialects.tools, self.dialects.reasoning)]
         use, content = self.use, self.content and (self.content.kind, self.content.text)
-        parts = (names, use.tools, use.mode, use.names, use.parallel, self.reasons, content, self.special_tokens)
+        tools = (use.tools, use.mode, use.names, use.parallel)
+        parts = (names, *tools, self.reasons, content, self.special_tokens, self.thinking_budget)
         return hashlib.sha256(json.dumps(parts).encode()).digest()
 
     def to_grammar(self) -> Grammar:
@@ -88,6 +91,7 @@ class _Writer:
         names = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self._rules: list[str] = [_TEXT]
+        self._text = "TEXT"
         self._lazy: dict[str, str] = {}
         self._places = {
             tool["function"]["name"]: f"tools[{at}].function.parameters" for at, tool in enumerate(self._use.tools)
@@ -101,8 +105,8 @@ class _Writer:
         if channels:
             start = self._messages(channels)
         else:
-            body = self._body(tools)
-            start = " ".join(filter(None, (self._think(reasoning), body)))
+            think = self._think(reasoning)
+            start = " ".join(filter(None, (think, self._body(tools))))
         return "\n".join((f"start: {start}", *self._rules))
 
     # --- pieces ---
@@ -118,16 +122,16 @@ class _Writer:
         """Return the rule of any text up to another one, and that."""
         literal = self._literal(end)
         if literal.startswith("<["):
-            return f"TEXT {literal}"
+            return f"{self._text} {literal}"
         first, special, rest = literal.partition(" <[")
         known = self._lazy.get(literal)
         if known is None:
             known = self._lazy[literal] = f"up_to_{len(self._lazy)}" if not special else f"UP_TO_{len(self._lazy)}"
             if special:  # which ends the text before it
-                pattern = re.escape(json.loads(first)).replace("\\\n", r"\n").replace("/", r"\/")
-                self._rules.append(rf"{known}: /(.|\n)*{pattern}/")
+                pattern = _pattern(json.loads(first))
+                self._rules.append(rf"{known}: {self._text} /{pattern}/")
             else:
-                self._rules.append(rf"{known}[lazy]: /(.|\n)*/ {first}")
+                self._rules.append(rf"{known}[lazy]: {self._text} {first}")
         return f"{known} <[{rest}" if special else known
 
     def _rule(self, name: str, body: str) -> str:
@@ -137,15 +141,42 @@ class _Writer:
     def _think(self, reasoning: ReasoningDialect | None) -> str:
         if reasoning is None or not reasoning.begin:
             return ""
-        rest = f"{self._up_to(reasoning.end)} /\\n{{0,2}}/"
+        text, end = self._thought(reasoning.end)
+        end = f"{end} /\\n{{0,2}}/"
         tools = self._answer.dialects.tools
-        if self._use.mode != "none" and tools is not None and tools.ends_reasoning and rest.startswith("TEXT "):
-            rest = f"TEXT ({rest.removeprefix('TEXT ')})?"
-        return f"({rest})" if self._answer.reasons else f"({self._literal(reasoning.begin)} {rest})?"
+        if self._use.mode != "none" and tools is not None and tools.ends_reasoning and end.startswith("<["):
+            end = f"({end})?"
+        if self._answer.reasons:
+            return f"({text} {end})"
+        begin = self._literal(reasoning.begin)
+        if self._answer.thinking_budget is not None and not begin.startswith("<["):
+            # Else what begins as text might be reasoning, without a bound.
+            self._text = "PLAIN"
+            self._rules.append(rf"PLAIN: /(.|\n)*/ & ~/\s*{_pattern(reasoning.begin)}(.|\n)*/")
+        return f"({begin} {text} {end})?"
+
+    def _thought(self, end: str) -> tuple[str, str]:
+        """Return what reasoning is made of, and what ends it, which together are not ambiguous."""
+        literal, budget = self._literal(end), self._answer.thinking_budget
+        special = literal.startswith("<[")
+        if budget is None:
+            return ("TEXT", literal) if special else (self._up_to(end), "")
+        if budget == 0 or (budget == 1 and not special):
+            return "", literal
+        if special:
+            return self._rule(f"thought[max_tokens={budget}]", r"/(.|\n)*/").partition("[")[0], literal
+        # Whatever is no end is read in pieces, so that the lexer need not go back where the end begins. The bound of a
+        # grammar within a grammar allows a token more than it says.
+        begun = ""
+        for char in reversed(end[1:-1]):
+            begun = f"({_pattern(char)}{begun})?"
+        first = _pattern(end[0])
+        pieces = f"start: (OTHER | BEGUN)*\nOTHER: /[^{first}]+/\nBEGUN: /{first}{begun}/"
+        return self._rule(f"thought[max_tokens={budget - 1}]", f"%lark {{\n{pieces}\n}}").partition("[")[0], literal
 
     def _content(self) -> str:
         content = self._answer.content
-        return "TEXT" if content is None else self._rule("content", f"%lark {{\n{content.text}\n}}")
+        return self._text if content is None else self._rule("content", f"%lark {{\n{content.text}\n}}")
 
     # --- calls ---
 
@@ -159,9 +190,9 @@ class _Writer:
             return f"({self._sections(tools.sections[0])} | {self._content()})"
         tags = [self._tag(section, at) for at, section in enumerate(tools.sections) if section.begin]
         if not tags:
-            return "TEXT"
+            return self._text
         either = " | ".join(tags)
-        return f"({either})* TEXT" if self._use.parallel else f"({either} | TEXT)"
+        return f"({either})* {self._text}" if self._use.parallel else f"({either} | {self._text})"
 
     def _tag(self, section: Section, at: int) -> str:
         """Return the rule of free text up to a section, and the section."""
@@ -260,16 +291,20 @@ class _Writer:
     def _messages(self, channels: Channels) -> str:
         """Return the rule of messages with headers: reasoning, then a call or the answer."""
         message, up_to_end = self._literal(channels.message), self._up_to(channels.end[0])
+        text, end = self._thought(channels.end[0])
         begin, channel = self._literal(channels.begin[0]), channels.begin[1]
-        thought = f"{self._literal(channel + channels.reasoning[0])} {message} {up_to_end} {begin}"
+        thought = f"{self._literal(channel + channels.reasoning[0])} {message} {text} {end} {begin}"
+        thoughts = f"({thought})*" if self._answer.thinking_budget is None else f"({thought})?"
         final = f"{self._literal(f'{channel}final')} {message} {self._content()}"
         if self._use.mode == "none":
-            return f"({thought})* {final}"
+            return f"{thoughts} {final}"
         heads = ((f"{channel}commentary to=functions.{name} <|constrain|>json", name) for name in self._use.names)
         calls = " | ".join(f"{self._literal(head)} {message} {self._arguments(name)}" for head, name in heads)
         if self._use.mode == "required":
-            return f"({thought})* ({calls})"
+            return f"{thoughts} ({calls})"
         preamble = f"{self._literal(f'{channel}commentary')} {message} {up_to_end} {begin}"
+        if self._answer.thinking_budget is not None:
+            return f"{thoughts} ({preamble})* ({calls} | {final})"
         return f"({thought} | {preamble})* ({calls} | {final})"
 
     # --- schemas ---
@@ -310,6 +345,11 @@ class _Writer:
         if self._size > MAX_GRAMMAR_BYTES:
             message = f"{place}: the grammar of calls to these tools has more than {MAX_GRAMMAR_BYTES} bytes"
             raise InvalidRequestError(message, field=place)
+
+
+def _pattern(text: str) -> str:
+    """Return the regular expression of a text, as it stands between slashes."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
 
 
 def _has_anchor(section: Section) -> bool:

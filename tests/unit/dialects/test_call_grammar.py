@@ -17,6 +17,7 @@ from tests.unit.dialects.samples import SAMPLES, SCHEMAS, Sample
 from tokenizers import AddedToken, Tokenizer
 
 from baton.dialects import TOOL_DIALECTS, CallArguments, CallStart, DialectParser, Text
+from baton.dialects.builtin import REASONING_DIALECTS
 from baton.dialects.call_grammar import AnswerGrammar
 from baton.dialects.choice import Dialects, choose_dialects
 from baton.dialects.schema_values import schema_types
@@ -284,3 +285,74 @@ def test_tools_whose_grammar_would_be_huge_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError, match="bytes") as caught:
         AnswerGrammar(choose_dialects(name, "none"), use).to_grammar()
     assert str(caught.value.field).startswith("tools")
+
+
+def _reasoning_tokens(ids: list[int], special: bool, begin: str, end: str) -> int:
+    """Return how many tokens of an answer lie wholly before the end of its reasoning, behind the beginning."""
+    tokenizer = _TOKENIZERS[special][1]
+    texts = [tokenizer.decode(ids[:at], skip_special_tokens=False) for at in range(len(ids) + 1)]
+    if not texts[-1].startswith(begin):
+        return 0
+    stop = texts[-1].find(end, len(begin))
+    assert stop >= 0
+    return sum(len(begin) < len(text) <= stop for text in texts[1:])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["literal", "special"])
+@pytest.mark.parametrize("budget", [0, 1, 3, 40])
+@pytest.mark.parametrize("name", ["think", "mistral", "gpt_oss"])
+def test_a_budget_ends_reasoning(name: str, budget: int, special: bool) -> None:
+    guidance, tokenizer, found = _TOKENIZERS[special]
+    dialects = choose_dialects("gpt_oss" if name == "gpt_oss" else "hermes", name)
+    reasoning = dialects.reasoning
+    assert reasoning is not None
+    begin, end = reasoning.begin, reasoning.end
+    if name == "gpt_oss":
+        begin, end = "<|channel|>analysis<|message|>", "<|end|>"
+    content = StructuredOutputs.from_mapping({"json": {"enum": ["yes", "no"]}}).to_grammar()
+    mask = allocate_token_bitmask(1, guidance.vocab_size)
+    for use, reasons in ((ToolUse(), False), (ToolUse(), True), (_USE, False)):
+        if name == "gpt_oss" and reasons:
+            continue
+        grammar = AnswerGrammar(
+            dialects, use, reasons, content, special_tokens=found, thinking_budget=budget
+        ).to_grammar()
+        for seed in range(3):
+            matcher, chance = LLMatcher(guidance, grammar.text, log_level=0), random.Random(seed)
+            assert not matcher.is_error(), matcher.get_error()
+            ids = [] if reasons else tokenizer.encode(begin, add_special_tokens=False).ids
+            assert matcher.consume_tokens(ids)
+            while not matcher.is_stopped() and len(ids) < 200:
+                fill_next_token_bitmask(matcher, mask)
+                allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little"))
+                ids.append(int(chance.choice(allowed)))
+                if ids[-1] in (2, EOS):
+                    break
+                assert matcher.consume_token(ids[-1])
+            head = "" if reasons else begin
+            assert _reasoning_tokens(ids, special, head, end) <= budget
+            rest = tokenizer.decode(ids, skip_special_tokens=False).partition(end)[2]
+            if name != "gpt_oss" and use.mode == "none":
+                assert rest.strip("\n</s>") in ('"yes"', '"no"')
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["literal", "special"])
+def test_reasoning_within_its_budget_is_left_as_it_is(special: bool) -> None:
+    dialects = choose_dialects("hermes", "think")
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    for use in (ToolUse(), _USE):
+        grammar = AnswerGrammar(dialects, use, special_tokens=_TOKENIZERS[special][2], thinking_budget=60).to_grammar()
+        for text in (
+            "<think>\nA <b>bold</b> idea: 1 < 2, </thin ice, <</ and </think>\n\nSo.",
+            "<think></think>So.",
+            "Free <text>.",
+        ):
+            assert _accepts(grammar, special, text), text
+        assert not _accepts(grammar, special, "<think>" + "so " * 100 + "</think>Yes.")
+        assert not _accepts(grammar, special, " <think>" + "so " * 100 + "</think>Yes.")
+        assert _accepts(grammar, special, f"<think>Hm.</think>{call}") or use.mode == "none"
+
+
+def test_ends_of_reasoning_can_be_told_from_their_beginnings() -> None:
+    for reasoning in REASONING_DIALECTS.values():
+        assert reasoning.end[:1] not in reasoning.end[1:] or not reasoning.end
