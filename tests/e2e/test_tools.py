@@ -1,4 +1,4 @@
-"""Tools against ``baton up``, with the unmodified openai SDK: the script of ``examples/``."""
+"""Tools against ``baton up``, with the unmodified openai and anthropic SDKs: the scripts of ``examples/``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ PARAMETERS: dict[str, Any] = {
     "properties": {"city": {"type": "string", "enum": ["Cologne", "Rome", "Oslo"]}, "days": {"enum": [1, 2, 3]}},
     "required": ["city", "days"],
 }
+WEATHER: dict[str, Any] = PARAMETERS | {
+    "properties": {**PARAMETERS["properties"], "days": {"type": "integer", "minimum": 1, "maximum": 7}}
+}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 
 
@@ -37,13 +40,42 @@ def up(model: str) -> Iterator[Running]:
         running.end()
 
 
-def test_the_example_runs(up: Running) -> None:
+def example(name: str, url: str) -> dict[str, Any]:
+    """Run an example; return what its steps printed."""
     ran = subprocess.run(
-        [sys.executable, EXAMPLES / "openai_tools.py", "--url", f"{up.url}/v1"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, EXAMPLES / name, "--url", url], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ran.returncode == 0, ran.stderr
-    steps = {line.pop("step"): line for line in map(json.loads, ran.stdout.splitlines())}
+    return {line.pop("step"): line for line in map(json.loads, ran.stdout.splitlines())}
+
+
+def test_the_example_of_responses_runs(up: Running) -> None:
+    steps = example("openai_responses.py", f"{up.url}/v1")
+    assert list(steps) == ["call", "answer", "retrieved", "stream", "parsed"]
+    for name in ("call", "stream"):
+        jsonschema.validate(json.loads(steps[name]["arguments"]), WEATHER)
+    assert steps["answer"]["status"] in ("completed", "incomplete")
+    assert steps["retrieved"] == {"same": True}
+    for kind in ("response.created", "response.function_call_arguments.delta", "response.completed"):
+        assert kind in steps["stream"]["events"]
+    assert steps["parsed"]["kind"] == "Forecast"
+
+
+def test_the_example_of_messages_runs(up: Running) -> None:
+    steps = example("anthropic_messages.py", up.url)
+    assert list(steps) == ["call", "answer", "stream", "parsed"]
+    for name in ("call", "stream"):
+        jsonschema.validate(steps[name]["input"], WEATHER)
+    assert (steps["call"]["name"], steps["call"]["stop"]) == ("get_weather", "tool_use")
+    assert steps["answer"]["stop"] in ("end_turn", "max_tokens")
+    assert 0 < steps["answer"]["prompt"] <= steps["answer"]["tokens"]  # which has the tools, if the template reads them
+    assert steps["stream"]["same"]
+    assert steps["stream"]["pieces"] > 1
+    assert steps["parsed"] == {"kind": "Forecast"}
+
+
+def test_the_example_of_chats_runs(up: Running) -> None:
+    steps = example("openai_tools.py", f"{up.url}/v1")
     assert list(steps) == ["required", "answer", "named", "stream", "strict", "auto"]
     for name in ("required", "stream"):
         ((called, arguments),) = steps[name]["calls"]

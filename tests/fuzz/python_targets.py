@@ -12,6 +12,7 @@ TARGETS = {
     "tickets": "requests",
     "text": "requests",
     "responses": "requests",
+    "anthropic": "requests",
     "traces": "requests",
     "grammars": "grammar",
     "tools": "grammar",

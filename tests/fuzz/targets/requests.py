@@ -20,9 +20,12 @@ from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
 from baton.tracing import parse_traceparent
+from baton_router.frontend.anthropic.answer import object_of
+from baton_router.frontend.anthropic.messages import parse_message
 from baton_router.frontend.grpc.servicer import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
-from baton_router.frontend.openai.responses import ResponseStore, parse_response
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.responses import parse_response
 
 _FIELDS = [
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "n"),
@@ -75,6 +78,10 @@ _RESPONSE_FIELDS = [
     *("model", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls", "store", "stream"),
     *("text", "reasoning", "temperature", "previous_response_id", "background", "truncation", "include", "metadata"),
 ]
+_MESSAGE_FIELDS = [
+    *("model", "system", "tools", "tool_choice", "thinking", "output_config", "stop_sequences", "temperature", "top_k"),
+    *("metadata", "stream", "max_tokens", "container", "cache_control", "chat_template_kwargs", "seed"),
+]
 _ITEM_FIELDS = ["type", "role", "content", "summary", "call_id", "name", "arguments", "output", "id", "status"]
 _ITEMS = ["message", "reasoning", "function_call", "function_call_output", "", None]
 
@@ -110,10 +117,39 @@ def responses(data: bytes) -> None:
             request = parse_response(body, None, store)
         except BatonError:
             continue
-        assert request.response is not None
-        request.response.keep({"role": "assistant", "content": "x"})
-        if request.response.store is not None:
-            assert store.get(None, request.response.ident)[-1] == {"role": "assistant", "content": "x"}
+        settings = request.settings
+        settings.keep({"role": "assistant", "content": "x"}, b"{}")
+        if settings.store is not None:
+            assert store.messages(None, settings.ident)[-1] == {"role": "assistant", "content": "x"}
+
+
+def anthropic(data: bytes) -> None:
+    """A body is a request for a message, or an error that names a field."""
+    choices = Choices(data)
+    turns = []
+    for _ in range(choices.number(0, 4)):
+        blocks: Any = choices.text()
+        if choices.flag():
+            blocks = [_block(choices) for _ in range(choices.number(0, 4))]
+        turns.append({"role": choices.pick(["user", "assistant", "system", "tool"]), "content": blocks})
+    body: Any = {"messages": turns, "max_tokens": choices.number(0, 3)} | choices.fields(_MESSAGE_FIELDS, 4)
+    if choices.number(0, 7) == 0:
+        body = choices.value()
+    try:
+        body = orjson.loads(orjson.dumps(body))
+    except TypeError:  # what no JSON can say
+        return
+    with contextlib.suppress(InvalidRequestError):
+        request = parse_message(body, None)
+        assert len(request.requests) == 1
+    assert isinstance(object_of(choices.text()), dict)
+
+
+def _block(choices: Choices) -> Any:
+    kinds = ["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image", None]
+    block: dict[str, Any] = {"type": choices.pick(kinds), "text": choices.text(), "thinking": choices.text()}
+    block |= {"id": "c", "tool_use_id": "c", "name": "f", "input": {"a": choices.text()}, "content": choices.text()}
+    return block | choices.fields([*block, "is_error"], 2)
 
 
 def traces(data: bytes) -> None:

@@ -36,11 +36,13 @@ def test_it_is_valid(keyed: bool) -> None:
     assert document["openapi"].startswith("3.1")
     validate(document)
     for path, operations in document["paths"].items():
-        for operation in (operations[method] for method in ("get", "post") if method in operations):
-            assert operation["security"] == ([{"ApiKey": []}] if keyed and path not in OPEN_PATHS else [])
+        for operation in (operations[method] for method in ("get", "post", "delete") if method in operations):
+            keys = [{"ApiKey": []}, {"ApiKeyHeader": []}]
+            assert operation["security"] == (keys if keyed and path not in OPEN_PATHS else [])
+            error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
             for status in ("400", "500", "503") if path != "/readyz" else ("400", "500"):
                 content = operation["responses"][status]["content"]["application/json"]
-                assert content["schema"] == {"$ref": "#/components/schemas/Error"}
+                assert content["schema"] == {"$ref": f"#/components/schemas/{error}"}
             assert ("401" in operation["responses"]) is bool(operation["security"])
     assert ("securitySchemes" in document["components"]) is keyed
     assert [server["url"] for server in document["paths"]["/metrics"]["servers"]] == ["/", "http://{host}:9464"]
@@ -90,6 +92,33 @@ def test_chat_answers_are_as_it_says(api: Served, more: dict[str, Any]) -> None:
         check(document, "ChatCompletionChunk", event)
     with pytest.raises(jsonschema.ValidationError):
         check(document, "ChatCompletionChunk", {**event, "object": "other"})
+
+
+def test_responses_and_messages_are_as_it_says(api: Served) -> None:
+    api.reset()
+    document = api.http.get("/openapi.json").json()
+    answer = api.post("/v1/responses", {"input": "Hi", "max_output_tokens": 20}).json()
+    check(document, "Response", answer)
+    check(document, "Response", api.http.get(f"/v1/responses/{answer['id']}").json())
+    check(document, "DeletedResponse", api.http.delete(f"/v1/responses/{answer['id']}").json())
+    body = {"messages": CHAT, "max_tokens": 20}
+    check(document, "Message", api.post("/v1/messages", body).json())
+    check(document, "TokenCount", api.post("/v1/messages/count_tokens", {"messages": CHAT}).json())
+    check(document, "AnthropicError", api.post("/v1/messages", {}).json())
+    for path, fields, name in (
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 20}, "ResponseEvent"),
+        ("/v1/messages", body, "MessageEvent"),
+    ):
+        text = api.post(path, {**fields, "stream": True}).text
+        told = [json.loads(part.partition("\ndata: ")[2]) for part in text.strip().split("\n\n")]
+        assert len(told) > 5
+        for event in told:
+            check(document, name, event)
+    for name, wrong in (("MessagesBody", {"messages": CHAT}), ("ResponsesBody", {"input": "x", "background": True})):
+        with pytest.raises(jsonschema.ValidationError):
+            check(document, name, wrong)
+    assert "[DONE]" not in json.dumps(document["paths"]["/v1/messages"])
+    assert "[DONE]" in json.dumps(document["paths"]["/v1/chat/completions"])
 
 
 def test_a_request_to_no_endpoint_is_told_which_there_are(api: Served) -> None:

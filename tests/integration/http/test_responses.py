@@ -14,9 +14,9 @@ from tests.integration.http.test_http_api import Served
 from tests.integration.http.test_tool_calls import CALLS, PARAMETERS, api, prompt, running, say  # noqa: F401
 from tests.support.scripted import encode
 
-from baton.errors import InvalidRequestError
-from baton_router.frontend.openai import responses
-from baton_router.frontend.openai.responses import ResponseStore
+from baton.errors import NotFoundError
+from baton_router.frontend.openai import response_store
+from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.types import Account
 
 TOOLS: list[Any] = [
@@ -114,9 +114,63 @@ def test_what_is_not_stored_cannot_be_gone_on_from(served: Served) -> None:
     say(served, "Hm.")
     answer = create(served, store=False)
     for ident in (answer.id, "resp_none"):
-        with pytest.raises(openai.BadRequestError) as caught:
+        with pytest.raises(openai.NotFoundError) as caught:
             create(served, previous_response_id=ident)
         assert caught.value.param == "previous_response_id"
+        with pytest.raises(openai.NotFoundError) as caught:
+            served.client.responses.retrieve(ident)
+        assert caught.value.param == "response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_stored_can_be_had_again_and_deleted(served: Served, stream: bool) -> None:
+    if stream:
+        answer = list(create(served, tools=TOOLS, metadata={"a": "b"}, stream=True))[-1].response
+    else:
+        answer = create(served, tools=TOOLS, metadata={"a": "b"})
+    assert answer.metadata == {"a": "b"}
+    again = served.client.responses.retrieve(answer.id)
+    assert again.model_dump() == answer.model_dump()
+    assert served.http.get(f"/v1/responses/{answer.id}?stream=true").status_code == 400
+    metrics = served.http.get("/metrics").text
+    assert "baton_http_kept_responses 0" not in metrics
+    assert 'baton_http_requests_total{endpoint="/v1/responses/{id}",status="200"}' in metrics
+    assert served.http.delete(f"/v1/responses/{answer.id}").json() == {
+        "id": answer.id, "object": "response", "deleted": True,
+    }  # fmt: skip
+    with pytest.raises(openai.NotFoundError):
+        served.client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        create(served, previous_response_id=answer.id)
+
+
+def test_the_beginning_of_a_stream_has_no_output_yet(served: Served) -> None:
+    served.dispatcher.per_chunk = 1000
+    first = next(iter(create(served, tools=TOOLS, stream=True)))
+    assert (first.type, first.response.output) == ("response.created", [])
+
+
+def test_fields_without_effect_are_named(served: Served) -> None:
+    say(served, "Hm.")
+    fields: dict[str, Any] = {
+        "input": "x", "max_output_tokens": 9, "include": ["reasoning.encrypted_content"], "zzz": 1,
+        "service_tier": "flex", "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "high"},
+    }  # fmt: skip
+    answer = served.post("/v1/responses", fields)
+    named = answer.headers["x-baton-ignored-fields"].split(", ")
+    expected = ["include", "zzz", "service_tier", "text.verbosity", "reasoning.summary", "reasoning.effort"]
+    assert sorted(named) == sorted(expected)
+    harmless = {
+        "include": [],
+        "service_tier": "auto",
+        "stream_options": {"include_obfuscation": False},
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "medium", "format": {"type": "text"}},
+        "background": False,
+        "truncation": "disabled",
+    }
+    answer = served.post("/v1/responses", {"input": "x", "max_output_tokens": 9, **harmless})
+    assert "x-baton-ignored-fields" not in answer.headers
 
 
 def test_an_answer_that_is_cut_is_incomplete(served: Served) -> None:
@@ -155,7 +209,7 @@ def test_a_stream_that_fails_ends_with_an_error(served: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
@@ -163,6 +217,16 @@ def test_a_stream_that_fails_ends_with_an_error(served: Served) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
         ({"background": True}, "background"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}]},
+            "tools[0].parameters.not",
+        ),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"temperature": "x"}, "temperature"),
@@ -175,16 +239,34 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
 
 
 def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "MAX_RESPONSES", 3)
-    store = ResponseStore()
-    for at in range(5):
-        store.put(None, f"r{at}", [{"role": "user", "content": str(at)}])
-    assert store.get(None, "r4") == [{"role": "user", "content": "4"}]
-    with pytest.raises(InvalidRequestError, match="no response"):
-        store.get(None, "r1")
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(response_store, "MAX_BYTES", 8000)
+    monkeypatch.setattr(response_store, "MAX_TOTAL_BYTES", 12000)
+    counts: list[tuple[int, int]] = []
+    store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
-    store.put(mine, "r5", [])
-    assert store.get(mine, "r5") == []
-    for account in (None, other):
-        with pytest.raises(InvalidRequestError, match="no response"):
-            store.get(account, "r5")
+    for at in range(5):
+        store.put(mine, f"r{at}", [{"role": "user", "content": str(at)}], b"{}")
+    assert store.messages(mine, "r4") == [{"role": "user", "content": "4"}]
+    assert store.body(mine, "r4") == b"{}"
+    for account, ident in ((mine, "r1"), (other, "r4"), (None, "r4")):
+        for call in (store.messages, store.body, store.delete):
+            with pytest.raises(NotFoundError, match="no response"):
+                call(account, ident)
+    store.put(mine, "large", [], b"x" * 1001)
+    with pytest.raises(NotFoundError):
+        store.body(mine, "large")
+    # One account cannot take the room of another, but has all that is there.
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 100)
+    for at in range(20):
+        store.put(other, f"o{at}", [], b"x" * 998)
+    assert store.body(mine, "r4")
+    kept = [at for at in range(20) if f"o{at}" in store._kept["other"]]
+    assert kept == list(range(12, 20))
+    for at in range(20):
+        store.put(mine, f"m{at}", [], b"x" * 998)
+    assert len(store._kept["mine"]) == len(store._kept["other"]) == 6
+    for at in range(14, 20):
+        store.delete(mine, f"m{at}")
+        store.delete(other, f"o{at}")
+    assert counts[-1] == (0, 0)

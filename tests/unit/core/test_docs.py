@@ -28,7 +28,7 @@ from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig
-from baton_router.frontend.openai.generation import route_lines
+from baton_router.frontend.openai.route_headers import route_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted(

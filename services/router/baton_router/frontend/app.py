@@ -21,12 +21,23 @@ from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
+from baton_router.frontend.anthropic.answer import message_formatter
+from baton_router.frontend.anthropic.errors import refusal
+from baton_router.frontend.anthropic.messages import NAMES as MESSAGE_NAMES
+from baton_router.frontend.anthropic.messages import TokenCounter, parse_message
+from baton_router.frontend.anthropic.schema import CountTokensBody
 from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, require_admin
-from baton_router.frontend.openai.generation import OtherEndpoint, PostEndpoints
-from baton_router.frontend.openai.openai_request import chat_prompt
-from baton_router.frontend.openai.schemas import Body, DetokenizeBody, TokenizeBody
+from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
+from baton_router.frontend.openai.generation import PostEndpoints
+from baton_router.frontend.openai.message_parts import chat_formatter, plain_formatter
+from baton_router.frontend.openai.openai_request import chat_prompt, parse_chat, parse_completion
+from baton_router.frontend.openai.response_store import KeptResponses, ResponseStore
+from baton_router.frontend.openai.responses import NAMES as RESPONSE_NAMES
+from baton_router.frontend.openai.responses import parse_response
+from baton_router.frontend.openai.responses_answer import response_formatter
+from baton_router.frontend.openai.schemas import DetokenizeBody, TokenizeBody
 from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
 from baton_router.types import Account, ModelInfo
@@ -82,7 +93,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
@@ -90,8 +101,21 @@ def create_app(
     models = Models(processor)
     health = Health(ready or (lambda: dispatcher.model_info() is not None), refused, registry)
     document = openapi(keyed=options.accounts is not None, metrics_port=options.metrics_port)
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    store = ResponseStore(metrics.count_kept)
+    endpoints: dict[str, GenerationEndpoint | PlainEndpoint] = {
+        **openai_endpoints(options, store),
+        "/v1/messages": GenerationEndpoint(parse_message, "msg", message_formatter, MESSAGE_NAMES, refusal),
+        "/v1/messages/count_tokens": PlainEndpoint(
+            CountTokensBody, TokenCounter(tokenizer.count).answer, MESSAGE_NAMES, refusal
+        ),
+        "/tokenize": PlainEndpoint(TokenizeBody, tokenizer.tokenize),
+        "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),
+    }
+    for path in endpoints:
         _add(app, "POST", path, _served_by_the_protocol)
+    kept = KeptResponses(store)
+    _add(app, "GET", "/v1/responses/{response_id}", kept.get)
+    _add(app, "DELETE", "/v1/responses/{response_id}", kept.delete)
     _add(app, "GET", "/openapi.json", _Constant(document).get)
     _add(app, "GET", "/v1/models", models.list)
     _add(app, "GET", "/v1/models/{model:path}", models.get)
@@ -99,11 +123,21 @@ def create_app(
     _add(app, "GET", "/readyz", health.ready)
     _add(app, "GET", "/metrics", health.metrics)
     _add(app, "GET", "/version", health.version)
-    others: dict[str, tuple[type[Body], OtherEndpoint]] = {
-        "/tokenize": (TokenizeBody, tokenizer.tokenize),
-        "/detokenize": (DetokenizeBody, tokenizer.detokenize),
+    return HttpFront(app, PostEndpoints(processor, options, metrics, steps or TurnBatcher(), endpoints))
+
+
+def openai_endpoints(options: HttpOptions, store: ResponseStore) -> dict[str, GenerationEndpoint]:
+    """Return OpenAI's endpoints that generate, by path."""
+    bounds = {"max_prompts": options.max_prompts, "max_sequences": options.max_sequences}
+    return {
+        "/v1/chat/completions": GenerationEndpoint(lambda value, _: parse_chat(value), "chatcmpl", chat_formatter),
+        "/v1/completions": GenerationEndpoint(
+            lambda value, _: parse_completion(value, **bounds), "cmpl", plain_formatter
+        ),
+        "/v1/responses": GenerationEndpoint(
+            functools.partial(parse_response, store=store), "resp", response_formatter, RESPONSE_NAMES
+        ),
     }
-    return HttpFront(app, PostEndpoints(processor, options, metrics, steps or TurnBatcher(), others))
 
 
 class _Constant:
@@ -165,9 +199,7 @@ class TokenizerEndpoints:
         """Serve ``POST /tokenize``."""
         info = self._processor.model_info(body.model or "")
         prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
-        most = max(_LEAST_BOUND, 8 * info.max_model_len)
-        if count_chars(prompt) > most:
-            raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
+        _check_length(prompt, info, field)
         text_request = TextRequest(
             prompt=prompt,
             sampling=SamplingParams(),
@@ -192,6 +224,16 @@ class TokenizerEndpoints:
                 answer["token_strs"] = texts() if few else await self._processor.in_turn(text_request, texts)
         return answer
 
+    async def count(self, text_request: TextRequest, account: Account | None) -> int:
+        """Return how many tokens a request's prompt has."""
+        info = self._processor.model_info(text_request.model)
+        _check_length(text_request.prompt, info, text_request.prompt_field)
+        text_request.account = account
+        text_request.cache_salt = account.salt("") if account is not None else ""
+        with self._processor.charge(account, about_tokens(text_request.prompt)) as charge:
+            charge.tokens = len(await self._processor.tokenize(text_request, info))
+            return int(charge.tokens)
+
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
         """Serve ``POST /detokenize``."""
         info = self._processor.model_info(body.model or "")
@@ -210,6 +252,12 @@ class TokenizerEndpoints:
             salt = account.salt("") if account is not None else ""
             request = TextRequest(body.tokens, SamplingParams(), account=account, cache_salt=salt)
             return {"prompt": await self._processor.in_turn(request, decode)}
+
+
+def _check_length(prompt: Prompt, info: ModelInfo, field: str) -> None:
+    most = max(_LEAST_BOUND, 8 * info.max_model_len)
+    if count_chars(prompt) > most:
+        raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
 
 
 class Health:

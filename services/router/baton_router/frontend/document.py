@@ -10,13 +10,14 @@ from typing import Any, Final
 import msgspec
 
 from baton.version import __version__
+from baton_router.frontend.anthropic import schema as messages
 from baton_router.frontend.openai import answer_schemas as answers
+from baton_router.frontend.openai.responses_schema import ResponsesBody
 from baton_router.frontend.openai.schemas import (
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    ResponsesBody,
     TokenizeBody,
     json_schemas,
 )
@@ -28,7 +29,7 @@ _ANY: Final = (400, 403, 414, 417, 431, 500, 501, 503, 505)
 _BODY: Final = (404, 408, 413, 415, 429)
 _GENERATES: Final = (409, 502, 504)
 _OBJECT: Schema = {"type": "object"}
-_SCHEME = "ApiKey"
+_SCHEME, _KEY_SCHEME = "ApiKey", "ApiKeyHeader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Operation:
         body: What its request's body is; ``None``: it has none.
         answer: What a good answer is: a struct, a schema, or a media type alone.
         event: What the events of a streamed answer are.
+        ends: The data of the event that ends a stream; empty: that is one like the others.
+        error: What an answer that is an error is.
         errors: Statuses beside those that any request may get.
         open: Whether it is answered without an API key.
         parameters: Of path and query, as OpenAPI has them.
@@ -50,6 +53,8 @@ class Operation:
     answer: type[msgspec.Struct] | Schema | str
     body: type[Body] | None = None
     event: type[msgspec.Struct] | None = None
+    ends: str = ""
+    error: type[msgspec.Struct] = answers.Error
     errors: tuple[int, ...] = ()
     open: bool = False
     parameters: tuple[Schema, ...] = ()
@@ -72,6 +77,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers.ChatCompletion,
         ChatBody,
         event=answers.ChatCompletionChunk,
+        ends="[DONE]",
         errors=(*_BODY, *_GENERATES),
     ),
     ("POST", "/v1/completions"): Operation(
@@ -79,6 +85,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         answers.Completion,
         CompletionBody,
         event=answers.CompletionChunk,
+        ends="[DONE]",
         errors=(*_BODY, *_GENERATES),
     ),
     ("POST", "/v1/responses"): Operation(
@@ -87,6 +94,36 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         ResponsesBody,
         event=answers.ResponseEvent,
         errors=(*_BODY, *_GENERATES),
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        "Return a response that was kept.",
+        answers.Response,
+        errors=(404,),
+        parameters=(
+            _parameter("path", "response_id", "Its id.", type="string", minLength=1),
+            _parameter("query", "stream", "Only false: it comes in one piece.", enum=["false", "0"]),
+        ),
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(
+        "Forget a response.",
+        answers.DeletedResponse,
+        errors=(404,),
+        parameters=(_parameter("path", "response_id", "Its id.", type="string", minLength=1),),
+    ),
+    ("POST", "/v1/messages"): Operation(
+        "Answer a conversation, as Anthropic's Messages.",
+        messages.Message,
+        messages.MessagesBody,
+        event=messages.MessageEvent,
+        error=messages.AnthropicError,
+        errors=(*_BODY, *_GENERATES),
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Count the tokens of a conversation.",
+        messages.TokenCount,
+        messages.CountTokensBody,
+        error=messages.AnthropicError,
+        errors=_BODY,
     ),
     ("GET", "/v1/models"): Operation("List the models that are served.", answers.ModelList),
     ("GET", "/v1/models/{model}"): Operation(
@@ -152,14 +189,17 @@ def openapi(*, keyed: bool, metrics_port: int = 0) -> Schema:
     if metrics_port:
         server = {"url": f"http://{{host}}:{metrics_port}", "variables": {"host": {"default": "localhost"}}}
         paths["/metrics"]["servers"] = [{"url": "/"}, {**server, "description": "Without API keys"}]
-    structs: list[type[msgspec.Struct]] = [answers.Error]
+    structs: list[type[msgspec.Struct]] = [answers.Error, messages.AnthropicError]
     for operation in OPERATIONS.values():
         structs += [x for x in (operation.body, operation.event) if x is not None]
         if isinstance(operation.answer, type):
             structs.append(operation.answer)
     components: Schema = {"schemas": json_schemas(structs)}
     if keyed:
-        components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            _SCHEME: {"type": "http", "scheme": "bearer"},
+            _KEY_SCHEME: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -176,7 +216,7 @@ def openapi(*, keyed: bool, metrics_port: int = 0) -> Schema:
 def _operation(operation: Operation, name: str, keyed: bool) -> Schema:
     content = _content(operation)
     errors = {*_ANY, *operation.errors, *({401} if keyed and not operation.open else ())}
-    responses: Schema = {str(status): _error(status) for status in sorted(errors)}
+    responses: Schema = {str(status): _error(status, operation.error) for status in sorted(errors)}
     for status in (200, *operation.statuses):
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": content}
     for status in operation.statuses:  # by the router itself: full
@@ -186,7 +226,7 @@ def _operation(operation: Operation, name: str, keyed: bool) -> Schema:
     document: Schema = {
         "operationId": name,
         "summary": operation.summary,
-        "security": [{_SCHEME: []}] if keyed and not operation.open else [],
+        "security": [{_SCHEME: []}, {_KEY_SCHEME: []}] if keyed and not operation.open else [],
         "responses": dict(sorted(responses.items())),
     }
     if operation.parameters:
@@ -205,12 +245,13 @@ def _content(operation: Operation) -> Schema:
         return content
     content = {_JSON: {"schema": answer if isinstance(answer, dict) else _ref(answer)}}
     if operation.event is not None:
-        event = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(operation.event), _ref(answers.Error)]}}
-        data = {"type": "string", "anyOf": [event, {"const": "[DONE]"}]}
+        event = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [_ref(operation.event), _ref(operation.error)]}}
+        data: Schema = {"type": "string", "anyOf": [event, *([{"const": operation.ends}] if operation.ends else [])]}
+        last = f" An event; the last one's data is {operation.ends}, unless it is an error." if operation.ends else ""
         content[_EVENTS] = {
             "schema": {
                 "type": "object",
-                "description": "With stream: true. An event; the last one's data is [DONE], unless it is an error.",
+                "description": f"With stream: true.{last}",
                 "properties": {"data": data},
                 "required": ["data"],
             },
@@ -218,8 +259,8 @@ def _content(operation: Operation) -> Schema:
     return content
 
 
-def _error(status: int) -> Schema:
-    return {"description": HTTPStatus(status).phrase, "content": {_JSON: {"schema": _ref(answers.Error)}}}
+def _error(status: int, error: type[msgspec.Struct]) -> Schema:
+    return {"description": HTTPStatus(status).phrase, "content": {_JSON: {"schema": _ref(error)}}}
 
 
 def _ref(struct: type[msgspec.Struct]) -> Schema:

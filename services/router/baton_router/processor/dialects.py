@@ -57,26 +57,33 @@ class ModelDialects:
         ``None``: there is no grammar but what ``sampling`` has.
 
         Raises:
-            InvalidRequestError: A call must be made and cannot be; names ``tool_choice`` or ``tools``.
+            InvalidRequestError: A call must be made and cannot be, or reasoning cannot be bounded; names
+                ``tool_choice``, ``tools`` or ``thinking_token_budget``.
         """
-        use, content = request.tool_use, request.sampling.grammar
+        use, content, budget = request.tool_use, request.sampling.grammar, request.thinking_budget
         if not request.parsed or (content is not None and content.start_token_ids):
             return None
         known = self._of(model)
         tools, reasoning = known.written.tools, known.written.reasoning
-        if use.mode == "none" and (content is None or reasoning is None):
+        if known.read.reasoning is None:
+            budget = None  # it does not reason
+        if budget is not None and (reasoning is None or not info.grammars):
+            what = "it is not known how this model ends it" if info.grammars else "no instance knows grammars"
+            name = "thinking_token_budget"
+            raise InvalidRequestError(f"{name}: reasoning cannot be ended, as {what}", field=name)
+        if use.mode == "none" and ((content is None and budget is None) or reasoning is None):
             return None
         if use.mode != "none":
             field = "tool_choice" if use.mode == "required" else "tools" if use.strict else ""
             if field and (tools is None or not info.grammars):
                 what = "it is not known how this model calls tools" if info.grammars else "no instance knows grammars"
                 raise InvalidRequestError(f"{field} cannot be kept to: {what}", field=field)
-            if tools is None or not info.grammars:
+            if not info.grammars or (tools is None and budget is None):
                 return None
         reasons = reasoning is not None and reasoning.is_open(request.prompt_end)
         if use.mode == "required":
             content = None  # there is no text
-        return AnswerGrammar(Dialects(tools, reasoning), use, reasons, content, known.special_tokens)
+        return AnswerGrammar(Dialects(tools, reasoning), use, reasons, content, known.special_tokens, budget)
 
     def _of(self, model: TextModel) -> _Known:
         known = self._known.get(model.tokenizer)

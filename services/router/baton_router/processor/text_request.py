@@ -90,6 +90,7 @@ class TextRequest(msgspec.Struct):
         structured: What the answer must be; ``None``: what the grammar of ``sampling`` says, if it has one.
         grammar_checked: The grammar of ``sampling`` is what ``structured`` says, or was checked.
         tool_use: The tools that are offered, and what may be done with them.
+        thinking_budget: Most tokens of reasoning; ``None``: any number.
         parsed: Whether calls and reasoning are to be found in the text, if the model's dialects are known.
         prompt_end: The end of the prompt's text; set when it is tokenized.
         answer_grammar: What the whole answer must be, with reasoning and calls; set when it is known.
@@ -122,6 +123,7 @@ class TextRequest(msgspec.Struct):
     structured: StructuredOutputs | None = None
     grammar_checked: bool = False
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
+    thinking_budget: int | None = None
     parsed: bool = False
     prompt_end: str = ""
     answer_grammar: Grammar | None = None

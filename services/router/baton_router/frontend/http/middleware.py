@@ -34,11 +34,13 @@ _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/con
 """What probes, and browsers on their way to the console or the documentation, call without a key."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
+    | {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
     | {"/debug/decisions", "/debug/index", "/debug/console", "/debug/replicas"}
     | {"/reset_prefix_cache", "/flush_cache", "/tokenizer_info"}
 )
 _WITH_NAME = (
     ("/v1/models/", "/v1/models/{id}"),
+    ("/v1/responses/", "/v1/responses/{id}"),
     ("/debug/decisions/", "/debug/decisions/{id}"),
     ("/console/", "/console/{file}"),
 )
@@ -99,7 +101,14 @@ class HttpMetrics:
         self._turned_away = Counter(
             name + "turned_away_connections", "Connections that were refused or gave way", ["reason"], registry
         )
+        self._kept = Gauge(name + "kept_responses", "Responses that are kept for who goes on from them", [], registry)
+        self._kept_bytes = Gauge(name + "kept_response_bytes", "Memory that these take", [], registry)
         self._field_labels: set[str] = set()
+
+    def count_kept(self, responses: int, size: int) -> None:
+        """Take how many responses are kept, and how many bytes they take."""
+        self._kept.labels().value = responses
+        self._kept_bytes.labels().value = size
 
     def begin(self, endpoint: str) -> None:
         """Count a request that begins."""
@@ -184,10 +193,12 @@ def identify(accounts: Accounts, headers: Headers, *, endpoint: str, peer: str) 
     Raises:
         UnauthenticatedError: No account's.
     """
-    account = accounts.identify(_header(headers, b"authorization"))
+    shown = _header(headers, b"authorization")
+    key = _header(headers, b"x-api-key")  # as Anthropic's clients send it
+    account = accounts.identify(shown or (f"Bearer {key}" if key else ""))
     if account is None:
         audit("authentication_failed", over="http", endpoint=endpoint, peer=peer)
-        raise UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY'")
+        raise UnauthenticatedError("no valid API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
     return account
 
 

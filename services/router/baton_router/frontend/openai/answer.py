@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -122,6 +122,11 @@ def usage_object(prepared: Sequence[PreparedRequest], output_tokens: int, cached
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return server-sent events whose names are their types."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
 
 
 class Echo:

@@ -219,6 +219,14 @@ class Response(msgspec.Struct, kw_only=True):
     usage: dict[str, Any] | None
 
 
+class DeletedResponse(msgspec.Struct):
+    """Answers ``DELETE /v1/responses/{response_id}``."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 class ResponseEvent(msgspec.Struct, kw_only=True):
     """An event of a response: its kind says which other fields there are."""
 

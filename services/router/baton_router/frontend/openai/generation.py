@@ -1,46 +1,36 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: from a request's body to the bytes of its answer, by callbacks.
+"""The endpoints that generate: from a request's body to the bytes of its answer, by callbacks.
 
-:class:`PostEndpoints` serves them, and has other endpoints that take a body answered in tasks. One that generates is a
-parser (``openai_request``) and a formatter (:class:`~baton_router.frontend.openai.answer.WholeAnswer` or
-:class:`~baton_router.frontend.openai.answer.EventStream`). The ``x-baton-*`` headers say which way a request went.
+:class:`PostEndpoints` serves them, and has other endpoints that take a body answered in tasks. See ``endpoint.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
 
-from baton.api.v1 import common_pb2
 from baton.errors import BatonError, DeadlineError, InternalError, PermissionDeniedError, UnauthenticatedError
-from baton.rpc.convert import path_to_pb
-from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
-from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
+from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
 from baton_router.frontend.openai.fast_events import FastEvents
-from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers, parse_chat, parse_completion
-from baton_router.frontend.openai.responses import ResponseStore, parse_response
-from baton_router.frontend.openai.responses_answer import formatter_of
-from baton_router.frontend.openai.schemas import Body, check_strict, header_value, parse_body, unknown_fields
+from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
+from baton_router.frontend.openai.route_headers import Route, route_lines
+from baton_router.frontend.openai.schemas import check_strict, header_value, ignored_fields, parse_body, unknown_fields
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
-from baton_router.scheduler.decision import Decision
-from baton_router.types import Account
 
 log = logging.getLogger(__name__)
 
-OtherEndpoint: TypeAlias = Callable[[Any, Account | None], Awaitable[Any]]
 _JSON_HEADER = b"content-type: application/json\r\n"
 _EVENT_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -55,7 +45,7 @@ class PostEndpoints:
         options: Limits.
         metrics: Where requests are counted.
         steps: Of this router's requests.
-        others: Endpoints that don't generate, by path: the body's schema, and what answers it and its API key's holder.
+        endpoints: By path.
 
     Attributes:
         paths: Paths of the endpoints, as requests have them and as text.
@@ -68,25 +58,20 @@ class PostEndpoints:
         options: HttpOptions,
         metrics: HttpMetrics,
         steps: TurnBatcher,
-        others: Mapping[str, tuple[type[Body], OtherEndpoint]],
+        endpoints: Mapping[str, GenerationEndpoint | PlainEndpoint],
     ) -> None:
         self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
         self.deadlines = Deadlines(options.request_timeout_s)
-        bounds = {"max_prompts": options.max_prompts, "max_sequences": options.max_sequences}
-        store = ResponseStore()
-        self._parsers: dict[str, tuple[Callable[[Any, Account | None], OpenAIRequest], str]] = {
-            "/v1/chat/completions": (lambda value, _: parse_chat(value), "chatcmpl"),
-            "/v1/completions": (lambda value, _: parse_completion(value, **bounds), "cmpl"),
-            "/v1/responses": (functools.partial(parse_response, store=store), "resp"),
-        }
-        self._others, self._tasks = others, set[asyncio.Task[None]]()
-        self.paths: Mapping[bytes, str] = {path.encode(): path for path in (*self._parsers, *others)}
+        self._endpoints, self._tasks = endpoints, set[asyncio.Task[None]]()
+        self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
         """Name a request, check its host, API key and what it says of its body; return why it is refused, if it is."""
         headers, options = exchange.headers, self.options
         exchange.request_id = request_id(headers)
         exchange.common = b"x-request-id: %b\r\n" % exchange.request_id.encode()
+        if exchange.path.startswith("/v1/messages"):  # where Anthropic's SDKs look for it
+            exchange.common += b"request-id: %b\r\n" % exchange.request_id.encode()
         if options.cors_origins:
             exchange.common += cors_lines(headers, options.cors_origins)
         try:
@@ -100,32 +85,32 @@ class PostEndpoints:
 
     def serve(self, exchange: HttpExchange, body: bytes) -> None:
         """Serve a request, now or later."""
+        endpoint = self._endpoints[exchange.path]
         try:
             value = decode_json(body)
-            if exchange.path in self._others:
-                self._begin_other(exchange, value)
+            if isinstance(endpoint, PlainEndpoint):
+                self._begin_plain(exchange, endpoint, value)
                 return
-            parse, prefix = self._parsers[exchange.path]
-            request = parse(value, exchange.account)
+            request = endpoint.parse(value, exchange.account)
             apply_headers(request.requests, exchange.headers, exchange.account)
-            generation = Generation(self, exchange, request, f"{prefix}-{exchange.request_id}")
+            generation = Generation(self, exchange, endpoint, request)
         except Exception as error:
             self.refuse(exchange, error)
         else:
             self.steps.later(PREPARE, Generation.prepare, generation)
 
-    def _begin_other(self, exchange: HttpExchange, value: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve_other(exchange, value))
+    def _begin_plain(self, exchange: HttpExchange, endpoint: PlainEndpoint, value: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve_plain(exchange, endpoint, value))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_gone = task.cancel
 
-    async def _serve_other(self, exchange: HttpExchange, value: Any) -> None:
-        schema, endpoint = self._others[exchange.path]
+    async def _serve_plain(self, exchange: HttpExchange, endpoint: PlainEndpoint, value: Any) -> None:
         try:
+            schema = endpoint.schema
             body = parse_body(schema, value)
-            headers = self.ignored_fields_header(list(unknown_fields(schema, value)))
-            answer = orjson.dumps(await endpoint(body, exchange.account))
+            headers = self.ignored_fields_header(ignored_fields(unknown_fields(schema, value), schema.outside))
+            answer = orjson.dumps(await endpoint.answer(body, exchange.account))
         except Exception as error:
             self.refuse(exchange, error)
         else:
@@ -135,7 +120,10 @@ class PostEndpoints:
         """Answer a request with an error."""
         if not isinstance(error, BatonError | HTTPException):
             error = hide(error, exchange)
-        response = answer_to(error)
+        endpoint = self._endpoints[exchange.path]
+        if isinstance(error, BatonError) and error.field:
+            error = endpoint.names.of(error)
+        response = endpoint.refusal(error)
         lines = [b"%b: %b\r\n" % header for header in response.raw_headers if header[0] not in _OWN_HEADERS]
         exchange.respond(response.status_code, b"".join(lines), bytes(response.body))
 
@@ -159,12 +147,15 @@ class Generation:
     """
 
     __slots__ = (
-        *("_endpoints", "_ended", "_exchange", "_format", "_headers", "_name", "_prepared", "_preparing"),
+        *("_endpoint", "_endpoints", "_ended", "_exchange", "_format", "_headers", "_name", "_prepared", "_preparing"),
         *("_request", "_routes", "_running", "_stall", "_started", "_unfinished", "_unsent"),
     )
 
-    def __init__(self, endpoints: PostEndpoints, exchange: HttpExchange, request: OpenAIRequest, name: str) -> None:
-        self._endpoints, self._exchange, self._request, self._name = endpoints, exchange, request, name
+    def __init__(
+        self, endpoints: PostEndpoints, exchange: HttpExchange, endpoint: GenerationEndpoint, request: OpenAIRequest
+    ) -> None:
+        self._endpoints, self._exchange, self._endpoint, self._request = endpoints, exchange, endpoint, request
+        self._name = f"{endpoint.id_prefix}-{exchange.request_id}"
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
         self._preparing: asyncio.Task[None] | None = None
@@ -212,10 +203,11 @@ class Generation:
         try:
             endpoints, request, prepared = self._endpoints, self._request, self._prepared
             ignored = request.ignored
-            if request.template_fields:
-                ignored = ignored + _unread_variables(request, prepared[0])
+            if request.template_fields or request.reasoning_fields:
+                ignored = ignored + _without_effect(request, prepared[0])
             self._headers = endpoints.ignored_fields_header(ignored)
-            self._format = formatter_of(request, prepared)(request, prepared, self._name, int(time.time()))
+            form = self._endpoint.formatter(request, prepared)
+            self._format = form(request, prepared, self._name, int(time.time()))
             self._generate()
         except Exception as error:
             self._fail(error)
@@ -364,6 +356,8 @@ class Generation:
         if not isinstance(error, BatonError):
             exchange.status = 500  # for the metrics: the head with 200 has left
             error = hide(error, exchange)
+        elif error.field:
+            error = self._endpoint.names.of(error)
         assert isinstance(self._format, EventStream)
         exchange.finish(self._unsent + self._format.error(error))
 
@@ -398,94 +392,10 @@ def hide(error: Exception, exchange: HttpExchange) -> InternalError:
     return InternalError("something went wrong inside Baton")
 
 
-def _unread_variables(request: OpenAIRequest, prepared: PreparedRequest) -> list[str]:
-    """Return the fields that set variables which the chat template doesn't read."""
+def _without_effect(request: OpenAIRequest, prepared: PreparedRequest) -> list[str]:
+    """Return the fields for variables that the chat template doesn't read, and for reasoning that is not known."""
     template = prepared.text_model.chat_template
     read = template.variables if template is not None else frozenset()
-    return [name for variable, name in request.template_fields.items() if variable not in read]
-
-
-NONE = "none"
-_PATHS: dict[int, str] = {path_to_pb(path): path.value for path in PrefillPath}
-_NO_TRACE = common_pb2.RequestTrace()
-
-
-class Route:
-    """How one prompt was served, as far as it is known."""
-
-    __slots__ = ("cached_tokens", "decision", "trace")
-
-    def __init__(self) -> None:
-        self.cached_tokens = 0
-        self.trace: common_pb2.RequestTrace | None = None
-        self.decision: Decision | None = None
-
-    def add(self, chunk: TextChunk) -> None:
-        """Take what a chunk tells; later traces are more complete."""
-        if chunk.trace is not None:
-            self.trace, self.cached_tokens = chunk.trace, chunk.cached_tokens
-        if chunk.decision is not None:
-            self.decision = chunk.decision
-
-    def row(self) -> tuple[Any, ...]:
-        """Return the values of all headers, in the order of ``_HEADERS``."""
-        trace, decision = self.trace or _NO_TRACE, self.decision
-        prefill, decode, rate, state = trace.prefill_instance, trace.decode_instance, 0.0, ""
-        if decision is not None:
-            decode = decode or decision.decode_instance
-            if self.trace is None:
-                prefill = decision.prefill_instance
-            rate, state = decision.match_rate_of(prefill or decode), decision.index_state
-        return (
-            *(_name(prefill), _name(decode), rate, _PATHS.get(trace.path, NONE), _name(trace.pipe), trace.kv_bytes),
-            *(trace.transfer_us / 1000, trace.exposed_us / 1000, self.cached_tokens, _name(state)),
-            *(_name(trace.order), _name(trace.local_reason), trace.router_queue_us / 1000, trace.num_migrations),
-        )
-
-
-def route_lines(routes: Sequence[Route]) -> bytes:
-    """Return the headers for an answer as lines, each with its line break.
-
-    Args:
-        routes: One per prompt. Of several, names are listed, amounts added up, and the match rate is their mean; those
-            of which nothing is known yet are left out.
-    """
-    rows = [route.row() for route in routes if route.trace is not None or route.decision is not None]
-    if len(rows) == 1:
-        return (_LINES % rows[0]).encode("latin-1")
-    columns = zip(*(rows or [Route().row()]), strict=True)
-    return (_LINES % tuple(merge(column) for merge, column in zip(_MERGES, columns, strict=True))).encode("latin-1")
-
-
-@functools.lru_cache(1024)  # a few instances' names, again and again
-def _name(value: str) -> str:
-    return (value if value.isascii() and value.isprintable() else ascii(value)) if value else NONE
-
-
-def _names(values: Iterable[str]) -> str:
-    return ",".join(sorted({value for value in values if value != NONE})) or NONE
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-_HEADERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    ("x-baton-prefill-instance", "%s", _names),
-    ("x-baton-decode-instance", "%s", _names),
-    ("x-baton-match-rate", "%.4f", _mean),
-    ("x-baton-path", "%s", _names),
-    ("x-baton-pipe", "%s", _names),
-    ("x-baton-kv-bytes", "%d", sum),
-    ("x-baton-transfer-ms", "%.3f", sum),
-    ("x-baton-exposed-ms", "%.3f", sum),
-    ("x-baton-cached-tokens", "%d", sum),
-    ("x-baton-index-state", "%s", _names),
-    ("x-baton-order", "%s", _names),
-    ("x-baton-local-reason", "%s", _names),
-    ("x-baton-queue-ms", "%.3f", sum),
-    ("x-baton-migrations", "%d", sum),
-)
-"""Name, format, and how the values of several prompts become one."""
-_LINES = "".join(f"{name}: {form}\r\n" for name, form, _ in _HEADERS)
-_MERGES = [merge for _, _, merge in _HEADERS]
+    reasons = prepared.dialects is not None and prepared.dialects.reasoning is not None
+    names = [name for variable, name in request.template_fields.items() if variable not in read]
+    return names if reasons else names + request.reasoning_fields

@@ -11,11 +11,24 @@ from baton.dialects import CallArguments, CallStart, DialectParser, Event, Reaso
 from baton.tokenizer import TextDelta
 from baton.types import FinishReason
 from baton_router.frontend.openai.answer import Choice, EventStream, WholeAnswer
+from baton_router.frontend.openai.endpoint import Formatter
 from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.processor.text_request import PreparedRequest
 
 TOOL_CALLS = "tool_calls"
 """Why a sequence ended that the model ended with calls."""
+
+
+def chat_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
+    """Return what writes the answer to a chat."""
+    if prepared[0].parser() is not None:
+        return MessageEvents if request.stream else WholeMessage
+    return plain_formatter(request, prepared)
+
+
+def plain_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
+    """Return what writes an answer that is text alone."""
+    return EventStream if request.stream else WholeAnswer
 
 
 class WholeMessage(WholeAnswer):
@@ -61,6 +74,11 @@ def message_of(events: Sequence[Event], *, reasoning: bool) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def reasoning_tokens(prepared: PreparedRequest, thoughts: str) -> int:
+    """Return how many tokens the text of an answer's reasoning has."""
+    return len(prepared.text_model.tokenizer.encode(thoughts, False)) if thoughts else 0
 
 
 class MessageEvents(EventStream):

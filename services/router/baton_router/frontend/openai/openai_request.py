@@ -21,6 +21,7 @@ from baton.tokenizer.chat_template import flatten_content
 from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
+    MAX_BUDGET,
     MAX_MESSAGES,
     ChatBody,
     CompletionBody,
@@ -54,10 +55,11 @@ class OpenAIRequest(msgspec.Struct):
         score_only: The prompt is only to be scored: the one token generated is left out of the answer.
         prompt_logprobs: Give the prompt's log probabilities in the extended format.
         tokens_as_ids: Spell tokens in log probabilities as ``token_id:17``.
-        response: Of ``/v1/responses``: what is said of the request and becomes of the answer.
+        settings: What an interface other than that of chats has to say of the answer.
         ignored: Fields that have no effect.
         reasoning: Whether the model's reasoning is part of the answer.
         template_fields: Names of fields that only have an effect if the chat template reads the variable.
+        reasoning_fields: Names of fields that only have one if the model is known to reason.
     """
 
     requests: list[TextRequest]
@@ -73,9 +75,10 @@ class OpenAIRequest(msgspec.Struct):
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     reasoning: bool = True
-    response: Any = None
+    settings: Any = None
     ignored: list[str] = msgspec.field(default_factory=list)
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)
+    reasoning_fields: list[str] = msgspec.field(default_factory=list)
 
 
 def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAIRequest:
@@ -160,11 +163,21 @@ def parse_chat(value: Any) -> OpenAIRequest:
         add_special_tokens=bool(body.add_special_tokens),
         tool_use=use,
         parsed=True,
+        thinking_budget=_thinking_budget(body.thinking_token_budget),
     )
     request = _request(body, value, [text_request], sampling)
+    if body.thinking_token_budget is not None:
+        request.reasoning_fields.append("thinking_token_budget")
     request.reasoning = body.include_reasoning is not False
     request.logprobs, request.template_fields = bool(body.logprobs), template_fields
     return request
+
+
+def _thinking_budget(value: int | None) -> int | None:
+    name = "thinking_token_budget"
+    if value is not None and not 0 <= value <= MAX_BUDGET:
+        raise InvalidRequestError(f"{name} must be between 0 and {MAX_BUDGET}, got {value}", field=name)
+    return value
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

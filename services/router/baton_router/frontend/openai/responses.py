@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,63 +11,32 @@ import orjson
 
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
+from baton_router.frontend.openai.endpoint import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
-from baton_router.frontend.openai.schemas import ResponsesBody, parse_body, unknown_fields
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.responses_schema import ResponsesBody
+from baton_router.frontend.openai.schemas import ignored_fields, parse_body, unknown_fields
 from baton_router.types import Account
 
-MAX_RESPONSES = 4096
-MAX_BYTES = 64 * 1024 * 1024
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _ROLES = ("user", "assistant", "system", "developer")
-_PASSED = ("model", "temperature", "top_p", "stream", "user", "seed", "top_k", "min_p", "chat_template_kwargs")
+_PASSED = (
+    *("model", "temperature", "top_p", "stream", "user", "seed", "top_k", "min_p", "chat_template_kwargs"),
+    "thinking_token_budget",
+)
 """Fields that chats have, too."""
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-    "max_tool_calls": (),
+_NESTED: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
+    "text": (("format",), {"verbosity": ("medium",)}),
+    "reasoning": (("effort",), {"summary": (), "generate_summary": ()}),
 }
-"""Fields that cannot be done, and the values beside null that ask for nothing."""
-_HARMLESS = {"include", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "prompt_cache_retention"}
-_TOOL_FIELD = re.compile(r"^(tools\[\d+\])\.function")
-
-
-class ResponseStore:
-    """The conversations of earlier responses, a bounded number of them and of bytes; for one event loop."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self._bytes = 0
-
-    def put(self, account: Account | None, ident: str, messages: list[dict[str, Any]]) -> None:
-        """Keep the messages of a conversation up to a response's; the oldest ones go where there is no room."""
-        data = orjson.dumps(messages)
-        if len(data) > MAX_BYTES // 8:
-            return
-        self._kept[_owner(account), ident] = data
-        self._bytes += len(data)
-        while len(self._kept) > MAX_RESPONSES or self._bytes > MAX_BYTES:
-            _, old = self._kept.popitem(last=False)
-            self._bytes -= len(old)
-
-    def get(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
-        """Return what was kept.
-
-        Raises:
-            InvalidRequestError: There is no such response of this account, or not any more.
-        """
-        data = self._kept.get((_owner(account), ident))
-        if data is None:
-            name = "previous_response_id"
-            raise InvalidRequestError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
-        messages: list[dict[str, Any]] = orjson.loads(data)
-        return messages
-
-
-def _owner(account: Account | None) -> str:
-    return "" if account is None else account.name
+"""What objects in a body have that acts, and what without effect, with the values that need no naming."""
+NAMES = FieldNames.make(
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"messages.*", "input"),
+    (r"max_completion_tokens", "max_output_tokens"),
+    (r"reasoning_effort", "reasoning.effort"),
+)
+"""What fields of chats are called here."""
 
 
 class ResponseSettings(msgspec.Struct):
@@ -89,10 +56,10 @@ class ResponseSettings(msgspec.Struct):
     account: Account | None
     store: ResponseStore | None
 
-    def keep(self, message: dict[str, Any]) -> None:
-        """Keep the conversation with its answer."""
+    def keep(self, message: dict[str, Any], body: bytes) -> None:
+        """Keep the conversation with its answer, and the response as JSON."""
         if self.store is not None:
-            self.store.put(self.account, self.ident, [*self.messages, message])
+            self.store.put(self.account, self.ident, [*self.messages, message], body)
 
 
 def parse_response(value: Any, account: Account | None, store: ResponseStore) -> OpenAIRequest:
@@ -105,15 +72,16 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
 
     Raises:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
+        NotFoundError: There is no response of the id ``previous_response_id``.
     """
     body = parse_body(ResponsesBody, value)
-    ignored = []
-    for name, item in unknown_fields(ResponsesBody, value).items():
-        if item is not None and item not in _REFUSED.get(name, (item,)):
-            raise InvalidRequestError(f"{name} is not supported; leave it out", field=name)
-        if name not in _HARMLESS and name not in _REFUSED:
-            ignored.append(name)
-    earlier = store.get(account, body.previous_response_id) if body.previous_response_id else []
+    ignored = ignored_fields(unknown_fields(ResponsesBody, value), ResponsesBody.outside)
+    for name, (acting, silent) in _NESTED.items():
+        nested = getattr(body, name) or {}
+        for key, item in nested.items():
+            if key not in acting and item is not None and item not in silent.get(key, ()):
+                ignored.append(f"{name}.{key}")
+    earlier = store.messages(account, body.previous_response_id) if body.previous_response_id else []
     messages = earlier + _messages(body.input)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat: dict[str, Any] = {name: value[name] for name in _PASSED if value.get(name) is not None}
@@ -125,20 +93,19 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
     reasoning = body.reasoning or {}
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    try:
-        request = parse_chat(chat)
-    except InvalidRequestError as error:
-        raise _renamed(error) from error
+    request = parse_chat(chat)
     (text_request,) = request.requests
     text_request.prompt_field, text_request.max_tokens_field = "input", "max_output_tokens"
     text_request.structured = _structured(body.text)
     request.ignored = ignored
-    request.response = ResponseSettings(
+    if "reasoning_effort" in request.template_fields:
+        request.template_fields["reasoning_effort"] = "reasoning.effort"
+    request.settings = ResponseSettings(
         ident=f"resp_{secrets.token_hex(24)}",
         echo={
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": value.get("metadata") or {},
+            "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
@@ -185,6 +152,7 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for name in ("call_id", "name", "arguments"):
                     if not isinstance(item.get(name), str):
                         raise InvalidRequestError(f"{place}.{name} must be a string", field=f"{place}.{name}")
+                _check_json(item["arguments"], f"{place}.arguments")
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -199,6 +167,13 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     for made in messages:
         made.pop("open", None)
     return messages
+
+
+def _check_json(text: str, place: str) -> None:
+    try:
+        orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"{place} must be JSON: {error}", field=place) from error
 
 
 def _text(value: Any, place: str) -> str:
@@ -251,16 +226,3 @@ def _structured(text: dict[str, Any] | None) -> StructuredOutputs | None:
             return StructuredOutputs(json=form["schema"], field=f"{place}.schema")
     message = f"{place}.type must be text, json_object or json_schema, got {shown(kind)}"
     raise InvalidRequestError(message, field=f"{place}.type")
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """Return an error of a chat with the names that the fields have here."""
-    field = error.field or ""
-    name = _TOOL_FIELD.sub(r"\1", field)
-    if field.startswith("messages"):
-        name = "input"
-    elif field == "max_completion_tokens":
-        name = "max_output_tokens"
-    elif field == "reasoning_effort":
-        name = "reasoning.effort"
-    return InvalidRequestError(error.message.replace(field, name) if field else error.message, field=name)

@@ -13,20 +13,17 @@ from baton.errors import BatonError
 from baton.tokenizer import TextDelta
 from baton.types import FinishReason
 from baton_router.frontend.http.errors import baton_error_object
-from baton_router.frontend.openai.answer import EventStream, WholeAnswer, usage_object
-from baton_router.frontend.openai.message_parts import MessageEvents, WholeMessage, message_of
+from baton_router.frontend.openai.answer import EventStream, WholeAnswer, named_events, usage_object
+from baton_router.frontend.openai.endpoint import Formatter
+from baton_router.frontend.openai.message_parts import message_of, reasoning_tokens
 from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.frontend.openai.responses import ResponseSettings
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 
 
-def formatter_of(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> type[WholeAnswer] | type[EventStream]:
+def response_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
     """Return what writes the answer to a request."""
-    if request.response is not None:
-        return ResponseEvents if request.stream else WholeResponse
-    if prepared[0].parser() is not None:
-        return MessageEvents if request.stream else WholeMessage
-    return EventStream if request.stream else WholeAnswer
+    return ResponseEvents if request.stream else WholeResponse
 
 
 class _Items:
@@ -117,9 +114,8 @@ class _Response:
     """One response: its items, and what is said of it."""
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], created: int) -> None:
-        assert request.response is not None
-        self._settings: ResponseSettings = request.response
-        self._reasoning, self._prepared, self._created = request.reasoning, prepared, created
+        self._settings: ResponseSettings = request.settings
+        self._prepared, self._created = prepared, created
         self._parser: DialectParser | None = prepared[0].parser()
         self._events: list[Event] = []
         self._items = _Items()
@@ -150,7 +146,7 @@ class _Response:
         if tokens is not None:
             counts = usage_object(self._prepared, tokens, cached)
             thoughts = "".join(event.text for event in self._events if isinstance(event, Reasoning))
-            reasoning = len(self._prepared[0].text_model.tokenizer.encode(thoughts, False)) if thoughts else 0
+            reasoning = reasoning_tokens(self._prepared[0], thoughts)
             usage = {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": cached},
@@ -167,15 +163,17 @@ class _Response:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._prepared[0].info.name,
-            "output": self._items.items,
+            "output": list(self._items.items),
             **self._settings.echo,
             "usage": usage,
         }
 
-    def keep(self) -> None:
-        """Keep the conversation for the next request."""
-        message = message_of(self._events, reasoning=True)
-        self._settings.keep({name: item for name, item in message.items() if item is not None and name != "reasoning"})
+    def keep(self, body: dict[str, Any]) -> bytes:
+        """Keep the conversation for the next request, and the response object; return that as JSON."""
+        message, data = message_of(self._events, reasoning=True), orjson.dumps(body)
+        told = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
+        self._settings.keep(told, data)
+        return data
 
 
 class WholeResponse(WholeAnswer):
@@ -191,9 +189,8 @@ class WholeResponse(WholeAnswer):
         """Return the response object as JSON."""
         choice = self._choices[0][0]
         self._response.take("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
-        self._response.keep()
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
-        return orjson.dumps(self._response.body(status, len(choice.ids), sum(self._cached)))
+        return self._response.keep(self._response.body(status, len(choice.ids), sum(self._cached)))
 
 
 class ResponseEvents(EventStream):
@@ -228,9 +225,9 @@ class ResponseEvents(EventStream):
 
     def end(self) -> bytes:
         """Return the event that ends a stream."""
-        self._response.keep()
         body = self._response.body(self._status, self._tokens, sum(self._cached))
-        return self._written([{"type": f"response.{self._status}", "response": body}])
+        data = self._response.keep(body)
+        return self._written([{"type": f"response.{self._status}", "response": orjson.Fragment(data)}])
 
     def error(self, error: BatonError) -> bytes:
         """Return the event that ends a stream which cannot go on."""
@@ -238,10 +235,6 @@ class ResponseEvents(EventStream):
         return self._written([{"type": "error", **{name: told[name] for name in ("code", "message", "param")}}])
 
     def _written(self, events: list[dict[str, Any]]) -> bytes:
-        pieces = []
-        for event in events:
-            kind = event["type"]
-            data = orjson.dumps({**event, "sequence_number": self._number})
-            pieces.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
-            self._number += 1
-        return b"".join(pieces)
+        numbered = [{**event, "sequence_number": self._number + at} for at, event in enumerate(events)]
+        self._number += len(numbered)
+        return named_events(numbered)

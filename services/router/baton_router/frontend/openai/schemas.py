@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ _MAX_NAME = 100
 MAX_ENTRIES = 1024
 """Fields of a body, and of each object in it."""
 MAX_MESSAGES = 10_000
+MAX_BUDGET = 2**30
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 _PLACE = re.compile(r"^(.*) - at `(?:key` in `)?\$\.?([^`]*)`$", re.DOTALL)
 """Message and place of msgspec's errors: ``Expected `int`, got `str` - at `$.stop_token_ids[1]` ``."""
@@ -176,8 +177,65 @@ _ResponseFormat: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_RESP
 _StructuredOutputs: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STRUCTURED_OUTPUTS)]
 
 
+HARMLESS = frozenset(
+    {
+        "safety_identifier",
+        "metadata",  # labels for stored answers
+        "prompt_cache_key",  # a hint where the prompt may be cached; placement looks at the prompt itself
+    }
+)
+
+ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
+    "chat_template": (),
+    "typical_p": (1.0,),
+    "mirostat": (0,),
+}
+"""Fields that cannot be done yet, and the values (beside null) that ask for nothing."""
+
+_SILENT_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "spaces_between_special_tokens": (True,),
+}
+"""Fields that are ignored, but need no naming with these values (or null): they get what they ask for."""
+
+
+class Outside(NamedTuple):
+    """Fields of bodies that are not in their schemas.
+
+    Attributes:
+        harmless: Have no effect by their definition.
+        refused: Cannot be done, with the values beside null that ask for nothing.
+        silent: Have no effect, with the values beside null that need no naming.
+    """
+
+    harmless: frozenset[str] = frozenset()
+    refused: Mapping[str, tuple[Any, ...]] = {}
+    silent: Mapping[str, tuple[Any, ...]] = {}
+
+
+_OUTSIDE = Outside(HARMLESS, ONLY_DEFAULT, _SILENT_DEFAULTS)
+
+
 class Body(msgspec.Struct, kw_only=True):
     """A JSON object; ``None`` is the default of what is not required. See :func:`unknown_fields` for all else."""
+
+    outside: ClassVar[Outside] = Outside()
 
 
 class StreamOptions(Body):
@@ -192,6 +250,8 @@ class GenerationBody(Body):
 
     Fields that are called as those of :class:`~baton.types.SamplingParams` become those (see ``openai_request``).
     """
+
+    outside: ClassVar[Outside] = _OUTSIDE
 
     model: str | None = None
     stream: bool | None = None
@@ -257,34 +317,10 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     tools: _Tools = None
     tool_choice: _ToolChoice = None
     parallel_tool_calls: bool | None = None
-
-
-class ResponsesBody(Body, kw_only=True):
-    """``POST /v1/responses``; what is in ``input``, ``tools``, ``text`` and ``reasoning`` is as OpenAI describes it."""
-
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-    # What OpenAI's interface doesn't have.
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):
@@ -342,63 +378,25 @@ def _field_names(cls: type[Body]) -> frozenset[str]:
     return frozenset(cls.__struct_fields__)
 
 
-HARMLESS = frozenset(
-    {
-        "safety_identifier",
-        "metadata",  # labels for stored answers
-        "prompt_cache_key",  # a hint where the prompt may be cached; placement looks at the prompt itself
-    }
-)
-
-ONLY_DEFAULT: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "moderation": (),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "documents": ([],),
-    "chat_template": (),
-    "typical_p": (1.0,),
-    "mirostat": (0,),
-    "thinking_token_budget": (),
-}
-"""Fields that cannot be done yet, and the values (beside null) that ask for nothing."""
-
-_SILENT_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "spaces_between_special_tokens": (True,),
-}
-"""Fields that are ignored, but need no naming with these values (or null): they get what they ask for."""
-
-
-def ignored_fields(extra: Mapping[str, Any]) -> list[str]:
+def ignored_fields(extra: Mapping[str, Any], outside: Outside = _OUTSIDE) -> list[str]:
     """Return those of a request's fields outside its schema that will have no effect though they might be meant to.
 
     Args:
         extra: The fields.
+        outside: What is known of such.
 
     Raises:
         InvalidRequestError: A field asks for something that cannot be done; names it.
     """
     ignored = []
     for name, value in extra.items():
-        if name in HARMLESS:
+        if name in outside.harmless:
             continue
-        if name in ONLY_DEFAULT:
-            if value is not None and not _is_one_of(value, ONLY_DEFAULT[name]):
+        if name in outside.refused:
+            if value is not None and not _is_one_of(value, outside.refused[name]):
                 raise InvalidRequestError(f"{name} is not supported yet; leave it out", field=name)
             continue
-        if name in _SILENT_DEFAULTS and (value is None or _is_one_of(value, _SILENT_DEFAULTS[name])):
+        if name in outside.silent and (value is None or _is_one_of(value, outside.silent[name])):
             continue
         ignored.append(name)
     return ignored
@@ -442,18 +440,18 @@ def json_schemas(classes: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
     """
     _, components = msgspec.json.schema_components(classes, ref_template="#/components/schemas/{name}")
     for cls in classes:
-        if issubclass(cls, GenerationBody):
+        if issubclass(cls, Body):
             properties = components[cls.__name__]["properties"]
             for name, low, high, _ in RANGES:
                 _set_range(properties.get(name, {}), low, high)
             for name, low, high in _MORE_RANGES:
                 _set_range(properties.get(name, {}), low, high)
-            for name, values in ONLY_DEFAULT.items():
+            for name, values in cls.outside.refused.items():
                 properties[name] = {
                     "enum": [None, *values],
                     "description": "Not supported yet: other values are refused.",
                 }
-            for name in (*HARMLESS, *_SILENT_DEFAULTS):
+            for name in (*cls.outside.harmless, *cls.outside.silent):
                 properties[name] = {"description": "Has no effect."}
     return components
 
@@ -461,6 +459,8 @@ def json_schemas(classes: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
 _MORE_RANGES = (
     ("max_tokens", 0, math.inf),  # with echo
     ("max_completion_tokens", 1, math.inf),
+    ("max_output_tokens", 1, math.inf),
+    ("thinking_token_budget", 0, MAX_BUDGET),
     ("top_logprobs", 0, MAX_LOGPROBS),
 )
 

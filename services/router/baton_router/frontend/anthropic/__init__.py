@@ -1,0 +1,1 @@
+"""Anthropic's Messages, over the pipeline of chats."""

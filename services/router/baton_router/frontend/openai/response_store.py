@@ -1,0 +1,133 @@
+"""Responses that are kept: for ``previous_response_id``, and for who asks for them again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequestError, NotFoundError, shown
+from baton_router.frontend.http.middleware import account_of
+from baton_router.types import Account
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 * 1024 * 1024
+"""Of each account."""
+MAX_TOTAL_BYTES = 256 * 1024 * 1024
+
+
+class _Kept(NamedTuple):
+    messages: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.body)
+
+
+class ResponseStore:
+    """The latest responses of each account, a bounded number of them and of bytes; for one event loop.
+
+    Where all accounts together take too much, the one that has most loses its oldest.
+
+    Args:
+        count: Told how many responses there are, and how many bytes they take, whenever that changes.
+    """
+
+    def __init__(self, count: Callable[[int, int], None] = lambda responses, size: None) -> None:
+        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
+        self._sizes: dict[str, int] = {}
+        self._count = count
+
+    def put(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
+        """Keep a response, unless it is larger than an eighth of what an account may have.
+
+        Args:
+            account: Whose it is.
+            ident: Its id.
+            messages: The conversation up to its answer.
+            body: What it is, as JSON.
+        """
+        entry, owner = _Kept(orjson.dumps(messages), body), _owner(account)
+        if entry.size > MAX_BYTES // 8:
+            return
+        kept = self._kept.setdefault(owner, OrderedDict())
+        kept[ident] = entry
+        self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
+        while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
+            self._drop(owner, next(iter(kept)))
+        while sum(self._sizes.values()) > MAX_TOTAL_BYTES:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._kept[largest])))
+        self._tell()
+
+    def messages(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
+        """Return the conversation up to a response's answer.
+
+        Raises:
+            NotFoundError: This account has no such response, or not any more.
+        """
+        found: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
+        return found
+
+    def body(self, account: Account | None, ident: str) -> bytes:
+        """Return a response as JSON.
+
+        Raises:
+            NotFoundError: As above.
+        """
+        return self._find(account, ident, "response_id").body
+
+    def delete(self, account: Account | None, ident: str) -> None:
+        """Forget a response.
+
+        Raises:
+            NotFoundError: As above.
+        """
+        self._find(account, ident, "response_id")
+        self._drop(_owner(account), ident)
+        self._tell()
+
+    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
+        kept = self._kept.get(_owner(account))
+        found = kept.get(ident) if kept is not None else None
+        if found is None:
+            raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
+        return found
+
+    def _drop(self, owner: str, ident: str) -> None:
+        self._sizes[owner] -= self._kept[owner].pop(ident).size
+        if not self._kept[owner]:
+            del self._kept[owner], self._sizes[owner]
+
+    def _tell(self) -> None:
+        self._count(sum(map(len, self._kept.values())), sum(self._sizes.values()))
+
+
+def _owner(account: Account | None) -> str:
+    return "" if account is None else account.name
+
+
+class KeptResponses:
+    """Serves ``GET`` and ``DELETE`` of ``/v1/responses/{response_id}``."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def get(self, request: Request) -> Response:
+        """Serve ``GET``: the response as it was."""
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
+        body = self._store.body(account_of(request), request.path_params["response_id"])
+        return Response(body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """Serve ``DELETE``: it is forgotten, here and for ``previous_response_id``."""
+        ident = request.path_params["response_id"]
+        self._store.delete(account_of(request), ident)
+        body = {"id": ident, "object": "response", "deleted": True}
+        return Response(orjson.dumps(body), media_type="application/json")
