@@ -23,6 +23,7 @@ Epoch = NewType("Epoch", bytes)
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_SPECULATIVE_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -183,6 +184,8 @@ class SamplingParams:
     n: int = 1
     grammar: Grammar | None = None
     """What the answer must be; a token that it forbids has probability 0."""
+    speculative_tokens: int | None = None
+    """Draft tokens per step at most, no more than the instance has; 0: none. It changes no token of the answer."""
 
     @property
     def greedy(self) -> bool:
@@ -256,6 +259,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("seed", 0, 2**64 - 1, "between 0 and 2^64 - 1"),
     ("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     ("prompt_logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ("speculative_tokens", 0, MAX_SPECULATIVE_TOKENS, f"between 0 and {MAX_SPECULATIVE_TOKENS}"),
     ("n", 1, MAX_N, f"between 1 and {MAX_N}"),
 )
 """Fields of :class:`SamplingParams` that are numbers: least and greatest value, and what errors say."""

@@ -44,6 +44,8 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int | None
     n: int
     grammar: Grammar | None
+    speculative_tokens: int | None
+    """Draft tokens per step at most; 0: none. No token of the answer changes by it."""
     structured_outputs: StructuredOutputs | Mapping[str, Any]
     """What the answer must be: one of json, regex, choice, grammar, json_object and structural_tag."""
     response_format: Any

@@ -40,6 +40,8 @@ class Trace:
     num_preemptions: int = 0
     reloaded_tokens: int = 0
     repeated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     local_reason: str = ""
     num_migrations: int = 0
     router_queue_us: int = 0

@@ -21,6 +21,7 @@ from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
 from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
+from baton.types import MAX_SPECULATIVE_TOKENS
 
 _POSITIVE = (
     *("prefill_stall_s", "prefill_wait_s", "lease_s", "max_leases"),
@@ -106,6 +107,19 @@ class EngineConfig:
         "what constrains answers to grammars (response_format, structured_outputs): auto, llguidance, none, or one of "
         "an installed package; auto: none for a model without tokenizer.json",
     )
+    speculative: str = option(
+        "none",
+        "speculative decoding: who drafts tokens, of which a step verifies several; none, ngram (what followed the "
+        "last tokens where they stood before), suffix (the same, in earlier answers of the tenant too), draft (a "
+        "smaller model), or a method of an installed package. It changes no token of any answer",
+    )
+    speculative_model: str = option("", "draft: the model that drafts, a local path or a hub name; same tokenizer")
+    speculative_tp: int = option(1, "draft: tensor parallelism of that model")
+    speculative_tokens: int | None = option(
+        None,
+        f"draft tokens per sequence and step, 1 to {MAX_SPECULATIVE_TOKENS}; default: as many as pay by measured times "
+        "of steps and each sequence's acceptance, or none",
+    )
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
@@ -117,6 +131,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        if self.speculative_model and self.speculative != "draft":
+            raise ConfigError("speculative_model is for speculative draft", field="speculative_model")
+        if not 1 <= self.speculative_tp <= MAX_RANKS:
+            raise ConfigError(
+                f"speculative_tp must be between 1 and {MAX_RANKS}, got {self.speculative_tp}", field="speculative_tp"
+            )
+        drafts = self.speculative_tokens
+        if drafts is not None and not 1 <= drafts <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got {drafts}",
+                field="speculative_tokens",
+            )
         if self.step_budget_ms is not None and not 0.0 <= self.step_budget_ms < math.inf:
             raise ConfigError(f"step_budget_ms must not be negative, got {self.step_budget_ms}", field="step_budget_ms")
         if self.itl_slo_ms is not None and not 0.0 < self.itl_slo_ms < math.inf:

@@ -18,6 +18,8 @@ from baton.engine.device_arena import DeviceArena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
+from baton.engine.speculation.drafter import load_drafter
+from baton.engine.speculation.speculator import MOST_ROWS
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena, HostArena, arena_bytes
 from baton.kv_cache.layout import KVLayout
@@ -93,7 +95,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     executor = load_executor(config)
     try:
         grammars = load_grammars(config, executor)
-        return EngineCore(config, executor, make_arena(config, executor, private=True), grammars=grammars)
+        drafter = load_drafter(config, executor)
+        shards = make_arena(config, executor, private=True)
+        return EngineCore(config, executor, shards, grammars=grammars, drafter=drafter)
     except BaseException:
         executor.close()
         raise
@@ -198,7 +202,8 @@ def _activation_bytes(config: EngineConfig, executor: Executor) -> int:
     more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
         tokens, peak = more, _peak_of(executor, more)
-    logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS) * executor.vocab_size * 4 * 3
+    drafts = MOST_ROWS if config.speculative != "none" else 0
+    logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS + drafts) * executor.vocab_size * 4 * 3
     return int(peak * config.max_num_batched_tokens / tokens) + logits
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
@@ -20,10 +19,13 @@ from baton.engine.executor.base import Executor, ExecutorLostError
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
-from baton.engine.runner.input_batch import LogitRows, StepBatch, build_batch
-from baton.engine.sample.sampler import sample, token_logprobs
+from baton.engine.runner.input_batch import LogitRows, build_batch
+from baton.engine.sample.sampler import token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
+from baton.engine.speculation.drafter import Drafter
+from baton.engine.speculation.speculator import Speculator
+from baton.engine.speculation.verification import Chosen, StepSampling
 from baton.engine.step_budget import step_budget
 from baton.engine.window_blocks import WindowGroups
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
@@ -33,8 +35,7 @@ from baton.kv_cache.block_pool import BlockPool
 from baton.kv_cache.connector import KVConnector, LoadUpdate
 from baton.kv_cache.events import BlocksStored, KVEvent, merge_events
 from baton.kv_cache.shards import KVShards
-from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
-from baton_kernels.token_mask import TokenMask
+from baton.types import FinishReason, RequestId, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class EngineCore:
         on_events: Callable[[list[KVEvent]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Put an engine together.
 
@@ -69,6 +71,7 @@ class EngineCore:
             on_events: Called with each step's KV events, in order, in the engine's thread.
             clock: Returns seconds; measures steps.
             grammars: Compiles the grammars of its requests, before they are handed in; ``None``: it takes none.
+            drafter: Proposes the tokens that sequences may go on with; ``None``: nobody does.
 
         Raises:
             ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
@@ -115,6 +118,7 @@ class EngineCore:
         self._decode_tokens = 0
         self.grammars = grammars
         self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size)
+        self.speculator = None if drafter is None else Speculator(config, drafter, executor.vocab_size)
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len
         self.max_model_len = min(limit, pool_blocks // layout.num_groups * self._block_size)
@@ -309,6 +313,8 @@ class EngineCore:
         plan = StepPlan() if loads and outputs else self._scheduler.schedule()
         if plan.counts:
             started = self._clock()
+            if self.speculator is not None:
+                self.speculator.add_drafts(plan, self._scheduler)
             try:
                 self._run(plan, outputs)
             except ExecutorLostError:
@@ -318,7 +324,10 @@ class EngineCore:
                 for sequence in plan.counts:
                     self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
             else:
-                self._scheduler.note_time(plan, self._clock() - started)
+                seconds = self._clock() - started
+                self._scheduler.note_time(plan, seconds)
+                if self.speculator is not None:
+                    self.speculator.note_time(plan, seconds)
         self._progressed = bool(plan.counts or outputs or loads)
         self._flush_events()
         return outputs
@@ -327,17 +336,18 @@ class EngineCore:
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
         batch = build_batch(plan, self._block_size, self.executor.input_buffers)
         self._bridge.begin_step(plan.counts)
-        guided = [s for s in batch.sampled if s.sampler.constraint is not None] if self.masks is not None else []
-        masks = self._begin_masks(guided) if guided else None
+        sampling = StepSampling(batch, self.masks)
         try:
             logits = self.executor.forward(batch.forward).logits
         finally:
-            if masks is not None:
-                self._end_masks(guided, masks)
+            sampling.end_masks()
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
-        sampled = self._sample(batch, logits, outputs)
+        sampled = sampling.choose(logits)
+        for chosen in sampled:
+            if chosen.error:
+                self._fail_sampled(chosen, outputs)
         for sequence, count in plan.counts.items():
             prompt = sequence.num_computed < sequence.num_prompt
             if prompt:
@@ -348,42 +358,16 @@ class EngineCore:
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
                 self._bridge.progress(sequence)
-        for sequence, token, logprob in sampled:
-            if sequence.state is not SequenceState.FINISHED:
-                self._accept(sequence, token, logprob, outputs)
+        for chosen in sampled:
+            if chosen.sequence.state is not SequenceState.FINISHED:
+                self._accept(chosen, outputs)
 
-    def _sample(
-        self, batch: StepBatch, logits: torch.Tensor, outputs: list[SequenceOutput]
-    ) -> list[tuple[Sequence, int, TokenLogprob | None]]:
-        """Return a token per sequence that gets one, and end those whose logits are not finite."""
-        if not batch.sampled:
-            return []
-        if len(batch.sample_rows) != len(logits):
-            logits = logits[batch.sample_rows]
-        found = sample(logits, [sequence.sampler for sequence in batch.sampled])
-        logprobs = found.logprobs or [None] * len(batch.sampled)
-        failed = {i: error for i, sequence in enumerate(batch.sampled) if (error := sequence.grammar_error)}
-        for i, error in failed.items():
-            self._fail(batch.sampled[i], error, outputs)
-        for i in set(found.bad_rows) - failed.keys():
-            group = batch.sampled[i].group
-            for sequence in group.sequences:
+    def _fail_sampled(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
+        """End a sequence that could not be given a token."""
+        if chosen.bad_logits:
+            for sequence in chosen.sequence.group.sequences:
                 self._pool.forget(sequence.all_blocks)
-            self._fail(batch.sampled[i], "the model's logits are not finite", outputs)
-        bad = {*found.bad_rows, *failed}
-        chosen = zip(batch.sampled, found.token_ids, logprobs, strict=True)
-        return [one for i, one in enumerate(chosen) if i not in bad]
-
-    def _begin_masks(self, guided: list[Sequence]) -> Future[list[TokenMask]]:
-        """Have the masks of sequences computed while the forward pass runs."""
-        assert self.masks is not None
-        rows = [s.sampler.mask_row(s.sampler.constraint) for s in guided if s.sampler.constraint is not None]
-        return self.masks.begin(rows)
-
-    def _end_masks(self, guided: list[Sequence], masks: Future[list[TokenMask]]) -> None:
-        assert self.masks is not None
-        for sequence, mask in zip(guided, self.masks.end(masks), strict=True):
-            sequence.sampler.mask = mask
+        self._fail(chosen.sequence, chosen.error, outputs)
 
     def _score_prompt(self, rows: LogitRows, logits: torch.Tensor) -> None:
         group = rows.sequence.group
@@ -442,32 +426,47 @@ class EngineCore:
             self._bridge.progress(sequence)
         self._scheduler.load_ended(sequence)
         if first is not None:
-            logprob = first if group.sampling.logprobs is not None else None
-            self._accept(sequence, first.token_id, logprob, outputs)
+            logprobs = [first] if group.sampling.logprobs is not None else None
+            self._accept(Chosen(sequence, [first.token_id], logprobs), outputs)
 
     # Tokens and ends
 
-    def _accept(
-        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, outputs: list[SequenceOutput]
-    ) -> None:
-        """Add a token to a sequence, end the sequence if it must, and report both."""
-        group = sequence.group
-        sequence.append_token(token)
-        self._decode_tokens += 1
+    def _accept(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
+        """Add tokens to a sequence, end the sequence if one of them does, and report both."""
+        sequence, group = chosen.sequence, chosen.sequence.group
+        count = 0
+        for token in chosen.token_ids:
+            if count:
+                sequence.advance(1)  # the token before it was a draft token, whose KV is there
+            sequence.append_token(token)
+            count += 1
+            stopped = sequence.ends_with(token) or sequence.complete
+            if stopped or sequence.num_output >= sequence.max_output:
+                sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                break
+        self._decode_tokens += count
+        if chosen.num_drafted:
+            if self.speculator is not None:
+                self.speculator.verified(sequence, chosen.num_drafted, min(chosen.num_accepted, count))
+            self._scheduler.end_draft(sequence)
         first = sequence.index == 0 and not group.first_token_ns
         if first:
             group.first_token_ns = time.monotonic_ns()
-        stopped = sequence.ends_with(token) or sequence.complete
-        if stopped or sequence.num_output >= sequence.max_output:
-            sequence.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        outputs.append(sequence.token_output(token, logprob, first=first))
+        logprobs = None if chosen.logprobs is None else chosen.logprobs[:count]
+        outputs.append(sequence.token_output(chosen.token_ids[:count], logprobs, first=first))
         if first and group.sampling.n > 1:
             for sibling in group.spawn_siblings():
                 self._scheduler.waiting.push(sibling)
         if sequence.finish_reason is not None:
-            self._scheduler.finish(sequence)
+            self._finish(sequence)
             if group.finished:
                 del self._groups[group.request.request_id]
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Take an ended sequence out."""
+        self._scheduler.finish(sequence)
+        if self.speculator is not None:
+            self.speculator.ended(sequence)
 
     def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput]) -> None:
         """End the request of a sequence with an error."""
@@ -484,7 +483,7 @@ class EngineCore:
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
                 sequence.finish_reason = reason
-                self._scheduler.finish(sequence)
+                self._finish(sequence)
                 outputs.append(sequence.end_output(error))
 
     def _flush_events(self) -> None:

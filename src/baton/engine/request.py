@@ -69,6 +69,10 @@ class RequestMetrics:
     """Of prompt and output, came from outside once more after a preemption."""
     repeated_tokens: int = 0
     """Of prompt and output, were computed once more after a preemption."""
+    drafted_tokens: int = 0
+    """Draft tokens of speculative decoding that were verified, of all sequences."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
     transfer: TransferStats = field(default_factory=TransferStats)
 
 

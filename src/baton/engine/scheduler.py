@@ -331,6 +331,33 @@ class Scheduler:
         sequence.append_blocks(blocks)
         return True
 
+    def room_for_drafts(self, plan: StepPlan) -> int:
+        """Return how many draft tokens the budget of a step has room for."""
+        return self._budget - plan.num_tokens
+
+    def add_draft(self, plan: StepPlan, sequence: Sequence, draft: tuple[int, ...]) -> int:
+        """Have a decoding sequence's draft verified, as far as there are blocks for it; nobody is preempted for them.
+
+        Returns:
+            How many tokens of it there is room for.
+        """
+        size = self._block_size
+        need = -(-(sequence.num_tokens + len(draft)) // size) - len(sequence.block_ids)
+        if need > 0:
+            need = min(need, self._pool.num_free // self._groups.count)
+            sequence.append_blocks(self._pool.allocate(need * self._groups.count) or ())
+            draft = draft[: len(sequence.block_ids) * size - sequence.num_tokens]
+        if draft:
+            plan.drafts[sequence] = draft
+            if plan.work is not None:
+                plan.work.rows += len(draft)
+        return len(draft)
+
+    def end_draft(self, sequence: Sequence) -> None:
+        """Register what became full by a draft, and give back the blocks that were for refused tokens alone."""
+        self.commit(sequence)
+        self._pool.release(sequence.take_surplus(self._block_size))
+
     def _preempt(self, sequence: Sequence) -> None:
         self._take_out(sequence)
         self._pool.release(sequence.take_blocks())

@@ -108,6 +108,8 @@ class Sequence:
         windows: Its blocks of layer groups beyond the first, while it has blocks.
         hashes: Hashes of its full blocks, as far as they were needed.
         sampler: Its row in the sampler.
+        num_drafted: Draft tokens of it that were verified.
+        num_accepted: Those of them that were right.
         num_passed: How many began before it although they came later, while there was no room for it.
     """
 
@@ -122,9 +124,11 @@ class Sequence:
         "index",
         "key",
         "max_output",
+        "num_accepted",
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_drafted",
         "num_lost",
         "num_passed",
         "num_preemptions",
@@ -176,6 +180,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_lost = self.num_reloaded = self.num_repeated = 0
         self.num_passed = 0
+        self.num_drafted = self.num_accepted = 0
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -220,12 +225,6 @@ class Sequence:
         """Whether a token ends it; what is complete by its grammar ends with EOS even where that is to be ignored."""
         constraint = self.sampler.constraint
         return token in self.group.stop_ids or (constraint is not None and token in constraint.eos_token_ids)
-
-    @property
-    def grammar_error(self) -> str:
-        """Why its grammar lets no token be chosen; empty: it does, or there is none."""
-        constraint = self.sampler.constraint
-        return "" if constraint is None or not constraint.error else f"{constraint.grammar}: {constraint.error}"
 
     @property
     def complete(self) -> bool:
@@ -330,6 +329,16 @@ class Sequence:
             self.hashes += block_hashes(self.buffer[: count * block_size], block_size, parent, start=known * block_size)
         return self.hashes[:count]
 
+    def take_surplus(self, block_size: int) -> list[BlockId]:
+        """Remove and return the blocks behind its last token: draft tokens that were refused were in them."""
+        keep = -(-self.num_tokens // block_size)
+        if len(self.block_ids) <= keep:
+            return []
+        dropped, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        for table in self.windows:
+            dropped += table.cut(keep)
+        return dropped
+
     def advance(self, count: int) -> None:
         """Note that the KV of ``count`` more tokens is in the pool."""
         start, end = self.num_computed, self.num_computed + count
@@ -342,22 +351,22 @@ class Sequence:
 
     # Reports
 
-    def token_output(self, token: int, logprob: TokenLogprob | None, *, first: bool) -> SequenceOutput:
-        """Report a token that was just appended; ``finish_reason`` is set if it ended the sequence.
+    def token_output(self, tokens: list[int], logprobs: list[TokenLogprob] | None, *, first: bool) -> SequenceOutput:
+        """Report tokens that were just appended; ``finish_reason`` is set if the last one ended the sequence.
 
         Args:
-            token: The token.
-            logprob: Its log probability, if asked for.
-            first: Whether it is the request's first token here.
+            tokens: At least one.
+            logprobs: Their log probabilities, if asked for.
+            first: Whether the request's first token here is among them.
         """
         group, reason = self.group, self.finish_reason
         return SequenceOutput(
             request_id=group.request.request_id,
             index=self.index,
-            token_ids=[token],
-            logprobs=[logprob] if logprob is not None else None,
+            token_ids=tokens,
+            logprobs=logprobs,
             finish_reason=reason,
-            stop_token_id=token if reason is not None and self.ends_with(token) else None,
+            stop_token_id=tokens[-1] if reason is not None and self.ends_with(tokens[-1]) else None,
             metrics=self.metrics() if first or reason is not None else None,
             prompt_logprobs=group.prompt_logprobs if first else None,
         )
@@ -387,6 +396,8 @@ class Sequence:
             num_preemptions=self.num_preemptions,
             reloaded_tokens=self.num_reloaded,
             repeated_tokens=self.num_repeated,
+            drafted_tokens=sum(each.num_drafted for each in group.sequences),
+            accepted_tokens=sum(each.num_accepted for each in group.sequences),
             transfer=group.transfer,
         )
 

@@ -30,7 +30,7 @@ _PATHS: dict[PrefillPath, common_pb2.PrefillPath.ValueType] = {
 }
 _FINISH_OF: dict[int, FinishReason] = {wire: reason for reason, wire in _FINISH.items()}
 _PATH_OF: dict[int, PrefillPath] = {wire: path for path, wire in _PATHS.items()}
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "speculative_tokens")
 _WITH_DEFAULT = ("temperature", "top_p", "repetition_penalty")
 _PLAIN = tuple(
     field.name
@@ -117,6 +117,8 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         message.logprobs = params.logprobs
     if params.prompt_logprobs is not None:
         message.prompt_logprobs = params.prompt_logprobs
+    if params.speculative_tokens is not None:
+        message.speculative_tokens = params.speculative_tokens
     if params.grammar is not None:
         message.grammar.CopyFrom(grammar_to_pb(params.grammar))
     return message

@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
+from baton.engine.sample.sampler import SAMPLER_VERSION
 from baton.errors import BatonError, InternalError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
@@ -146,6 +147,8 @@ class DecodeRole(InstanceRole):
             num_preemptions=metrics.num_preemptions,
             reloaded_tokens=metrics.reloaded_tokens,
             repeated_tokens=metrics.repeated_tokens,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
             local_reason=reason if transfer.path is PrefillPath.LOCAL else "",
         )
 
@@ -278,7 +281,9 @@ async def _events(
                 result = response.result
                 first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None
                 token = first or TokenLogprob(result.first_token_id, 0.0, 0)
-                yield Finished(token, result.prefix_hit_tokens)
+                # Another version's draw is not what this one goes on from: the token is chosen here.
+                same = result.sampler in ("", SAMPLER_VERSION)
+                yield Finished(token if same else None, result.prefix_hit_tokens)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     except grpc.aio.UsageError as error:  # the channel was closed under us

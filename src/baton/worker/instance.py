@@ -15,6 +15,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.build import load_grammars, make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
+from baton.engine.speculation.drafter import load_drafter
 from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
@@ -165,6 +166,7 @@ class WorkerInstance:
             connector=connectors.connector,
             on_events=on_events,
             grammars=await asyncio.to_thread(load_grammars, self._engine_config, executor),
+            drafter=load_drafter(self._engine_config, executor),
         )
         core.bound_steps(self._first_role is Role.DECODE)
         self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)

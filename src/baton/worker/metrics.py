@@ -73,6 +73,7 @@ class WorkerMetrics:
             _FieldCollector("baton_engine_", lambda: {"": engine}, _STEP_COUNTERS),
             _FieldCollector("baton_grammar_", lambda: _present(engine.core.grammars), _GRAMMAR_COUNTERS),
             _FieldCollector("baton_grammar_", lambda: _present(engine.core.masks), _MASK_COUNTERS),
+            _SpeculationCollector(engine),
             _FieldCollector("baton_store_", lambda: {"": store}, _STORE_COUNTERS, _STORE_GAUGES),
             _FieldCollector("baton_connector_", lambda: connectors, _CONNECTOR_COUNTERS, label="connector"),
         ):
@@ -136,6 +137,44 @@ class _FieldCollector(Collector):
                 yield family
 
 
+class _SpeculationCollector(Collector):
+    """Metrics of speculative decoding, read at scrape time; none without it.
+
+    Args:
+        engine: Its speculator has the counts.
+    """
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """Read all."""
+        found = {
+            name: CounterMetricFamily(f"baton_spec_{name}", text, labels=["method", *labels])
+            for name, (text, labels) in _SPECULATION_COUNTERS.items()
+        }
+        speculator = self._engine.core.speculator
+        if speculator is not None:
+            stats = speculator.stats
+            method = stats.method
+            found["steps"].add_metric([method], stats.steps)
+            for name, counts in (("drafted", stats.drafted), ("accepted", stats.accepted)):
+                found[f"{name}_tokens"].add_metric([method], counts.total())
+                for position, count in counts.copy().items():
+                    found[f"{name}_at_position"].add_metric([method, str(position)], count)
+            for reason, count in stats.faults.copy().items():
+                found["faults"].add_metric([method, reason], count)
+        yield from found.values()
+
+
+_SPECULATION_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "steps": ("Drafts verified: one for each sequence and step that had one", ()),
+    "drafted_tokens": ("Draft tokens verified", ()),
+    "accepted_tokens": ("Draft tokens that were right", ()),
+    "drafted_at_position": ("Draft tokens verified, by their place in the draft, from 0 on", ("position",)),
+    "accepted_at_position": ("Draft tokens that were right, by their place in the draft", ("position",)),
+    "faults": ("Drafts that could not be used: raised, bad_ids", ("reason",)),
+}
 _ENGINE_GAUGES = {
     "num_running": "Sequences in the batch",
     "num_waiting": "Sequences in the queue",

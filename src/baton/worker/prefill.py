@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
+from baton.engine.sample.sampler import SAMPLER_VERSION
 from baton.errors import DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.multi import MultiConnector
@@ -325,7 +326,7 @@ def _result(output: SequenceOutput) -> worker_pb2.PrefillResult:
         raise InternalError(output.error or "the engine failed the prefill")
     if output.finish_reason is FinishReason.ABORT or not output.token_ids:
         raise UnavailableError("the prefill was aborted")
-    result = worker_pb2.PrefillResult(first_token_id=output.token_ids[0])
+    result = worker_pb2.PrefillResult(first_token_id=output.token_ids[0], sampler=SAMPLER_VERSION)
     if output.logprobs:
         result.logprob.CopyFrom(logprob_to_pb(output.logprobs[0]))
     if output.metrics is not None:

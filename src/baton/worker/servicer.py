@@ -13,6 +13,7 @@ import grpc
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config.stores import DISCOVER, StoreAddress
+from baton.engine.sample.sampler import SAMPLER_VERSION
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of
@@ -140,6 +141,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             tokenizer_digest=worker.tokenizer_digest,
             kvstore=_store_nodes(worker.config.kvstore),
             grammars=worker.engine.core.grammars is not None,
+            sampler=SAMPLER_VERSION,
         )
 
     async def StreamKvEvents(

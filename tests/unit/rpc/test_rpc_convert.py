@@ -29,6 +29,7 @@ FEW: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "logprobs": st.none() | st.integers(0, 20),
     "prompt_logprobs": st.none() | st.integers(0, 20),
+    "speculative_tokens": st.none() | st.integers(0, 16),
     "n": st.integers(1, 128),
     "grammar": st.none() | st.builds(Grammar, st.just("regex"), st.just("start: /a/"), st.sampled_from([(), (7, 8)])),
 }

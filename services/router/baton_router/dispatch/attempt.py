@@ -43,7 +43,7 @@ _END_GRACE_S = 1.0
 """How long an instance may take to end its call after the last token."""
 _SUMS = (
     *("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens"),
-    *("num_preemptions", "reloaded_tokens", "repeated_tokens"),
+    *("num_preemptions", "reloaded_tokens", "repeated_tokens", "drafted_tokens", "accepted_tokens"),
 )
 
 
@@ -169,6 +169,7 @@ class Group(msgspec.Struct):
         full: The latest refusal for lack of room, until an instance took the group.
         last: The latest other failure.
         failures: How many others there were.
+        sampler: Version of the sampler that chose their tokens so far; empty: not known.
     """
 
     sequences: list[Sequence]
@@ -176,6 +177,7 @@ class Group(msgspec.Struct):
     full: QueueFullError | None = None
     last: AttemptFailed | None = None
     failures: int = 0
+    sampler: str = ""
 
     def has_open(self) -> bool:
         """Whether any of them has not ended."""
@@ -193,6 +195,18 @@ class Group(msgspec.Struct):
     def started(self) -> bool:
         """Whether anything was handed on."""
         return any(s.token_ids or s.finished for s in self.sequences)
+
+    def excluding(self, excluded: set[tuple[str, int]], ready: Iterable[Instance]) -> set[tuple[str, int]]:
+        """Return these and the instances on which it would not go on as it began: their samplers draw otherwise."""
+        if not self.sampler or not self.started:
+            return excluded
+        others = {x.identity for x in ready if x.info is not None and x.info.sampler not in ("", self.sampler)}
+        return excluded | others
+
+    def begin_on(self, instance: Instance) -> None:
+        """Take note of who is going to choose its tokens."""
+        if not self.started and instance.info is not None:
+            self.sampler = instance.info.sampler
 
     def may_retry(self, failure: AttemptFailed, max_retries: int, budget: Callable[[str], bool]) -> bool:
         """Whether another try may be made; asks the budget where that applies."""
@@ -259,6 +273,7 @@ class Attempt:
     def __init__(self, run: AttemptOwner, group: Group, placement: Placement, number: int) -> None:
         self._run = run
         self.group, self.placement, self.number = group, placement, number
+        group.begin_on(placement.decode)
         self._first = group.sequences[0]
         self.tokens_before = group.num_tokens
         self._call: Call | None = None

@@ -224,7 +224,7 @@ class RequestRun:
         """
         if len(group.sequences) > 1 and group.started and group.has_open():
             for s in [s for s in group.sequences if not s.finished]:
-                self.go_on(Group([s], set(group.excluded), group.full, group.last, group.failures))
+                self.go_on(Group([s], set(group.excluded), group.full, group.last, group.failures, group.sampler))
             return
         try:
             while not self._ended and group.has_open():
@@ -322,7 +322,7 @@ class RequestRun:
             session=self._request.session,
             max_tokens=self._request.sampling.max_tokens,
             local_only=self._wants_prompt_logprobs(),
-            exclude=exclude,
+            exclude=group.excluding(exclude, self._context.registry.ready(Role.DECODE)),
             prefill_only=first is not None and first.pending,
             prefilled=None if first is None else first.prefilled,
             guided=self._request.sampling.grammar is not None,

@@ -44,6 +44,7 @@ class InstanceInfo:
         kind: What of its KV's dtype decides whose it takes, see ``Fingerprint.kind``.
         kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
         grammars: Whether it takes requests with a grammar.
+        sampler: Version of its sampler; empty: it does not say.
     """
 
     instance_id: InstanceId
@@ -61,6 +62,7 @@ class InstanceInfo:
     kvstore: str = ""
     grammars: bool = False
     version: str = ""
+    sampler: str = ""
     content_key: bytes = field(init=False)
     kind: str = field(init=False)
 
@@ -91,6 +93,7 @@ class InstanceInfo:
             kvstore=message.kvstore,
             grammars=message.grammars,
             version=message.version,
+            sampler=message.sampler,
         )
 
 

@@ -138,6 +138,7 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """tokens to generate at most; unset: up to the context length"""
     min_tokens: _builtins.int
@@ -166,6 +167,8 @@ class SamplingParams(_message.Message):
     """the same for prompt tokens; forces a local prefill without prefix hits"""
     n: _builtins.int
     """sequences from one prompt; 0 means 1"""
+    speculative_tokens: _builtins.int
+    """draft tokens per step at most, 0 to 16; unset: as many as the instance has. Changes no token"""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """token id -> bias in [-100, 100]"""
@@ -198,10 +201,11 @@ class SamplingParams(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         n: _builtins.int = ...,
         grammar: Global___Grammar | None = ...,
+        speculative_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculative_tokens", b"_speculative_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculative_tokens", b"speculative_tokens", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_speculative_tokens", b"_speculative_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "speculative_tokens", b"speculative_tokens", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -213,6 +217,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__speculative_tokens: _TypeAlias = _typing.Literal["speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__speculative_tokens: _TypeAlias = _typing.Literal["_speculative_tokens", b"_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
@@ -227,6 +233,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculative_tokens) -> _WhichOneofReturnType__speculative_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
@@ -539,6 +547,8 @@ class RequestTrace(_message.Message):
     ORDER_FIELD_NUMBER: _builtins.int
     RELOADED_TOKENS_FIELD_NUMBER: _builtins.int
     REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     path: Global___PrefillPath.ValueType
     prefill_instance: _builtins.str
     """empty where the path is local"""
@@ -578,6 +588,9 @@ class RequestTrace(_message.Message):
     reloaded_tokens: _builtins.int
     """After preemptions: tokens of prompt and output whose KV came from outside once more, and those that were computed once more."""
     repeated_tokens: _builtins.int
+    drafted_tokens: _builtins.int
+    """Speculative decoding: draft tokens that were verified, and those that were right."""
+    accepted_tokens: _builtins.int
     @_builtins.property
     def failed_prefills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """candidates that were tried in vain: "instance: reason" """
@@ -608,10 +621,12 @@ class RequestTrace(_message.Message):
         order: _builtins.str = ...,
         reloaded_tokens: _builtins.int = ...,
         repeated_tokens: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "order", b"order", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "reloaded_tokens", b"reloaded_tokens", "repeated_tokens", b"repeated_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_instance", b"decode_instance", "drafted_tokens", b"drafted_tokens", "exposed_us", b"exposed_us", "failed_prefills", b"failed_prefills", "kv_bytes", b"kv_bytes", "local_reason", b"local_reason", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "order", b"order", "path", b"path", "pipe", b"pipe", "pipe_fallback", b"pipe_fallback", "prefill_cached_tokens", b"prefill_cached_tokens", "prefill_instance", b"prefill_instance", "prompt_tokens", b"prompt_tokens", "queue_us", b"queue_us", "recomputed_tokens", b"recomputed_tokens", "reloaded_tokens", b"reloaded_tokens", "repeated_tokens", b"repeated_tokens", "router_queue_us", b"router_queue_us", "transfer_us", b"transfer_us", "transferred_tokens", b"transferred_tokens", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -845,11 +845,14 @@ class PrefillResult(_message.Message):
     QUEUE_US_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     queue_us: _builtins.int
     compute_us: _builtins.int
     prefix_hit_tokens: _builtins.int
     """leading tokens that the prefill instance had in its cache"""
+    sampler: _builtins.str
+    """version of the sampler that chose the first token, as in GetInfoResponse"""
     @_builtins.property
     def logprob(self) -> _common_pb2.TokenLogprob:
         """if asked for"""
@@ -862,10 +865,11 @@ class PrefillResult(_message.Message):
         queue_us: _builtins.int = ...,
         compute_us: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
+        sampler: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "first_token_id", b"first_token_id", "logprob", b"logprob", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_us", b"compute_us", "first_token_id", b"first_token_id", "logprob", b"logprob", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_us", b"queue_us", "sampler", b"sampler"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -946,6 +950,7 @@ class GetInfoResponse(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     KVSTORE_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
+    SAMPLER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -967,6 +972,8 @@ class GetInfoResponse(_message.Message):
     """nodes of the KV store it loads from, host:port separated by commas, or "discover"; empty: none"""
     grammars: _builtins.bool
     """takes requests with SamplingParams.grammar"""
+    sampler: _builtins.str
+    """version of the sampler: of the same logits and seed another one may draw another token"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -994,10 +1001,11 @@ class GetInfoResponse(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         kvstore: _builtins.str = ...,
         grammars: _builtins.bool = ...,
+        sampler: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "sampler", b"sampler", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

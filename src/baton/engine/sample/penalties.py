@@ -42,6 +42,12 @@ class TokenCounts:
         slot = self._slot(token)  # may replace the arrays
         self._counts[slot] += 1.0
 
+    def copy(self) -> TokenCounts:
+        """Return another one with the same counts."""
+        other = TokenCounts.__new__(TokenCounts)
+        other._slots, other._ids, other._counts = self._slots.copy(), self._ids.copy(), self._counts.copy()
+        return other
+
     def _slot(self, token: int) -> int:
         slot = self._slots.get(token)
         if slot is None:

@@ -34,6 +34,8 @@ from baton_kernels.cpu.library import DTYPE_CODES
 from baton_kernels.sampling import RowFilter
 from baton_kernels.token_mask import TokenMask, mask_tokens
 
+SAMPLER_VERSION = "race-1"
+"""Changes whenever another token may be drawn from the same logits with the same seed."""
 CHUNK = 128
 """Tokens of a race's first round."""
 _ROWS_AT_ONCE = 64
@@ -111,6 +113,28 @@ class SamplerRow:
             self.counts.add(token)
         if self.constraint is not None:
             self.constraint.append(token)
+
+    def after(self, token: int) -> SamplerRow:
+        """Return a row as this one would be after one more token; this one stays as it is."""
+        row = self.unguided()
+        row.counts = None if self.counts is None else self.counts.copy()
+        row.constraint = None if self.constraint is None else self.constraint.fork()
+        row.append(token)
+        return row
+
+    def unguided(self) -> SamplerRow:
+        """Return a row that draws alike, but for its grammar."""
+        row = SamplerRow.__new__(SamplerRow)
+        row.params, row.seed, row.edits, row.filter = self.params, self.seed, self.edits, self.filter
+        row._stop_ids, row.position, row.counts = self._stop_ids, self.position, self.counts
+        row.mask = row.constraint = None
+        return row
+
+    @property
+    def error(self) -> str:
+        """Why the grammar lets no token be chosen; empty: it does, or there is none."""
+        constraint = self.constraint
+        return "" if constraint is None or not constraint.error else f"{constraint.grammar}: {constraint.error}"
 
     def mask_row(self, constraint: Constraint) -> MaskRow:
         """Return what the mask of its next token is computed from."""

@@ -138,6 +138,8 @@ def _trace(trace: common_pb2.RequestTrace) -> dict[str, Any]:
         "preemptions": trace.num_preemptions,
         "reloaded_tokens": trace.reloaded_tokens,
         "repeated_tokens": trace.repeated_tokens,
+        "drafted_tokens": trace.drafted_tokens,
+        "accepted_tokens": trace.accepted_tokens,
         "migrations": trace.num_migrations,
         "failed_prefills": list(trace.failed_prefills),
     }

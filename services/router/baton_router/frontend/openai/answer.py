@@ -21,6 +21,9 @@ _SAME: dict[bytes, bytes] = {}
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON doesn't have."""
 
+Drafts = tuple[int, int]
+"""Draft tokens of speculative decoding that were verified, and those that were right."""
+
 
 class LogprobWriter:
     """Writes log probabilities in the dialects of chat and of plain completions.
@@ -113,15 +116,31 @@ def text_offsets(tokenizer: Tokenizer, ids: Iterable[int], *, skip_special_token
     return offsets
 
 
-def usage_object(prepared: Sequence[PreparedRequest], output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return the ``usage`` of one HTTP request, all its prompts together."""
+def usage_object(
+    prepared: Sequence[PreparedRequest], output_tokens: int, cached_tokens: int, drafts: Sequence[Drafts] = ()
+) -> dict[str, Any]:
+    """Return the ``usage`` of one HTTP request, all its prompts together.
+
+    Args:
+        prepared: The prompts.
+        output_tokens: Of all sequences.
+        cached_tokens: Of all prompts.
+        drafts: Per prompt the draft tokens that were verified, and those that were right.
+    """
     prompt_tokens = sum([item.prompt_tokens for item in prepared])
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if drafted := sum([each[0] for each in drafts]):
+        accepted = sum([each[1] for each in drafts])
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return usage
 
 
 def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
@@ -177,7 +196,7 @@ class WholeAnswer:
         created: Seconds since 1970.
     """
 
-    __slots__ = ("_cached", "_choices", "_head", "_prepared", "_prompt_logprobs", "_request")
+    __slots__ = ("_cached", "_choices", "_drafts", "_head", "_prepared", "_prompt_logprobs", "_request")
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         self._request = request
@@ -186,11 +205,13 @@ class WholeAnswer:
         self._choices = [[Choice() for _ in range(request.n)] for _ in prepared]
         self._prompt_logprobs: list[list[TokenLogprob | None] | None] = [None] * len(prepared)
         self._cached = [0] * len(prepared)
+        self._drafts: list[Drafts] = [(0, 0)] * len(prepared)
 
     def add(self, chunk: TextChunk) -> bytes:
         """Take a chunk; there is nothing to send before the end."""
         if chunk.trace is not None:
             self._cached[chunk.prompt_index] = chunk.cached_tokens
+            self._drafts[chunk.prompt_index] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
         if chunk.prompt_logprobs is not None:
             self._prompt_logprobs[chunk.prompt_index] = chunk.prompt_logprobs
         choices = self._choices[chunk.prompt_index]
@@ -222,7 +243,7 @@ class WholeAnswer:
             **self._head,
             "object": "chat.completion" if request.chat else "text_completion",
             "choices": choices,
-            "usage": usage_object(self._prepared, tokens, sum(self._cached)),
+            "usage": usage_object(self._prepared, tokens, sum(self._cached), self._drafts),
         }
         if request.chat and request.return_token_ids:
             body["prompt_token_ids"] = list(self._prepared[0].routed.prompt_token_ids)
@@ -287,6 +308,7 @@ class EventStream:
         self._writer = LogprobWriter(prepared[0].text_model.tokenizer, as_ids=request.tokens_as_ids)
         self._tokens = 0
         self._cached = [0] * len(prepared)
+        self._drafts: list[Drafts] = [(0, 0)] * len(prepared)
         head = {
             "id": ident,
             "object": "chat.completion.chunk" if request.chat else "text_completion",
@@ -313,6 +335,7 @@ class EventStream:
         request, at = self._request, chunk.prompt_index
         if chunk.trace is not None:
             self._cached[at] = chunk.cached_tokens
+            self._drafts[at] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
         continuous = request.continuous_usage
         if continuous:
             self._tail = self._with_usage() + b"}\n\n"
@@ -359,7 +382,8 @@ class EventStream:
         return self._head + self._with_usage() + b"}\n\n" + DONE
 
     def _with_usage(self) -> bytes:
-        return b'],"usage":' + orjson.dumps(usage_object(self._prepared, self._tokens, sum(self._cached)))
+        usage = usage_object(self._prepared, self._tokens, sum(self._cached), self._drafts)
+        return b'],"usage":' + orjson.dumps(usage)
 
     def error(self, error: BatonError) -> bytes:
         """Return the event that ends a stream which cannot go on."""

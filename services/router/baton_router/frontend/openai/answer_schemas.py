@@ -29,13 +29,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Draft tokens of speculative decoding that were right, and those that were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """Tokens of all prompts and sequences of a request."""
+    """Tokens of all prompts and sequences of a request; ``completion_tokens_details`` if there was speculation."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):

@@ -277,6 +277,7 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     allow_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    speculative_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None

@@ -53,9 +53,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The prompt is computed."""
+    """The prompt is computed; without a first token that can be gone on from, it is chosen here."""
 
-    first_token: TokenLogprob
+    first_token: TokenLogprob | None
     prefix_hit_tokens: int
 
 

@@ -1,0 +1,285 @@
+"""Speculative decoding: how often drafts are right, and what they bring in tokens per second.
+
+*Acceptance*: the demo model continues held-out modules of the Python standard library (beginnings of 256 tokens, 160
+new ones, one prompt after the other) with each method, greedy and at temperature 0.7, drafts of 8 tokens: the share of
+draft tokens that are right by their place, and tokens per step. Then, with the length that the engine chooses by
+itself, tokens per second against the engine without speculation, and against ``generate`` plain and with
+``prompt_lookup_num_tokens`` (transformers' prompt lookup).
+
+*Recorded drafts*: a random Llama of 125M parameters in bfloat16 generates; then again with drafts that are what it
+said, each token right with probability 0.8, 0.6 or 0: batch 1, 4, 8 and 32, in turns with the engine without
+speculation, and with speculation configured but turned off by the request. Answers of these are compared too, up to
+what bfloat16 changes with the number of rows.
+
+    python benchmarks/speculation.py --threads 2 --write
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The root, for ``tests.support``, and not this file's folder: its http.py would hide the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sysconfig
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from benchmarks.engine import machine
+from benchmarks.engine_parts.models import write_model
+from scripts.demo_model.corpus import is_held_out, load_sources
+from tests.support.drafters import RecordedDrafter
+
+from baton.config import EngineConfig
+from baton.engine.build import build_engine
+from baton.engine.core import EngineCore
+from baton.engine.llm import LLM
+from baton.engine.models.loader import quiet_transformers
+from baton.engine.request import EngineRequest
+from baton.engine.speculation.speculator import SpeculationStats, Speculator
+from baton.tokenizer import Tokenizer
+from baton.types import RequestId, SamplingParams
+from baton.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "models" / "baton-tiny"
+RESULT = Path(__file__).parent / "results" / "speculation.json"
+PROMPT_TOKENS, NEW_TOKENS = 256, 160
+DRAFT_TOKENS = 8
+SAMPLINGS = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "seed": 1}}
+BATCHES = (1, 4, 8, 32)
+PROBABILITIES = (0.8, 0.6, 0.0)
+RECORDED_CONTEXT, RECORDED_TOKENS = 128, 96
+
+
+def main() -> int:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    result: dict[str, Any] = {"benchmark": "speculation", "version": __version__, "threads": args.threads}
+    if RESULT.exists():
+        result = {**json.loads(RESULT.read_text()), **result}
+    if "acceptance" in args.parts:
+        result["acceptance"] = acceptance(args)
+    if "speed" in args.parts:
+        result["speed"] = speed(args)
+    if "recorded" in args.parts:
+        result["recorded"] = recorded(args)
+    result["machine"] = machine()
+    if args.write:
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"written to {RESULT}")
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("acceptance", "speed", "recorded")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
+    parser.add_argument("--prompts", type=int, default=33)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in place of 125M, to see that it runs")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    return parser.parse_args()
+
+
+def held_out_prompts(count: int) -> list[list[int]]:
+    """Return beginnings of held-out modules, several pieces of the long ones."""
+    tokenizer = Tokenizer.load(DEMO)
+    sources = load_sources(Path(sysconfig.get_path("stdlib")))
+    pieces = []
+    for path, text in sources.items():
+        if is_held_out(path):
+            ids = tokenizer.encode(text)
+            pieces.append(
+                [ids[at : at + PROMPT_TOKENS] for at in range(0, len(ids) - PROMPT_TOKENS, 4 * PROMPT_TOKENS)]
+            )
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(*pieces))
+    return [piece for piece in in_turns if piece is not None][:count]
+
+
+# Acceptance
+
+
+def acceptance(args: argparse.Namespace) -> dict[str, Any]:
+    """Return per method and way of sampling how often drafts were right."""
+    prompts = held_out_prompts(args.prompts)
+    found: dict[str, Any] = {"prompts": len(prompts), "draft_tokens": DRAFT_TOKENS}
+    answers: dict[str, list[list[int]]] = {}
+    for name, sampling in SAMPLINGS.items():
+        answers[name], _, _ = one_by_one(args, prompts, sampling)
+    for method in args.methods:
+        found[method] = {}
+        for name, sampling in SAMPLINGS.items():
+            options = {"speculative": method, "speculative_tokens": DRAFT_TOKENS}
+            tokens, stats, steps = one_by_one(args, prompts, sampling, **options)
+            assert stats is not None
+            if tokens != answers[name]:
+                raise RuntimeError(f"{method}, {name}: the answers differ from those without speculation")
+            rates = [round(stats.accepted[i] / stats.drafted[i], 3) for i in range(DRAFT_TOKENS) if stats.drafted[i]]
+            per_step = sum(len(answer) for answer in tokens) / steps
+            share = stats.accepted.total() / max(1, stats.drafted.total())
+            found[method][name] = {
+                "tokens_per_step": round(per_step, 2),
+                "accepted_of_drafted": round(share, 3),
+                "drafted": stats.drafted.total(),
+                "accepted_at_position": rates,
+            }
+            print(f"{method:7} {name:7} {per_step:.2f} tokens/step, {share:.0%} right; by place {rates}", flush=True)
+    return found
+
+
+def one_by_one(
+    args: argparse.Namespace, prompts: list[list[int]], sampling: dict[str, Any], **options: Any
+) -> tuple[list[list[int]], SpeculationStats | None, int]:
+    """Return the answers of the demo model in float32, what became of drafts, and steps that gave tokens."""
+    config = EngineConfig(model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, **options)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+    with LLM(config) as llm:
+        answers = []
+        steps = 0
+        for prompt in prompts:
+            answers.append(llm.generate([prompt], params)[0].token_ids)
+        speculator = llm.core.speculator
+        stats = None if speculator is None else speculator.stats
+        steps = sum(map(len, answers)) - (0 if stats is None else stats.accepted.total())
+    return answers, stats, steps
+
+
+# Speed
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens per second of the demo model on held-out code, one prompt after the other, engines in turns."""
+    prompts = held_out_prompts(args.prompts)[: max(2, args.prompts // 3)]
+    found: dict[str, Any] = {"prompts": len(prompts), "dtype": "float32"}
+    for name, sampling in SAMPLINGS.items():
+        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
+        engines: dict[str, Any] = {}
+        for method in ("none", *args.methods):
+            config = EngineConfig(
+                model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, speculative=method
+            )
+            engines[method] = LLM(config)
+        model = load_hf() if name == "greedy" else None
+        times: dict[str, list[float]] = {}
+        for prompt in prompts:
+            for method, llm in engines.items():
+                began = time.perf_counter()
+                llm.generate([prompt], params)
+                times.setdefault(method, []).append(time.perf_counter() - began)
+            for way, options in {"generate": {}, "generate_prompt_lookup": {"prompt_lookup_num_tokens": 5}}.items():
+                if model is not None:
+                    times.setdefault(way, []).append(hf_seconds(model, prompt, options))
+        for llm in engines.values():
+            llm.close()
+        found[name] = {each: round(NEW_TOKENS / statistics.median(seconds), 1) for each, seconds in times.items()}
+        found[name]["ratio"] = {
+            each: round(found[name][each] / found[name]["none"], 2) for each in times if each != "none"
+        }
+        print(f"speed {name}: {found[name]}", flush=True)
+    return found
+
+
+def load_hf() -> Any:
+    with quiet_transformers():
+        return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:
+    ids = torch.tensor([prompt])
+    settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    began = time.perf_counter()
+    with torch.inference_mode(), quiet_transformers():
+        model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **options)
+    return time.perf_counter() - began
+
+
+# Recorded drafts
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens per second of a model of 125M with drafts of a known quality, against none."""
+    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "new_tokens": RECORDED_TOKENS, "dtype": "bfloat16"}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), "llama", smoke=args.smoke)
+        config = EngineConfig(model=folder, threads=args.threads, kv_blocks=32 * 16, prefix_caching=False)
+        engine = build_engine(config)
+        for batch in args.batches:
+            found[str(batch)] = of_batch(args, engine, config, batch, model.vocab_size)
+            print(f"batch {batch}: {found[str(batch)]}", flush=True)
+        engine.executor.close()
+    return found
+
+
+def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig, batch: int, vocab: int) -> Any:
+    """Measure one batch size, the ways in turns; medians of the ratios within each repeat."""
+    drafters = {str(p): RecordedDrafter({}, probability=p, vocab_size=vocab) for p in PROBABILITIES}
+    on = dataclasses.replace(config, speculative="ngram")
+    speculators = {name: Speculator(on, drafter, vocab) for name, drafter in drafters.items()}
+    off = Speculator(on, drafters["0.0"], vocab)
+    speeds: dict[str, list[float]] = {}
+    for repeat in range(args.repeats + 1):  # the first warms up, and lets what is learnt be learnt
+        rng = np.random.default_rng([repeat, batch])
+        prompts = rng.integers(3, vocab, (batch, RECORDED_CONTEXT)).tolist()
+        plain, answers = tokens_per_s(engine, None, prompts)
+        ratios = {}
+        for name, speculator in speculators.items():
+            drafters[name].outputs = answers
+            rate, _ = tokens_per_s(engine, speculator, prompts)
+            ratios[name] = rate / plain
+        again, _ = tokens_per_s(engine, None, prompts)
+        rate, _ = tokens_per_s(engine, off, prompts, speculative_tokens=0)
+        ratios["off"] = rate / again
+        ratios["repeated"] = again / plain
+        if repeat:
+            for name, ratio in ratios.items():
+                speeds.setdefault(name, []).append(ratio)
+            speeds.setdefault("tokens_per_s", []).append(plain)
+    found = {name: round(statistics.median(values), 3) for name, values in speeds.items()}
+    for name, speculator in speculators.items():
+        stats = speculator.stats
+        found[f"accepted_{name}"] = round(stats.accepted.total() / max(1, stats.drafted.total()), 2)
+        found[f"draft_length_{name}"] = round(stats.drafted.total() / max(1, stats.steps), 1)
+    return found
+
+
+def tokens_per_s(
+    engine: EngineCore, speculator: Speculator | None, prompts: list[list[int]], **options: Any
+) -> tuple[float, dict[tuple[str, int], list[int]]]:
+    """Return tokens per second from all first tokens to the first end, and the answers."""
+    engine.speculator = speculator
+    times: dict[str, list[float]] = {}
+    answers: dict[tuple[str, int], list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        name = f"r{i}"
+        times[name], answers[name, 0] = [], []
+        params = SamplingParams(max_tokens=RECORDED_TOKENS, temperature=0.0, ignore_eos=True, **options)
+        engine.add_request(EngineRequest(RequestId(name), prompt, params))
+    while engine.has_work():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(output.error)
+            times[output.request_id] += [now] * len(output.token_ids)
+            answers[output.request_id, 0] += output.token_ids
+    begin, end = max(each[0] for each in times.values()), min(each[-1] for each in times.values())
+    return sum(begin < at <= end for each in times.values() for at in each) / (end - begin), answers
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Speculative decoding: several tokens of a sequence per step, the same ones as without."""

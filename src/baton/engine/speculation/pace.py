@@ -1,0 +1,163 @@
+"""How many draft tokens a step verifies: as many as give the most tokens per second, none included.
+
+A step of ``B`` sequences gives ``B`` tokens without drafts, and with draft tokens of chances ``c`` as many more as
+their sum; it takes the time of a step of so many rows, which is learnt from the steps that were run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+GAIN = 1.02
+"""Drafts must be expected to give so many times the tokens per second: what is learnt of times is not exact."""
+MOST_PAUSE = 32
+"""Steps at most between two looks at whether drafts pay, after those that did not; it doubles from 1 on."""
+
+_FEW = 16
+"""Numbers of rows up to this one are told apart; beyond, eighths of an octave."""
+_COMMON = 0.15
+"""Weight of a step in what all sizes have in common: longer contexts, a machine that is busy ..."""
+_OWN = 0.1
+"""... and in what is known of its own size."""
+_OUTLIER = 1.0
+"""A step that took e times what was expected, or more, counts as that."""
+_PLATEAU = 8.0
+"""Before it is known: a step of n rows takes as long as n plus so many would, were its time proportional."""
+
+
+class StepTimes:
+    """Seconds of steps by their number of rows, in logarithms: a part that all share, and one for each size."""
+
+    def __init__(self) -> None:
+        self._common = math.nan
+        self._own: dict[int, float] = {}
+        self._rows: npt.NDArray[np.float64] = np.empty(0)
+        self._logs: npt.NDArray[np.float64] = np.empty(0)
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was observed."""
+        return bool(self._own)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from a step."""
+        size = _size(rows)
+        took = math.log(max(seconds, 1e-7))
+        if not self._own:
+            self._common, self._own[size] = took, 0.0
+        elif size not in self._own:
+            self._own[size] = took - self._common
+        else:
+            error = took - self._common - self._own[size]
+            error = max(-_OUTLIER, min(_OUTLIER, error))
+            self._common += _COMMON * error
+            self._own[size] += _OWN * error
+        sizes = sorted(self._own)
+        self._rows = np.array([_rows_of(each) for each in sizes])
+        self._logs = np.array([self._own[each] for each in sizes]) - np.log(self._rows + _PLATEAU)
+
+    def relative(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the seconds that steps take, but for a factor that is common to all.
+
+        Args:
+            rows: float64 [n]. Something must be known.
+        """
+        return (rows + _PLATEAU) * np.exp(np.interp(rows, self._rows, self._logs))
+
+
+def _size(rows: int) -> int:
+    return rows if rows <= _FEW else _FEW + round(8.0 * math.log2(rows / _FEW))
+
+
+def _rows_of(size: int) -> float:
+    return float(size) if size <= _FEW else _FEW * 2.0 ** ((size - _FEW) / 8.0)
+
+
+class Pace:
+    """Decides on the number of draft tokens of a step, and when to look again after there were none.
+
+    Attributes:
+        times: What steps take.
+    """
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._pause = self._next_pause = 0
+
+    def wait(self) -> bool:
+        """Whether this step is one to leave out because drafts did not pay."""
+        if self._pause:
+            self._pause -= 1
+            return True
+        return False
+
+    def choose(self, chances: npt.NDArray[np.float64], sequences: int, rows: int) -> int:
+        """Return how many draft tokens to verify.
+
+        Args:
+            chances: float64 [n], of draft tokens, that each and those before it are right; falling.
+            sequences: Those that get a token from the step anyway.
+            rows: Tokens that the step computes anyway.
+        """
+        if not len(chances):
+            return 0
+        if not self.times.known:
+            return min(len(chances), sequences)
+        tokens = sequences + np.concatenate([[0.0], np.cumsum(chances)])
+        rates = tokens / self.times.relative(rows + np.arange(len(tokens), dtype=np.float64))
+        best = int(rates.argmax())
+        if best and rates[best] >= GAIN * rates[0]:
+            self._next_pause = 0
+            return best
+        self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
+        self._pause = self._next_pause
+        return 0
+
+
+def worth_drafting(rate: float) -> int:
+    """Return how many tokens to draft where each takes time and is right with this probability: 1 to 8."""
+    rate = min(0.99, max(0.01, rate))
+    return max(1, min(8, int(math.log(0.25) / math.log(rate))))
+
+
+class Record:
+    """How a sequence's drafts fared: the share of tokens that were right, and that relative to what was promised.
+
+    Args:
+        rate: What to expect of the first.
+    """
+
+    __slots__ = ("expected", "rate", "right")
+
+    NEWS = 0.15
+    PROMISES = 4.0
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.right = self.expected = self.PROMISES
+
+    def chances(self, given: npt.NDArray[np.float64] | None, count: int) -> npt.NDArray[np.float64]:
+        """Return how likely each of ``count`` draft tokens and all before it are right.
+
+        Args:
+            given: What the drafter says of each if those before it are right.
+            count: Draft tokens.
+        """
+        if given is None:
+            return np.full(count, self.rate).cumprod()
+        return (given * min(1.0, self.right / self.expected)).cumprod()
+
+    def verified(self, drafted: int, accepted: int, promised: float) -> None:
+        """Learn from a draft of which so many tokens were right; ``promised``: how many were to be expected."""
+        for at in range(min(accepted + 1, drafted)):
+            self.rate += self.NEWS * ((at < accepted) - self.rate)
+        keep = 1.0 - self.NEWS
+        self.right = keep * self.right + accepted
+        self.expected = max(keep * self.expected + promised, 1e-3)
+
+    def idle(self, usual: float) -> None:
+        """Forget a little: what did not pay may pay again."""
+        self.rate += 0.005 * (usual - self.rate)

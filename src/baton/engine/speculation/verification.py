@@ -1,0 +1,129 @@
+"""Chooses a step's tokens, of sequences with draft tokens as many as are right.
+
+Every row of a draft gets the token that the engine would have sampled at that position by itself: with penalties, bias,
+masks and filters as they are after the tokens before it, and with the random numbers of its own position. A draft token
+is kept while it is that token. So the tokens of a sequence do not depend on who drafts, and on whether anybody does:
+acceptance by equality, in place of that by ``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", ICML 2023), which keeps the distribution but not the sequence.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.grammar.constraint import StepMasks
+from baton.engine.runner.input_batch import StepBatch
+from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
+from baton.engine.sequence import Sequence
+from baton.types import TokenLogprob
+from baton_kernels.token_mask import TokenMask
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a step gives to one sequence.
+
+    Attributes:
+        token_ids: Its next tokens, at least one; none where there is an error.
+        logprobs: Parallel to them, if asked for.
+        num_drafted: Draft tokens that it had.
+        num_accepted: How many of them are the first of ``token_ids``.
+        error: Why there is no token; empty: there is.
+        bad_logits: Whether the reason is that its logits are not finite, and its KV not worth keeping.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    error: str = ""
+    bad_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A sequence's rows of the logits, one more than its draft tokens, and the sampler's rows for them."""
+
+    sequence: Sequence
+    draft: list[int]
+    rows: list[int]
+    samplers: list[SamplerRow]
+
+
+class StepSampling:
+    """The choice of one step's tokens. Masks are computed while the forward pass runs.
+
+    Args:
+        batch: What is computed.
+        masks: Computes masks; ``None``: no sequence is under a grammar.
+    """
+
+    def __init__(self, batch: StepBatch, masks: StepMasks | None) -> None:
+        self._wanted = [
+            _Rows(sequence, [], [row], [sequence.sampler])
+            for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
+        ]
+        for found in batch.draft_rows:
+            samplers = _along(found.sequence.sampler, found.token_ids)
+            self._wanted.append(_Rows(found.sequence, found.token_ids, found.rows, samplers))
+        self._samplers = [sampler for each in self._wanted for sampler in each.samplers]
+        self._masks = masks
+        self._guided = [row for row in self._samplers if row.constraint is not None] if masks is not None else []
+        self._pending: Future[list[TokenMask]] | None = None
+        if masks is not None and self._guided:
+            rows = [row.mask_row(row.constraint) for row in self._guided if row.constraint is not None]
+            self._pending = masks.begin(rows)
+
+    def end_masks(self) -> None:
+        """Wait for the masks; to be called once, whatever became of the forward pass."""
+        if self._pending is not None and self._masks is not None:
+            for row, mask in zip(self._guided, self._masks.end(self._pending), strict=True):
+                row.mask = mask
+
+    def choose(self, logits: torch.Tensor) -> list[Chosen]:
+        """Return what each sequence gets that is to have a token.
+
+        Args:
+            logits: [R, vocab], all rows of the batch; may be changed.
+        """
+        if not self._wanted:
+            return []
+        rows = [row for each in self._wanted for row in each.rows]
+        found = sample(logits if rows == list(range(len(logits))) else logits[rows], self._samplers)
+        bad = set(found.bad_rows)
+        chosen, at = [], 0
+        for each in self._wanted:
+            chosen.append(_verified(each, found, bad, at))
+            at += len(each.rows)
+        return chosen
+
+
+def _along(sampler: SamplerRow, draft: list[int]) -> list[SamplerRow]:
+    """Return a sequence's row, and those behind each token of a draft."""
+    rows = [sampler]
+    for token in draft:
+        rows.append(rows[-1].after(token))
+    return rows
+
+
+def _verified(rows: _Rows, found: SamplerOutput, bad: set[int], at: int) -> Chosen:
+    """Keep the draft while it is what was sampled; ``at`` is the first of the sequence's rows."""
+    sequence, draft = rows.sequence, rows.draft
+    if error := rows.samplers[0].error:
+        return Chosen(sequence, [], error=error)
+    if at in bad:
+        return Chosen(sequence, [], error="the model's logits are not finite", bad_logits=True)
+    accepted = 0
+    while accepted < len(draft) and found.token_ids[at + accepted] == draft[accepted]:
+        accepted += 1
+    # A row that is wrong ends the draft before it: should it be wrong by itself too, the next step says so.
+    wrong = (i for i in range(1, accepted + 1) if at + i in bad or rows.samplers[i].error)
+    end = at + next(wrong, accepted + 1)
+    logprobs = None
+    if found.logprobs is not None:
+        logprobs = [each for each in found.logprobs[at:end] if each is not None]
+    return Chosen(sequence, found.token_ids[at:end], logprobs or None, len(draft), min(accepted, end - at))

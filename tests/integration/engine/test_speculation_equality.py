@@ -1,0 +1,92 @@
+"""Speculative decoding over real checkpoints: the tokens of the engine without it, and greedy those of ``generate``."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.drafters import RecordedDrafter
+from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+
+from baton.config import EngineConfig
+from baton.engine.llm import LLM, RequestOutput
+from baton.engine.speculation.speculator import Speculator
+from baton.types import SamplingParams
+
+VOCAB = 512
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(seed=1, temperature=0.7, max_tokens=NEW_TOKENS, logprobs=2),
+    SamplingParams(seed=2, temperature=1.3, top_p=0.9, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=3, temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=4, temperature=0.7, n=4, max_tokens=NEW_TOKENS, min_tokens=3),
+    GREEDY.replace(logprobs=1, min_tokens=6, stop_token_ids=(11, 12, 13)),
+]
+
+
+def config(references: References, architecture: str, **options: object) -> EngineConfig:
+    values = {"dtype": "float32", "kv_blocks": 192, "max_num_batched_tokens": 256, "prefill_chunk": 64, **options}
+    return EngineConfig(model=str(references.checkpoint(architecture)), **values)
+
+
+def prompts() -> list[list[int]]:
+    """Return a prompt for each way of sampling; each repeats itself, so that something can be looked up."""
+    return [(prompt * 3)[:150] for prompt in mixed_prompts(7, VOCAB, count=len(SAMPLINGS), longest=70)]
+
+
+def check_same(outputs: list[RequestOutput], plain: list[RequestOutput]) -> None:
+    """Compare all that answers say: tokens, reasons, and log probabilities as far as float32 tells them apart."""
+    for output, other in zip(outputs, plain, strict=True):
+        for one, two in zip(output.outputs, other.outputs, strict=True):
+            assert one.token_ids == two.token_ids
+            assert (one.finish_reason, one.stop_reason) == (two.finish_reason, two.stop_reason)
+            assert (one.logprobs is None) == (two.logprobs is None)
+            for mine, theirs in zip(one.logprobs or (), two.logprobs or (), strict=True):
+                assert (mine.token_id, mine.rank) == (theirs.token_id, theirs.rank)
+                assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_are_those_without_speculation(references: References, architecture: str) -> None:
+    expected = references.greedy(architecture, prompts()[:1], NEW_TOKENS)
+    with LLM(config(references, architecture)) as llm:
+        plain = llm.generate(prompts(), SAMPLINGS)
+    assert plain[0].token_ids == expected[0]
+    with LLM(config(references, architecture, speculative="suffix", speculative_tokens=5)) as llm:
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        assert llm.core.speculator is not None
+        first = llm.core.speculator.stats.accepted.total()
+        # Again: now the answers are known.
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        assert llm.core.speculator.stats.accepted.total() - first > NEW_TOKENS
+        # A drafter that is right more often than not, in a pool that is preempted.
+        known = {
+            (f"llm-{2 * len(SAMPLINGS) + i}", sequence.index): sequence.token_ids
+            for i, output in enumerate(plain)
+            for sequence in output.outputs
+        }
+        drafter = RecordedDrafter(known, probability=0.7, vocab_size=VOCAB)
+        llm.core.speculator = Speculator(llm.config, drafter, VOCAB)
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        stats = llm.core.speculator.stats
+        assert 0.4 < stats.accepted[0] / stats.drafted[0] < 0.95
+        llm.core.check_integrity()
+        assert llm.core.stats().blocks_active == 0
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_answers_are_those_without_speculation_on_two_ranks(references: References, shape: dict[str, int]) -> None:
+    with LLM(config(references, "llama")) as llm:
+        plain = llm.generate(prompts(), SAMPLINGS)
+    with LLM(config(references, "llama", speculative="ngram", speculative_tokens=4, **shape)) as llm:
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        assert llm.core.speculator is not None
+        assert llm.core.speculator.stats.accepted.total() > 0
+
+
+def test_the_length_by_measured_times_changes_no_token(references: References) -> None:
+    with LLM(config(references, "qwen3")) as llm:
+        plain = llm.generate(prompts(), SAMPLINGS)
+    with LLM(config(references, "qwen3", speculative="suffix")) as llm:
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
