@@ -10,6 +10,7 @@ from typing import Any, Literal
 from baton.errors import InvalidRequestError, shown
 
 MAX_TOOLS = 512
+_SHOWN = 8
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
@@ -32,6 +33,14 @@ class ToolUse:
     """The schemas of parameters by the tools' names."""
     strict: frozenset[str] = field(init=False, compare=False, repr=False)
     """Names of tools whose arguments must follow their schemas."""
+
+    def __str__(self) -> str:
+        """What may be called, in a few words: what explanations show."""
+        if self.mode == "none":
+            return "none"
+        some, more = self.names[:_SHOWN], len(self.names) - _SHOWN
+        alone = "" if self.parallel else ", one call at most"
+        return f"{self.mode}: {', '.join(some)}{f' and {more} more' if more > 0 else ''}{alone}"
 
     def __post_init__(self) -> None:
         functions = [tool["function"] for tool in self.tools]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.api.v1 import common_pb2
-from baton.types import InstanceId, PrefillPath, Role
+from baton.dialects.tool_use import read_tools
+from baton.types import Grammar, InstanceId, PrefillPath, Role
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.window_stats import Flow, Flows, WindowStats, quantile
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
@@ -107,6 +108,35 @@ def test_found_by_every_name(name: str) -> None:
     log.begin(f"chatcmpl-my-id2-{UUID}", 1)
     assert log.find(name) == [record]
     assert log.find("my") == []
+
+
+@pytest.mark.parametrize("name", ["resp_ab12-my-id", "resp_ab12", "my-id"])
+def test_a_response_is_found_by_its_id_too(name: str) -> None:
+    log = DecisionLog()
+    record = log.begin(f"resp_ab12-my-id-{UUID}", 1)
+    log.begin(f"resp_ab1-my-id2-{UUID}", 1)
+    log.begin(f"msg-other-{UUID}", 1)
+    assert log.find(name) == [record]
+    assert [found.request_id for found in log.find("other")] == [f"msg-other-{UUID}"]
+
+
+def test_explanation_of_grammar_tools_and_reasoning() -> None:
+    log = DecisionLog()
+    record = log.begin("r", 100)
+    log.placed("r", decide())
+    record.grammar, record.thinking_budget = Grammar("tools", "start: TEXT"), 32
+    names = [f"tool_{at}" for at in range(12)]
+    record.tools = str(read_tools([{"function": {"name": name}} for name in names], "required", False))
+    told = explanation(record)
+    assert told["grammar"].startswith("tools sha256:")
+    assert f"its answer is held to a grammar: {told['grammar']}" in told["why"]
+    first = ", ".join(names[:8])
+    assert told["tools"] == f"required: {first} and 4 more, one call at most"
+    assert f"its tools are {told['tools']}" in told["why"]
+    assert told["thinking_budget"] == 32
+    assert "its reasoning ends after 32 tokens" in told["why"]
+    plain = explanation(log.begin("s", 1))
+    assert (plain["grammar"], plain["tools"], plain["thinking_budget"]) == (None, None, None)
 
 
 def test_explanation_of_a_whole_request() -> None:

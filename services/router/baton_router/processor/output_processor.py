@@ -189,6 +189,10 @@ class OutputProcessor:
         routed = prepared.routed
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
         self._record.grammar = routed.sampling.grammar
+        asked = prepared.request
+        if asked.tool_use.mode != "none":
+            self._record.tools = str(asked.tool_use)
+        self._record.thinking_budget = asked.thinking_budget
         self._sequences = [prepared.sequence() for _ in range(routed.sampling.n)]
         self._open = self._generating = len(self._sequences)
         """Sequences whose text has not ended; and those that the instance still runs, also behind a stop string."""

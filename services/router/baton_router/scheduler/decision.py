@@ -223,6 +223,10 @@ class Clock(Protocol):
     generated: int
 
 
+_PREFIXES = ("chatcmpl", "cmpl", "msg")
+"""What answers' ids have before the id of the HTTP request."""
+
+
 class DecisionRecord(msgspec.Struct):
     """One request: where it was placed and how it went.
 
@@ -240,6 +244,8 @@ class DecisionRecord(msgspec.Struct):
         numbers: How many numbers its decisions keep, roughly.
         direct: Whether its client has the tokens from the decode instance itself.
         grammar: What its answer is held to: kind and digest; ``None``: nothing.
+        tools: Which tools it may or must call, in words; empty: it has none.
+        thinking_budget: Most tokens of its reasoning; ``None``: any number.
     """
 
     request_id: str
@@ -255,6 +261,8 @@ class DecisionRecord(msgspec.Struct):
     numbers: int = 0
     direct: bool = False
     grammar: Grammar | None = None
+    tools: str = ""
+    thinking_budget: int | None = None
 
     @property
     def decision(self) -> Decision | None:
@@ -266,7 +274,10 @@ class DecisionRecord(msgspec.Struct):
         if name == self.request_id:
             return True
         answer = self.request_id.rpartition("-")[0]
-        return name in (answer, answer.removeprefix("chatcmpl-"), answer.removeprefix("cmpl-"))
+        prefix, _, http_id = answer.partition("-")
+        if prefix.startswith("resp_"):  # the id of a response, which nobody can guess, and what the client calls it
+            return name in (answer, prefix, http_id)
+        return name == answer or (prefix in _PREFIXES and name == http_id)
 
 
 class DecisionLog:

@@ -54,6 +54,8 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "migrations": trace.num_migrations,
         "direct": record.direct,
         "grammar": str(record.grammar) if record.grammar is not None else None,
+        "tools": record.tools or None,
+        "thinking_budget": record.thinking_budget,
     }
 
 
@@ -159,6 +161,10 @@ def _why(record: DecisionRecord) -> list[str]:
         lines.append("its client had the tokens from the decode instance itself, and told of them (direct mode)")
     if record.grammar is not None:
         lines.append(f"its answer is held to a grammar: {record.grammar}")
+    if record.tools:
+        lines.append(f"its tools are {record.tools}")
+    if record.thinking_budget is not None:
+        lines.append(f"its reasoning ends after {record.thinking_budget} tokens")
     trace = record.trace
     if trace is not None and trace.router_queue_us:
         lines.insert(0, f"it waited {trace.router_queue_us / 1000:.1f} ms in the router's queue for room")

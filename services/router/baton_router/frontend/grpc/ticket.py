@@ -62,6 +62,10 @@ class _DirectRun:
         self._prompt_tokens = prepared.prompt_tokens
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
         self._record.grammar = routed.sampling.grammar
+        asked = prepared.request
+        if asked.tool_use.mode != "none":
+            self._record.tools = str(asked.tool_use)
+        self._record.thinking_budget = asked.thinking_budget
         self._record.direct = True
         self._placed_s = 0.0
         self._traced = False

@@ -155,7 +155,7 @@ class Generation:
         self, endpoints: PostEndpoints, exchange: HttpExchange, endpoint: GenerationEndpoint, request: OpenAIRequest
     ) -> None:
         self._endpoints, self._exchange, self._endpoint, self._request = endpoints, exchange, endpoint, request
-        self._name = f"{endpoint.id_prefix}-{exchange.request_id}"
+        self._name = f"{request.ident or endpoint.id_prefix}-{exchange.request_id}"
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
         self._preparing: asyncio.Task[None] | None = None

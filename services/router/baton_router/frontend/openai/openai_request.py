@@ -55,6 +55,7 @@ class OpenAIRequest(msgspec.Struct):
         score_only: The prompt is only to be scored: the one token generated is left out of the answer.
         prompt_logprobs: Give the prompt's log probabilities in the extended format.
         tokens_as_ids: Spell tokens in log probabilities as ``token_id:17``.
+        ident: The answer's id, if it is to be no guessable one; empty: that of the HTTP request will do.
         settings: What an interface other than that of chats has to say of the answer.
         ignored: Fields that have no effect.
         reasoning: Whether the model's reasoning is part of the answer.
@@ -75,6 +76,7 @@ class OpenAIRequest(msgspec.Struct):
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     reasoning: bool = True
+    ident: str = ""
     settings: Any = None
     ignored: list[str] = msgspec.field(default_factory=list)
     template_fields: dict[str, str] = msgspec.field(default_factory=dict)

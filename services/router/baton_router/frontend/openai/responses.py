@@ -100,8 +100,9 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
     request.ignored = ignored
     if "reasoning_effort" in request.template_fields:
         request.template_fields["reasoning_effort"] = "reasoning.effort"
+    request.ident = f"resp_{secrets.token_hex(24)}"
     request.settings = ResponseSettings(
-        ident=f"resp_{secrets.token_hex(24)}",
+        ident=request.ident,
         echo={
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
