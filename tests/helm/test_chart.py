@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -114,14 +113,6 @@ def test_these_values_are_taken(text: str) -> None:
 def test_these_values_are_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(helm_python.HelmError, match=re.escape(named)):
         render(values(text))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _schemas_are_read_once() -> Any:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
-    yield
-    patch.undo()
 
 
 def validate(each: dict[str, Any], version: str) -> None:

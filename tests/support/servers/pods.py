@@ -1,16 +1,16 @@
 """Kubernetes on one machine, as far as services can tell: pods are processes, each with a loopback address of its own.
 
-Rendered manifests run as they are: commands, flags, variables, files of Secrets, ports, probes, preStop, SIGTERM, grace
-periods; Services become EndpointSlices, which the router lists and watches. Three things differ: ``0.0.0.0`` is the
-pod's address, paths of volumes are folders, and probes come more often.
+Manifests run as they are: commands, flags, variables, files of Secrets, ports, probes, preStop, SIGTERM, grace
+periods; Services become EndpointSlices, which the router lists and watches at an API server. Three things differ:
+``0.0.0.0`` is the pod's address, paths of volumes are folders, and probes come more often.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
@@ -18,15 +18,19 @@ import sys
 import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
-from tests.support.chart import NAMESPACE, ROOT, Manifest, named, pods
+from tests.support.chart import NAMESPACE, ROOT, Manifest, pods
 from tests.support.child_env import child_env
+from tests.support.kube.api import KubeApi
+from tests.support.kube.kinds import BY_NAME
 from tests.support.servers.warm import WarmProcess, WarmStarter
 
 from baton.rpc.channel import check_health
 
+_SLICE, _SERVICE = BY_NAME["discovery.k8s.io/v1", "EndpointSlice"], BY_NAME["v1", "Service"]
+_DOMAIN = ".svc.cluster.local"
 _PROBE_S = 0.2
 _START_S = 180.0
 
@@ -79,87 +83,25 @@ class LocalPod:
             return False
 
 
-class SliceServer:
-    """The API server's EndpointSlices: list and watch by the name of their Service."""
-
-    def __init__(self) -> None:
-        self.slices: dict[str, dict[str, Any]] = {}
-        self._version = 1
-        self._watches: set[tuple[str, asyncio.Queue[bytes | None]]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        """Listen; returns the URL."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        """Stop."""
-        for _, queue in self._watches:
-            queue.put_nowait(None)
-        if self._server is not None:
-            self._server.close()
-
-    def put(self, service: str, ports: list[dict[str, Any]], endpoints: list[dict[str, Any]]) -> None:
-        """Set what is behind a Service."""
-        kind = "MODIFIED" if service in self.slices else "ADDED"
-        self._version += 1
-        metadata = {"name": f"{service}-slice", "resourceVersion": str(self._version)}
-        item = {"metadata": metadata, "addressType": "IPv4", "ports": ports, "endpoints": endpoints}
-        self.slices[service] = item
-        for wanted, queue in self._watches:
-            if wanted == service:
-                queue.put_nowait(json.dumps({"type": kind, "object": item}).encode() + b"\n")
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                target = urllib.parse.urlsplit(head.split(b" ")[1].decode())
-                assert target.path == f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
-                query = dict(urllib.parse.parse_qsl(target.query))
-                service = query["labelSelector"].removeprefix("kubernetes.io/service-name=")
-                if "watch" in query:
-                    await self._watch(writer, service, int(query["resourceVersion"]))
-                    return
-                items = [self.slices[service]] if service in self.slices else []
-                body = json.dumps({"metadata": {"resourceVersion": str(self._version)}, "items": items}).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        finally:
-            writer.transport.abort()
-
-    async def _watch(self, writer: asyncio.StreamWriter, service: str, version: int) -> None:
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        watch = (service, queue)
-        self._watches.add(watch)
-        item = self.slices.get(service)
-        if item is not None and int(item["metadata"]["resourceVersion"]) > version:  # changed since the list
-            queue.put_nowait(json.dumps({"type": "MODIFIED", "object": item}).encode() + b"\n")
-        try:
-            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-            while (line := await queue.get()) is not None:
-                writer.write(b"%x\r\n%s\r\n" % (len(line), line))
-                await writer.drain()
-        finally:
-            self._watches.discard(watch)
-
-
 @dataclass
 class LocalKubernetes:
-    """Runs the objects of a chart.
+    """Runs the objects of a chart, with an API server of its own.
 
     Args:
-        objects: Rendered manifests.
+        objects: Rendered manifests; none where ``Controllers`` bring what an API client asks for.
         folder: For volumes and logs.
         starter: Starts the processes.
+        namespace: That all stands in.
+        env: Further variables of all pods, for what a node gives them: a memory limit, its processor.
     """
 
     objects: list[Manifest]
     folder: Path
     starter: WarmStarter
+    namespace: str = NAMESPACE
+    env: dict[str, str] = field(default_factory=dict)
     pods: list[LocalPod] = field(default_factory=list)
-    api: SliceServer = field(default_factory=SliceServer)
+    api: KubeApi = field(default_factory=KubeApi)
     ended: list[LocalPod] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
@@ -170,15 +112,13 @@ class LocalKubernetes:
         account = self.folder / "account"
         account.mkdir()
         (account / "token").write_text("token")
-        (account / "namespace").write_text(NAMESPACE)
-        url = await self.api.start()
-        self._api_env = {"BATON_KUBERNETES_API": url, "BATON_KUBERNETES_ACCOUNT": str(account)}
-        for owner in (each for each in self.objects if each["kind"] == "StatefulSet"):
-            name = owner["metadata"]["name"]
-            for i in range(owner["spec"]["replicas"]):
-                address = f"{name}-{i}.{owner['spec']['serviceName']}.{NAMESPACE}.svc.cluster.local"
-                self._addresses[address] = self._new_ip()
+        (account / "namespace").write_text(self.namespace)
+        await self.api.__aenter__()
+        self._api_env = {"BATON_KUBERNETES_API": self.api.url, "BATON_KUBERNETES_ACCOUNT": str(account)}
         try:
+            for each in self.objects:
+                if each["kind"] != "Pod":  # helm test's
+                    self.api.store.apply(BY_NAME[each["apiVersion"], each["kind"]], each, "helm", force=False)
             for owner, _ in pods(self.objects):
                 if owner["kind"] != "Pod":
                     await self.scale(owner["metadata"]["name"], owner["spec"]["replicas"], wait=False)
@@ -197,7 +137,7 @@ class LocalKubernetes:
                 os.kill(pod.process.pid, signal.SIGKILL)
         while any(pod.process.poll() is None for pod in self.pods):
             await asyncio.sleep(0.02)
-        self.api.close()
+        await self.api.__aexit__()
 
     def of(self, owner: str) -> list[LocalPod]:
         """Return the pods of an object that are not ending."""
@@ -205,7 +145,7 @@ class LocalKubernetes:
 
     def endpoint(self, service: str, port: str) -> str:
         """Return the address of one ready pod behind a Service, the next one each time, as connections find them."""
-        item = self.api.slices[service]
+        item = self.api.store.get(_SLICE, self.namespace, f"{service}-slice")
         (number,) = [each["port"] for each in item["ports"] if each["name"] == port]
         ready = [each["addresses"][0] for each in item["endpoints"] if each["conditions"]["ready"]]
         assert ready, f"nothing is ready behind {service}"
@@ -213,7 +153,8 @@ class LocalKubernetes:
 
     def secret(self, name: str, key: str) -> str:
         """Return what a Secret has."""
-        return str(named(self.objects, "Secret", name)["stringData"][key])
+        found = self.api.store.get(BY_NAME["v1", "Secret"], self.namespace, name)
+        return base64.b64decode(found["data"][key]).decode()
 
     async def scale(self, owner: str, replicas: int, *, wait: bool = True, held: bool = False) -> list[LocalPod]:
         """Have as many pods of an object; returns those that came, which, if ``held``, are never told to be ready."""
@@ -221,28 +162,40 @@ class LocalKubernetes:
         while len(self.of(owner)) < replicas:
             came.append(self._start(owner, len(self.of(owner))))
             came[-1].held = held
-        if wait:
+        if wait and came:
             await self._all_ready()
         extra = self.of(owner)[replicas:]
         await asyncio.gather(*map(self.end, extra))
         return came
 
-    async def roll(self, owner: str) -> None:
+    async def roll(self, name: str) -> None:
         """Replace all pods of an object as its strategy says."""
-        manifest = next(each for each, _ in pods(self.objects) if each["metadata"]["name"] == owner)
+        owner = self._owner(name)
         endings = []
-        for index, old in enumerate(self.of(owner)):
-            if manifest["kind"] == "StatefulSet":
+        for index, old in enumerate(self.of(name)):
+            if owner["kind"] == "StatefulSet":
                 await self.end(old)
-                self._start(owner, index)
+                self._start(name, index)
                 await self._all_ready()
                 continue
-            assert manifest["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-            self._start(owner, 0)
+            assert owner["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+            self._start(name, 0)
             await self._all_ready()
-            await asyncio.sleep(manifest["spec"].get("minReadySeconds", 0))
+            await asyncio.sleep(owner["spec"].get("minReadySeconds", 0))
             endings.append(asyncio.create_task(self.end(old)))
         await asyncio.gather(*endings)
+
+    async def resize(self, owner: Manifest, replicas: int) -> None:
+        """Have as many pods, for controllers."""
+        await self.scale(owner["metadata"]["name"], replicas)
+
+    async def renew(self, owner: Manifest) -> None:
+        """Replace all pods, for controllers."""
+        await self.roll(owner["metadata"]["name"])
+
+    def addresses(self, owner: Manifest) -> dict[str, str]:
+        """Return the ready pods of an object, for controllers."""
+        return {pod.name: pod.ip for pod in self.of(owner["metadata"]["name"]) if pod.ready}
 
     async def end(self, pod: LocalPod) -> None:
         """Delete a pod: not ready at once, then preStop, SIGTERM, and SIGKILL when the grace period is over."""
@@ -269,30 +222,46 @@ class LocalKubernetes:
     async def helm_test(self) -> str:
         """Run the pod of ``helm test``; returns what it printed."""
         (pod,) = [each for each in self.objects if each["kind"] == "Pod"]
+        code, output = await self.run(pod)
+        assert code == 0, output
+        return output
+
+    async def run(self, pod: Manifest) -> tuple[int, str]:
+        """Run a pod that asks a Service and ends; returns exit status and output."""
         (container,) = pod["spec"]["containers"]
         folder = self._volumes(pod["metadata"]["name"], pod)
         code, url, seconds = container["args"]
-        port = urllib.parse.urlsplit(url).port
-        host = urllib.parse.urlsplit(url).hostname
-        service = named(self.objects, "Service", str(host))
+        host, port = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port
+        service = self.api.store.get(_SERVICE, self.namespace, str(host))
         (name,) = [each["name"] for each in service["spec"]["ports"] if each["port"] == port]
         url = url.replace(f"{host}:{port}", self.endpoint(str(host), name))
         env = child_env(BATON_TEST_FILES=str(folder))
         command = [*in_image(container["command"]), code, url, seconds]
-        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1)
-        output, errors = await process.communicate()
-        assert process.returncode == 0, errors.decode()
-        return output.decode()
+        process = await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-2)
+        output, _ = await process.communicate()
+        return int(process.returncode or 0), output.decode()
+
+    def _owner(self, name: str) -> Manifest:
+        kinds = (BY_NAME["apps/v1", "Deployment"], BY_NAME["apps/v1", "StatefulSet"])
+        found = [each for kind in kinds for each in self.api.store.find(kind, self.namespace)]
+        return next(each for each in found if each["metadata"]["name"] == name)
+
+    def _address(self, name: str) -> str:
+        """Return what a pod's name in the DNS leads to."""
+        if name not in self._addresses:
+            self._addresses[name] = self._new_ip()
+        return self._addresses[name]
 
     def _new_ip(self) -> str:
         number = next(self._ips)
         return f"127.{self._net}.{number // 250}.{number % 250 + 1}"
 
     def _start(self, owner: str, index: int) -> LocalPod:
-        parent, template = next((x, y) for x, y in pods(self.objects) if x["metadata"]["name"] == owner)
+        parent = self._owner(owner)
+        template = parent["spec"]["template"]
         if parent["kind"] == "StatefulSet":
             name = f"{owner}-{index}"
-            (ip,) = [ip for address, ip in self._addresses.items() if address.startswith(f"{name}.")]
+            ip = self._address(f"{name}.{parent['spec']['serviceName']}.{self.namespace}{_DOMAIN}")
         else:
             name, ip = f"{owner}-{next(self._names)}", self._new_ip()
         (container,) = template["spec"]["containers"]
@@ -303,7 +272,7 @@ class LocalKubernetes:
             **(self._api_env if template["spec"]["automountServiceAccountToken"] else {}), TMPDIR=str(folder / "tmp")
         )
         own = {"POD_NAME": name, "POD_IP": ip}
-        env |= own | {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        env |= self.env | own | {each["name"]: each["value"] for each in container["env"] if "value" in each}
         mounts = {each["mountPath"]: folder / each["name"] for each in container["volumeMounts"]}
         args = [self._here(word, own, mounts) for word in container["args"]]
         module = f"{container['command'][0].replace('-', '_')}.main"
@@ -317,8 +286,7 @@ class LocalKubernetes:
     def _here(self, word: str, own: dict[str, str], mounts: dict[str, Path]) -> str:
         word = re.sub(r"\$\((\w+)\)", lambda match: own[match[1]], word)
         word = word.replace("0.0.0.0", own["POD_IP"]).replace("/opt/baton/models", str(ROOT / "models"))
-        for address, ip in self._addresses.items():
-            word = word.replace(address, ip)
+        word = re.sub(r"[\w-]+\.[\w-]+\.[\w-]+" + re.escape(_DOMAIN), lambda match: self._address(match[0]), word)
         flag, equals, value = word.partition("=")
         for path, folder in mounts.items():
             value = re.sub(rf"^(@?){re.escape(path)}(?=/|$)", rf"\g<1>{folder}", value)
@@ -352,16 +320,26 @@ class LocalKubernetes:
         self._publish()
 
     def _publish(self) -> None:
-        for service in (each for each in self.objects if each["kind"] == "Service"):
+        """Tell the API server what is behind each Service."""
+        store = self.api.store
+        services = {each["metadata"]["name"]: each for each in store.find(_SERVICE, self.namespace)}
+        for each in store.find(_SLICE, self.namespace):
+            if each["metadata"]["labels"]["kubernetes.io/service-name"] not in services:
+                store.delete(_SLICE, self.namespace, each["metadata"]["name"])
+        for name, service in services.items():
             selector = service["spec"]["selector"].items()
             behind = [pod for pod in self.pods if selector <= pod.manifest["metadata"]["labels"].items()]
-            if behind:
-                ports = [
-                    {"name": each["name"], "port": behind[0].port(each["targetPort"])}
-                    for each in service["spec"]["ports"]
-                ]
-                endpoints = [{"addresses": [pod.ip], "conditions": {"ready": pod.ready}} for pod in behind]
-                self.api.put(service["metadata"]["name"], ports, endpoints)
+            if not behind:
+                continue
+            metadata = {"name": f"{name}-slice", "namespace": self.namespace}
+            metadata["labels"] = {"kubernetes.io/service-name": name}
+            ports = [
+                {"name": each["name"], "port": behind[0].port(each["targetPort"])} for each in service["spec"]["ports"]
+            ]
+            endpoints = [{"addresses": [pod.ip], "conditions": {"ready": pod.ready}} for pod in behind]
+            body = {"apiVersion": _SLICE.api, "kind": _SLICE.name, "metadata": metadata, "addressType": "IPv4"}
+            body |= {"ports": ports, "endpoints": endpoints}
+            store.apply(_SLICE, body, "endpoint-slices", force=False)
 
     async def _all_ready(self) -> None:
         """Wait until every pod that is not ending is ready.
