@@ -108,6 +108,8 @@ def test_these_values_are_taken(text: str) -> None:
         ("router.httpRoute.enabled=true", "parentRefs"),
         ("decode.autoscaling.enabled=true,decode.autoscaling.kind=keda", "autoscaling.prometheus"),
         ("model.init.image=models/acme", "model.servedName"),
+        ("decode.leaderWorkerSet.size=2", "leaderWorkerSet"),
+        ("pools.big.role=prefill,pools.big.nodes=2", "nodes"),
     ],
 )
 def test_these_values_are_refused_by_name(text: str, named: str) -> None:
