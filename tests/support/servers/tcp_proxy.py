@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Awaitable, Callable
 
 from baton.rpc.server import free_port
@@ -38,9 +39,18 @@ class TcpProxy:
         """Listen (on the port of before, after :meth:`cut`), unless it does, and return the port."""
         async with self._starting:
             if self._server is None:  # else it was cut twice at once: the first to end ends both
-                self._server = await asyncio.start_server(self._accept, self._host, self.port or free_port())
+                self._server = await self._listen()
                 self.port = self._server.sockets[0].getsockname()[1]
             return self.port
+
+    async def _listen(self) -> asyncio.Server:
+        while not self.port:
+            try:
+                return await asyncio.start_server(self._accept, self._host, free_port())
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # which it is where another process took it meanwhile
+                    raise
+        return await asyncio.start_server(self._accept, self._host, self.port)
 
     def reset(self) -> None:
         """Break every connection as a crash would: with RST, without a goodbye."""
