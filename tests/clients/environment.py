@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,13 +41,16 @@ class Program:
         return done.stdout
 
 
-def python(name: str, *requirements: str, bare: tuple[str, ...] = ()) -> Program:
+def python(
+    name: str, *requirements: str, bare: tuple[str, ...] = (), least: tuple[int, int] = sys.version_info[:2]
+) -> Program:
     """Return an environment with Python packages; skips the test where they do not install.
 
     Args:
         name: Of the environment.
         requirements: For pip; torch, where one of them wants it, is the version of ``constraints.txt``.
         bare: Packages to install without what they depend on.
+        least: The version of Python that they need; another interpreter than this one is looked for.
     """
     torch = next(line for line in (_ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     constraints = HOME / "constraints.txt"
@@ -54,13 +58,25 @@ def python(name: str, *requirements: str, bare: tuple[str, ...] = ()) -> Program
     if not (folder / "installed").exists():
         HOME.mkdir(parents=True, exist_ok=True)
         constraints.write_text(torch.split()[0].rstrip("\\") + "\n")
-        _install(name, sys.executable, "-m", "venv", "--clear", str(folder))
+        _install(name, _interpreter(least), "-m", "venv", "--clear", str(folder))
         pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(constraints))
         _install(name, *pip, *requirements)
         if bare:
             _install(name, *pip, "--no-deps", *bare)
         (folder / "installed").touch()
     return Program(folder)
+
+
+def _interpreter(least: tuple[int, int]) -> str:
+    """Return a Python of at least a version; skips the test where there is none."""
+    if sys.version_info[:2] >= least:
+        return sys.executable
+    for minor in range(least[1], least[1] + 4):
+        named = f"python{least[0]}.{minor}"
+        own = sorted(Path.home().glob(f".pyenv/versions/{least[0]}.{minor}.*/bin/{named}"))
+        if found := shutil.which(named) or next(map(str, own), None):
+            return found
+    pytest.skip(f"there is no Python {least[0]}.{least[1]} or newer here")
 
 
 def npm(name: str, *packages: str) -> Program:

@@ -178,3 +178,36 @@ def test_vllms_benchmark(server: Server, tmp_path: Path) -> None:
         found["mean_ttft_ms"],
         found["mean_itl_ms"],
     ).check("vllm bench serve", server.figures() - before, extra=1)
+
+
+def test_inference_perf(server: Server, tmp_path: Path) -> None:
+    client = python("inference-perf", "inference-perf==0.7.0", least=(3, 12))
+    length = {"type": "fixed", "min": 64, "max": 64, "mean": 64, "std_dev": 0, "total_count": REQUESTS}
+    answer = {**length, "min": TOKENS, "max": TOKENS, "mean": TOKENS}
+    config = {
+        "api": {"type": "completion", "streaming": True},
+        "data": {"type": "random", "input_distribution": length, "output_distribution": answer},
+        "load": {
+            "type": "concurrent",
+            "stages": [{"concurrency_level": 2, "num_requests": REQUESTS}],
+            "num_workers": 1,
+        },
+        "server": {"type": "vllm", "model_name": server.model, "base_url": server.url, "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": server.tokenizer},
+        "storage": {"local_storage": {"path": str(tmp_path / "out")}},
+    }
+    path = tmp_path / "config.yml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    before = server.figures()
+    client.run("inference-perf", "--config_file", str(path))
+    (path,) = (tmp_path / "out").glob("**/summary_lifecycle_metrics.json")
+    found = json.loads(path.read_text())
+    assert found["failures"]["count"] == 0
+    done = found["successes"]
+    Report(
+        done["count"],
+        done["output_len"]["mean"] * REQUESTS,
+        done["prompt_len"]["mean"] * REQUESTS,
+        1e3 * done["latency"]["time_to_first_token"]["mean"],
+        1e3 * done["latency"]["inter_token_latency"]["mean"],
+    ).check("inference-perf", server.figures() - before)
