@@ -10,6 +10,11 @@ With ``--minutes`` the learning-rate schedule follows the wall clock, so the
 run always ends in time but depends on the speed of the machine.  With
 ``--steps`` (and a generous ``--minutes``) the run is reproducible for a seed on
 one machine and one set of package versions.
+
+``--tools`` trains its sibling ``models/baton-tiny-tools`` instead, which calls
+tools with what a request says, from conversations that are made up::
+
+    python scripts/train_demo_model.py --tools --minutes 10 --threads 2
 """
 
 from __future__ import annotations
@@ -32,10 +37,16 @@ from demo_model.batches import RowSource, prepare
 from demo_model.card import draw_curve, render_card
 from demo_model.corpus import load_sources
 from demo_model.evaluation import draw_samples, held_out_rows, measure_answers, measure_losses
+from demo_model.tool_training import run as run_tools
 from demo_model.training import MAX_CONTEXT, build_model, save_model, train
 
 LOGGER = logging.getLogger("train_demo_model")
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "baton-tiny"
+TOOLS_DEFAULTS: dict[str, Any] = {
+    "out": DEFAULT_OUT.with_name("baton-tiny-tools"), "minutes": 10.0, "rows": 32, "vocab": 640, "layers": 3,
+    "answers": 400, "warmup": 100,
+}  # fmt: skip
+"""What ``--tools`` changes of the defaults."""
 CURVE_ROWS = 32
 """Held-out rows behind each point of the loss curve."""
 
@@ -60,6 +71,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, default=6, help="number of layers")
     add("--answers", type=int, default=40, help="held-out requests to answer at the end")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile where it works")
+    add("--tools", action="store_true", help=f"train the model that calls tools; defaults: {TOOLS_DEFAULTS}")
+    if "--tools" in arguments:
+        parser.set_defaults(**TOOLS_DEFAULTS)
     return parser.parse_args(arguments)
 
 
@@ -71,6 +85,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
+    if args.tools:
+        run_tools(args, list(arguments), started)
+        return
 
     dataset = prepare(load_sources(Path(sysconfig.get_paths()["stdlib"])), args.vocab, MAX_CONTEXT, args.seed)
     LOGGER.info("%s", {key: value for key, value in dataset.facts.items() if key != "held_out_paths"})

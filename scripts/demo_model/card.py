@@ -13,6 +13,7 @@ import jinja2
 from . import tokenizer
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
+TOOL_TEMPLATE = Path(__file__).with_name("tool_card.md.jinja")
 TABLE_ROWS = 12
 
 
@@ -28,6 +29,14 @@ def render_card(log: dict[str, Any]) -> str:
     points = [*curve[: -1 : max(1, len(curve) // TABLE_ROWS)], curve[-1]]
     tokens = {name: getattr(tokenizer, name) for name in ("PAD", "BOS", "END_OF_TEXT", "TURN_START", "TURN_END")}
     return template.render(log, points=points, **tokens)
+
+
+def render_tool_card(log: dict[str, Any]) -> str:
+    """Fill the model card of the model that calls tools from the content of its ``training_log.json``."""
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(TOOL_TEMPLATE.read_text(encoding="utf-8")).render(log)
 
 
 def draw_curve(curve: Sequence[dict[str, float]], bigram: float) -> str:

@@ -45,10 +45,21 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
-    """Train a fast tokenizer of ``vocab_size`` tokens, special ones included, with its chat template set."""
+def train_tokenizer(
+    texts: Sequence[str],
+    vocab_size: int,
+    max_length: int,
+    *,
+    pattern: str = SPLIT_PATTERN,
+    template: str = CHAT_TEMPLATE,
+    plain_tokens: Sequence[str] = (),
+) -> Any:
+    """Train a fast tokenizer of ``vocab_size`` tokens, special ones included, with its chat template set.
+
+    ``plain_tokens`` are tokens of their own beyond these, which stay in decoded text.
+    """
     core = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
     core.decoder = decoders.ByteLevel()
@@ -60,6 +71,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> A
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer=trainer)
+    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain_tokens])
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, core.token_to_id(BOS))]
     )
@@ -74,7 +86,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> A
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,27 @@ WEIGHT_DECAY = 0.1
 CURVE_POINTS = 40
 
 
-def build_model(tokenizer: Any, layers: int) -> Any:
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a model."""
+
+    hidden: int = 192
+    mlp: int = 512
+    heads: int = 6
+    kv_heads: int = 2
+
+
+def build_model(tokenizer: Any, layers: int, shape: Shape = Shape(), max_context: int = MAX_CONTEXT) -> Any:
     """Create the untrained model."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
         num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         head_dim=32,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=max_context,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,

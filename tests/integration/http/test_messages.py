@@ -17,6 +17,7 @@ from tests.support.scripted import encode
 
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.anthropic.answer import object_of
+from baton_router.frontend.anthropic.blocks import chat_messages
 
 TOOLS: list[Any] = [
     {"name": "get_weather", "description": "Tell it.", "input_schema": PARAMETERS},
@@ -289,6 +290,7 @@ TOOL = TOOLS[1]
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
             "output_config.format.schema.not",
         ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
@@ -304,6 +306,15 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
     assert told["error"]["param"] == param
     assert param.partition("[")[0].partition(".")[0] in told["error"]["message"]
     assert served.dispatcher.requests == []
+
+
+@pytest.mark.timeout(60)  # minutes, where each turn copies what those before it said
+def test_turns_of_one_role_take_their_length_in_time() -> None:
+    turns: list[Any] = [{"role": "user", "content": "a" * 40}] * 150_000
+    blocks: list[Any] = [{"type": "thinking", "thinking": "a" * 40}] * 150_000
+    made = chat_messages(None, [*turns, {"role": "assistant", "content": blocks}], [])
+    assert [len(message["content"]) for message in made] == [150_000 * 41 - 1, 0]
+    assert len(made[1]["reasoning_content"]) == 150_000 * 40
 
 
 def test_errors_have_anthropics_shape(served: Served, client: anthropic.Anthropic) -> None:

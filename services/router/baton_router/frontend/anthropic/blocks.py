@@ -8,6 +8,8 @@ from typing import Any
 from baton.errors import InvalidRequestError, shown
 
 _ROLES = ("user", "assistant", "system")
+_JOINED = ("content", "reasoning_content")
+"""Fields whose text comes in parts, as many as there are blocks."""
 
 
 def chat_messages(
@@ -30,18 +32,20 @@ def chat_messages(
         raise InvalidRequestError("messages must not be empty", field="messages")
     for at, message in enumerate(messages):
         reader.read(message, f"messages[{at}]")
+    if not reader.made:
+        raise InvalidRequestError("messages: there is nothing in them to answer", field="messages")
     last = reader.made[-1]
     if last.get("tool_calls"):
         place = f"messages[{len(messages) - 1}].content"
         raise InvalidRequestError(f"{place}: a tool_use has no tool_result behind it", field=place)
-    return reader.made
+    return [{name: "".join(item) if name in _JOINED else item for name, item in made.items()} for made in reader.made]
 
 
 class _Reader:
     """Reads turns one after the other.
 
     Attributes:
-        made: What has become of them.
+        made: What has become of them; texts are lists of their parts.
     """
 
     def __init__(self, ignored: list[str]) -> None:
@@ -52,10 +56,10 @@ class _Reader:
         """Return the last message, if it is of a role, or else a new one, with more text."""
         last = self.made[-1] if self.made else None
         if last is None or last["role"] != role:
-            last = {"role": role, "content": text}
+            last = {"role": role, "content": []}
             self.made.append(last)
-        elif text:
-            last["content"] = f"{last['content']}{joint}{text}" if last["content"] else text
+        if text:
+            last["content"] += (joint, text) if last["content"] else (text,)
         return last
 
     def read(self, message: Mapping[str, Any], place: str) -> None:
@@ -112,7 +116,7 @@ class _Reader:
         text = "" if content is None else _text(content, f"{place}.content")
         # Templates have no mark for results that are errors.
         text = f"Error: {text}" if failed else text
-        self.made.append({"role": "tool", "tool_call_id": ident, "content": text})
+        self.made.append({"role": "tool", "tool_call_id": ident, "content": [text]})
 
     def _tool_use(self, block: Mapping[str, Any], place: str) -> None:
         ident, name = _string(block, "id", place), _string(block, "name", place)
@@ -127,7 +131,7 @@ class _Reader:
 
     def _thinking(self, block: Mapping[str, Any], place: str) -> None:
         message = self.add("assistant", "")
-        message["reasoning_content"] = message.get("reasoning_content", "") + _string(block, "thinking", place)
+        message.setdefault("reasoning_content", []).append(_string(block, "thinking", place))
 
     def _redacted(self, block: Mapping[str, Any], place: str) -> None:
         self._ignored.append("redacted_thinking")
