@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
 from baton.engine.request import EngineStats
+from baton.engine.speculation.speculator import SpeculationStats
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.worker.metrics import WorkerMetrics
 from baton_kvstore.config import KVStoreConfig
@@ -199,7 +200,12 @@ async def registries() -> dict[str, CollectorRegistry]:
     store = KVStoreServer(KVStoreConfig())
     worker = WorkerMetrics()
     stats = EngineStats(*[0] * len(EngineStats.__dataclass_fields__))
+    drafts = SpeculationStats("ngram")
+    drafts.drafted.update(range(3))
+    drafts.accepted.update(range(2))
+    drafts.faults["raised"] += 1
     core = SimpleNamespace(
+        speculator=SimpleNamespace(stats=drafts),
         grammars=SimpleNamespace(compiled=0, compile_seconds=0.0, cache_hits=0, refused=0),
         masks=SimpleNamespace(masks=0, mask_seconds=0.0, mask_wait_seconds=0.0),
     )

@@ -15,6 +15,10 @@ GAIN = 1.02
 """Drafts must be expected to give so many times the tokens per second: what is learnt of times is not exact."""
 MOST_PAUSE = 32
 """Steps at most between two looks at whether drafts pay, after those that did not; it doubles from 1 on."""
+TRIAL = 32
+"""Every so many steps with drafts, one without or with twice as many is run, to see what it takes ..."""
+RARE_TRIAL = 8
+"""... and after so many looks that found none to pay, one with a draft token per sequence."""
 
 _FEW = 16
 """Numbers of rows up to this one are told apart; beyond, eighths of an octave."""
@@ -37,10 +41,9 @@ class StepTimes:
         self._rows: npt.NDArray[np.float64] = np.empty(0)
         self._logs: npt.NDArray[np.float64] = np.empty(0)
 
-    @property
-    def known(self) -> bool:
-        """Whether a step was observed."""
-        return bool(self._own)
+    def knows(self, rows: int) -> bool:
+        """Whether a step of about so many rows was observed."""
+        return _size(rows) in self._own
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step."""
@@ -86,6 +89,7 @@ class Pace:
     def __init__(self) -> None:
         self.times = StepTimes()
         self._pause = self._next_pause = 0
+        self._drafted = self._vain = 0
 
     def wait(self) -> bool:
         """Whether this step is one to leave out because drafts did not pay."""
@@ -102,16 +106,20 @@ class Pace:
             sequences: Those that get a token from the step anyway.
             rows: Tokens that the step computes anyway.
         """
-        if not len(chances):
-            return 0
-        if not self.times.known:
-            return min(len(chances), sequences)
+        if not len(chances) or not self.times.knows(rows):
+            return 0  # what it takes without drafts is what all is compared with
         tokens = sequences + np.concatenate([[0.0], np.cumsum(chances)])
         rates = tokens / self.times.relative(rows + np.arange(len(tokens), dtype=np.float64))
         best = int(rates.argmax())
         if best and rates[best] >= GAIN * rates[0]:
-            self._next_pause = 0
-            return best
+            self._next_pause = self._vain = 0
+            self._drafted += 1
+            if self._drafted % TRIAL:
+                return best
+            return 0 if self._drafted % (2 * TRIAL) else min(len(chances), 2 * best)
+        self._vain += 1
+        if self._vain % RARE_TRIAL == 0:
+            return min(len(chances), sequences)
         self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
         self._pause = self._next_pause
         return 0
