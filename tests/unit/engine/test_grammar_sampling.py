@@ -183,6 +183,25 @@ def test_roll_back_takes_the_grammar_back_too(compiler: GrammarCompiler) -> None
     assert seen[:2] + engine.run()["a", 0][0] == straight
 
 
+def test_tokens_are_taken_back_where_a_part_has_a_bound_in_tokens(compiler: GrammarCompiler) -> None:
+    a, b, x = (TEXTS.index(text) for text in "abx")
+    matcher = compiler.constraint(Grammar("reasoning", 'start: body "x"\nbody[max_tokens=3]: /[ab]*/')).matcher
+    for _ in range(2):
+        assert matcher.consume([a, b, a])
+        assert not matcher.allows(b)
+        fork = matcher.fork()
+        for count in (2, 1):
+            assert matcher.allows(x)
+            matcher.roll_back(count)
+            assert matcher.allows(b)
+        fork.roll_back(1)
+        assert fork.consume([b])
+        assert not fork.allows(a)
+        assert fork.consume([x])
+        assert fork.complete
+    assert matcher.error == fork.error == ""
+
+
 def test_matchers_fork_and_take_tokens_back(compiler: GrammarCompiler) -> None:
     matcher = compiler.constraint(regex_grammar("ab[xy]")).matcher
     assert matcher.forced_tokens() == [TEXTS.index("ab")]

@@ -17,10 +17,12 @@ from baton.types import Grammar
 class GuidanceMatcher:
     """A :class:`~baton.engine.grammar.base.GrammarMatcher`."""
 
-    __slots__ = ("inner",)
+    __slots__ = ("_origin", "_taken", "inner")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, origin: LLMatcher | None = None, taken: Sequence[int] = ()) -> None:
         self.inner = inner
+        self._origin = inner.deep_copy() if origin is None else origin
+        self._taken = list(taken)
 
     @property
     def error(self) -> str:
@@ -34,7 +36,10 @@ class GuidanceMatcher:
 
     def consume(self, token_ids: Sequence[int]) -> bool:
         """Go on with tokens; ``False``: one of them is forbidden."""
-        return self.inner.consume_tokens(list(token_ids))
+        taken = self.inner.consume_tokens(list(token_ids))
+        if taken:
+            self._taken += token_ids
+        return taken
 
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next."""
@@ -46,11 +51,14 @@ class GuidanceMatcher:
 
     def roll_back(self, count: int) -> None:
         """Take back the last ``count`` tokens."""
-        self.inner.rollback(count)
+        del self._taken[max(0, len(self._taken) - count) :]
+        if not self.inner.rollback(count):  # it cannot where something has a bound in tokens, as reasoning may
+            self.inner = self._origin.deep_copy()
+            self.inner.consume_tokens(self._taken)
 
     def fork(self) -> GuidanceMatcher:
         """Return another one in the same state."""
-        return GuidanceMatcher(self.inner.deep_copy())
+        return GuidanceMatcher(self.inner.deep_copy(), self._origin, self._taken)
 
 
 class GuidanceBackend:
