@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton_kernels.gpu import experts, kv_copy, row_wise, sampling
+from baton_kernels.gpu import experts, kv_copy, rejection, row_wise, sampling
 from baton_kernels.paged_attention import gpu_kernels as attention
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +78,12 @@ def main() -> int:
     rows = {"logits": DTYPE, "masks": "*i32", "top_ks": "*i32", "tokens": "*i64", "keys": "*u64", "constants": "*u64"}
     rows |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32")
     which = dict.fromkeys(("MASKED", "TOP_K", "TOP_P"), True)
-    compiled(sampling._sample_kernel, rows, {}, {"TILE": 4096, "CHUNK": 128, **which})
+    compiled(sampling._sample_kernel, rows, {"first_token_number": "i64"}, {"TILE": 4096, "CHUNK": 128, **which})
+    rows = {"drafts": "*i64", "counts": "*i64", "keys": "*u64", "constants": "*u64", "tokens": "*i64"}
+    rows |= {"target": "*fp32", "draft": "*fp32", "accepted": "*i64"}
+    numbers = {"accept_number": "i64", "first_token_number": "i64"}
+    for drawn in (True, False):
+        compiled(rejection._rejection_kernel, rows, numbers, {"DRAWN": drawn, "TILE": 4096})
     return 0
 
 

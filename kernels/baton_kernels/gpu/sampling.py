@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.random_numbers import GOLDEN, MIX1, MIX2, Uint64s
 from baton_kernels.sampling import RowFilter
 from baton_kernels.token_mask import TokenMask
 
@@ -24,21 +25,39 @@ TILE = 4096
 """Logits that a program holds at a time; a multiple of the chunk."""
 CHUNK = 128
 """Tokens of a race's first round, as in the definition."""
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOKENS = 1 << 32
+
+
+class RandomConstants:
+    """What SplitMix64 is made of, on a device: Triton has no literals of 64 bits without a sign.
+
+    Attributes:
+        tensor: uint64 [3], the increment and the two multipliers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.tensor = self.upload(np.array([GOLDEN, MIX1, MIX2], np.uint64))
+
+    def upload(self, numbers: Uint64s) -> torch.Tensor:
+        """Take uint64 numbers to the device."""
+        return torch.from_numpy(numbers.view(np.int64)).to(self._device).view(torch.uint64)
+
+
+@triton.jit
+def uniform(key, number, constants):
+    """Return the ``number``-th number of a key, between 0 and 1, in float64; see ``baton_kernels.random_numbers``."""
+    x = key + (tl.cast(number, tl.uint64) + 1) * tl.load(constants)
+    x = (x ^ (x >> 30)) * tl.load(constants + 1)
+    x = (x ^ (x >> 27)) * tl.load(constants + 2)
+    x = x ^ (x >> 31)
+    return ((x >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
 
 
 @triton.jit
 def exponential(key, number, constants):
-    """Return the ``number``-th number of a draw, exponentially distributed with mean 1, in float64.
-
-    SplitMix64 (Steele, Lea and Flood, 2014); ``constants`` uint64 [3]: its increment and multipliers.
-    """
-    x = key + (number.to(tl.uint64) + 1) * tl.load(constants)
-    x = (x ^ (x >> 30)) * tl.load(constants + 1)
-    x = (x ^ (x >> 27)) * tl.load(constants + 2)
-    x = x ^ (x >> 31)
-    return -tl.log(((x >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16)
+    """Return the ``number``-th number of a key, exponentially distributed with mean 1, in float64."""
+    return -tl.log(uniform(key, number, constants))
 
 
 @triton.jit
@@ -69,6 +88,7 @@ def _weights(logits, mask, at, vocab, bound, greatest, scale, MASKED: tl.constex
 @triton.jit
 def _sample_kernel(
     logits, masks, temperatures, top_ks, top_ps, min_ps, keys, constants, tokens, vocab, stride, mask_stride,
+    first_token_number,
     TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows,). Writes -1 where the logits hold NaN or their greatest is infinite."""
@@ -143,7 +163,7 @@ def _sample_kernel(
         ids = winner * CHUNK + tl.arange(0, CHUNK)
         w = _weights(logits, masks, ids, vocab, bound, greatest, scale, MASKED)
         w = tl.where(w >= weakest, w, 0.0)
-        arrival = exponential(key, ids.to(tl.int64) + tl.load(constants + 3).to(tl.int64), constants)
+        arrival = exponential(key, ids.to(tl.int64) + first_token_number, constants)
         arrival = tl.where(w > 0.0, arrival / tl.where(w > 0.0, w, 1.0).to(tl.float64), float("inf"))
         token = winner * CHUNK + tl.argmin(arrival, axis=0)
     tl.store(tokens + row, token)
@@ -157,8 +177,7 @@ class TritonSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        constants = np.array([_GOLDEN, _MIX1, _MIX2, _TOKENS], np.uint64)
-        self._constants = torch.from_numpy(constants.view(np.int64)).to(device).view(torch.uint64)
+        self._constants = RandomConstants(device)
 
     def __call__(
         self,
@@ -183,7 +202,7 @@ class TritonSampler:
         numbers = np.array(filters, np.float64).reshape(rows, 4)
         floats = torch.from_numpy(np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))).to(device)
         top_k = torch.from_numpy(np.clip(numbers[:, 1], 0, vocab).astype(np.int32)).to(device)
-        drawn = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(device).view(torch.uint64)
+        drawn = self._constants.upload(np.ascontiguousarray(keys))
         words = -(-vocab // 32)
         masked = False
         bits = logits
@@ -194,8 +213,8 @@ class TritonSampler:
             bits = torch.from_numpy(packed.view(np.int32)).to(device)
         drawing = numbers[:, 0] > 0
         _sample_kernel[rows,](
-            *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants, tokens),
-            *(vocab, logits.stride(0), words if masked else 0),
+            *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants.tensor, tokens),
+            *(vocab, logits.stride(0), words if masked else 0, _TOKENS),
             TILE=TILE,
             CHUNK=CHUNK,
             MASKED=masked,

@@ -11,9 +11,8 @@ token has a border to be missed by, and 3 of 4000 draws from a vocabulary of 409
 
 The random numbers have no state: they depend on seed, output position and token alone. So a sequence that is
 preempted, handed over or moved to another instance goes on with the numbers it would have had, and nothing but the seed
-has to travel; the draw depends on the row alone, not on the rows beside it. The function is SplitMix64, keyed by its
-own output: ``key = mix(seed + (position + 1) * G)``, and the ``i``-th number of a draw is ``mix(key + (i + 1) * G)``
-with ``G = 0x9E3779B97F4A7C15``, of which the upper 53 bits are used.
+has to travel; the draw depends on the row alone, not on the rows beside it. They are ``baton_kernels.random_numbers``
+of the key ``mix(seed + (position + 1) * GOLDEN)``.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from baton.engine.sample.native import cpu_sampler, cpu_token_mask
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
 from baton.types import SamplingParams, TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
+from baton_kernels.random_numbers import GOLDEN, exponentials, mix
 from baton_kernels.sampling import RowFilter
 from baton_kernels.token_mask import TokenMask, mask_tokens
 
@@ -41,9 +41,6 @@ CHUNK = 128
 _ROWS_AT_ONCE = 64
 """Rows of one pass of log probabilities: bounds the float32 copies."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
 _TOKENS = np.uint64(1 << 32)
 """Numbers of a draw from here on are tokens', those before chunks'."""
 
@@ -242,13 +239,6 @@ def _keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
     return draw_keys(seeds, np.array([row.position for row in rows], np.uint64))
 
 
-def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer; wraps modulo 2^64."""
-    state = (state ^ (state >> np.uint64(30))) * _MIX1
-    state = (state ^ (state >> np.uint64(27))) * _MIX2
-    return state ^ (state >> np.uint64(31))
-
-
 def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return what all random numbers of a draw come from, one per (seed, output position).
 
@@ -256,21 +246,7 @@ def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) 
         seeds: uint64 [R].
         positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
     """
-    return _mix(seeds + (positions + np.uint64(1)) * _GOLDEN)
-
-
-def exponentials(keys: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return numbers above 0, exponentially distributed with mean 1.
-
-    Args:
-        keys: uint64 [R], of :func:`draw_keys`.
-        numbers: uint64 [n] or [R, n], which of a draw's numbers.
-
-    Returns:
-        float64 [R, n].
-    """
-    bits = _mix(keys[:, None] + (numbers + np.uint64(1)) * _GOLDEN) >> np.uint64(11)
-    return -np.log((bits.astype(np.float64) + 0.5) * 2.0**-53)
+    return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
 
 
 def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:

@@ -1,0 +1,42 @@
+"""Random numbers without state: each follows from a key and its number alone, so any order of drawing gives the same.
+
+The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): the i-th
+number of a key is ``mix(key + (i + 1) * GOLDEN)``, its upper 53 bits. C++ and Triton compute the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX2 = np.uint64(0x94D049BB133111EB)
+
+Uint64s = npt.NDArray[np.uint64]
+
+
+def mix(state: Uint64s) -> Uint64s:
+    """Return SplitMix64's finalizer of each number; wraps modulo 2^64."""
+    state = (state ^ (state >> np.uint64(30))) * MIX1
+    state = (state ^ (state >> np.uint64(27))) * MIX2
+    return state ^ (state >> np.uint64(31))
+
+
+def uniforms(keys: Uint64s, numbers: Uint64s) -> npt.NDArray[np.float64]:
+    """Return numbers between 0 and 1, both excluded.
+
+    Args:
+        keys: uint64 [R].
+        numbers: uint64 [n] or [R, n], which of a key's numbers.
+
+    Returns:
+        float64 [R, n].
+    """
+    bits = mix(keys[:, None] + (numbers + np.uint64(1)) * GOLDEN) >> np.uint64(11)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-53
+
+
+def exponentials(keys: Uint64s, numbers: Uint64s) -> npt.NDArray[np.float64]:
+    """Return numbers above 0, exponentially distributed with mean 1; arguments as in :func:`uniforms`."""
+    return -np.log(uniforms(keys, numbers))
