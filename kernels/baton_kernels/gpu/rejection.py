@@ -63,7 +63,7 @@ def _rejection_kernel(
                 if first < soonest:
                     soonest = first
                     winner = at + tl.argmin(arrival, axis=0)
-            tl.store(tokens + row * width + kept, winner.to(tl.int64))
+            tl.store(tokens + row * width + kept, winner)
             going = 0
     tl.store(accepted + row, kept)
 
