@@ -131,12 +131,8 @@ class EngineCore:
         Raises:
             InvalidRequestError: The request is wrong; names the field.
         """
-        return check_request(
-            request,
-            vocab_size=self.executor.vocab_size,
-            max_model_len=self.max_model_len,
-            seed=self._config.seed,
-        )
+        limits = {"vocab_size": self.executor.vocab_size, "max_model_len": self.max_model_len}
+        return check_request(request, **limits, seed=self._config.seed)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -169,13 +165,10 @@ class EngineCore:
         self._scheduler.waiting.push(group.sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request, or give back the blocks that are held for it.
+        """End a request, or give back the blocks that are held for it; ``False`` if there is none.
 
         The next step reports its sequences with ``FinishReason.ABORT``. Blocks that are being written from outside
         are given back when the connector says that the load has ended.
-
-        Returns:
-            Whether there was such a request.
         """
         group = self._groups.get(request_id)
         if group is None:
@@ -432,6 +425,17 @@ class EngineCore:
     # Tokens and ends
 
     def _accept(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
+        """Add tokens, and those that the grammar forces after them: the next step computes all of these together."""
+        self._append(chosen, outputs)
+        sequence, constraint = chosen.sequence, chosen.sequence.sampler.constraint
+        if self.masks is not None and constraint is not None:
+            for forced in self.masks.forced(constraint):
+                if sequence.finish_reason is not None:
+                    break
+                logprobs = None if chosen.logprobs is None else [forced]
+                self._append(Chosen(sequence, [forced.token_id], logprobs), outputs)
+
+    def _append(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """Add tokens to a sequence, end the sequence if one of them does, and report both."""
         sequence, group = chosen.sequence, chosen.sequence.group
         count = 0

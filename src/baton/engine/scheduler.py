@@ -47,6 +47,8 @@ PASSES = 16
 LOOKAHEAD = 8
 """How many behind it are looked at in a step."""
 
+MOST_QUERIES = 32
+"""Tokens that a decoding sequence may compute in a step."""
 PROMPT_LOGPROB_ROWS = 64
 """Prompt tokens of a step whose log probabilities are computed: each takes a row of logits."""
 
@@ -58,10 +60,10 @@ _MAY_ROLL_BACK = {SequenceState.WAITING, SequenceState.LOADED, SequenceState.RUN
 class StepPlan:
     """The sequences of a step, decodes first.
 
-    A decoding sequence has one query token as a rule; it has more while it catches up (after a roll-back), or with
-    draft tokens: proposals for the tokens that follow its own, of which the step computes KV and logits so that they
-    can be verified. Draft tokens come after all of a sequence's own tokens; their KV is not counted as computed until
-    they are accepted.
+    A decoding sequence has one query token as a rule; it has more while it catches up (after a roll-back, or with the
+    tokens that its grammar forced), or with draft tokens: proposals for the tokens that follow its own, of which the
+    step computes KV and logits so that they can be verified. Draft tokens come after all of a sequence's own tokens;
+    their KV is not counted as computed until they are accepted.
 
     Attributes:
         counts: Per sequence, how many of its own tokens are computed, from ``num_computed`` on.
@@ -87,7 +89,11 @@ class StepPlan:
 
 def work_of_decodes(plan: StepPlan) -> StepWork:
     """Return the work of a plan that has decodes alone."""
-    return StepWork(rows=len(plan), decode_context=sum(sequence.num_tokens for sequence in plan.counts))
+    work = StepWork(rows=len(plan), decode_context=sum(sequence.num_tokens for sequence in plan.counts))
+    for sequence, count in plan.counts.items():
+        if count > 1:
+            work.add_prompt(sequence.num_computed, count - 1)
+    return work
 
 
 class Scheduler:
@@ -145,11 +151,24 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
+        more = budget - len(self.running)  # each gets one token first
         for sequence in self.running.copy():
-            if sequence.num_missing == 1 and budget and self._make_room(sequence, sequence.num_tokens, plan):
-                plan.counts[sequence] = 1
-                budget -= 1
+            count = min(budget, self._decode_tokens(sequence, more))
+            if count and self._make_room(sequence, sequence.num_computed + count, plan):
+                plan.counts[sequence] = count
+                budget -= count
+                more -= count - 1
         return budget
+
+    def _decode_tokens(self, sequence: Sequence, more: int) -> int:
+        """Return how many tokens a decoding sequence computes in a step, at most ``more`` beside one; 0: it prefills.
+
+        As a rule one; more after tokens that were not sampled, but for so many that they are computed like a prompt.
+        """
+        missing = sequence.num_missing
+        if missing == 1 or (missing <= MOST_QUERIES and sequence.num_computed >= sequence.num_prompt):
+            return min(missing, 1 + max(0, more))
+        return 0
 
     def _prefill_room(self, plan: StepPlan) -> PrefillRoom | None:
         """Return what the budget in time leaves for prompts beside a plan's decodes; ``None``: there is none."""

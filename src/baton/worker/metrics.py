@@ -206,6 +206,7 @@ _MASK_COUNTERS = {
     "masks": "Masks computed: one for each token under a grammar",
     "mask_seconds": "Time in masks, beside forward passes",
     "mask_wait_seconds": "Time in which steps waited for masks",
+    "forced_tokens": "Tokens that grammars forced, which no forward pass was made for",
 }
 _STORE_COUNTERS = {
     "loads": "Loads from the KV store that ended, whatever with",

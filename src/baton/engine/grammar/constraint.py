@@ -12,7 +12,7 @@ The mask wins over everything else that chooses tokens. What contradicts it mean
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,8 +21,12 @@ import numpy.typing as npt
 
 from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
 from baton.errors import InvalidRequestError
-from baton.types import Grammar
+from baton.types import Grammar, TokenLogprob
 from baton_kernels.token_mask import TokenMask, mask_words
+
+LONG_RUN = 64
+"""A run of more forced tokens is taken as a whole. One that is shorter is asked for anew after each of its tokens, as
+often as masks would be: what follows a token depends on the tokens before it, not on when it was asked for."""
 
 
 class Constraint:
@@ -75,6 +79,11 @@ class Constraint:
             return token not in self.eos_token_ids
         return self.matcher.allows(token)
 
+    def forced(self) -> list[int]:
+        """Return tokens that must come next, as masks would choose them one by one; none where there is a choice."""
+        found = self.matcher.forced_tokens() if self.started and not self.error else []
+        return found if len(found) > LONG_RUN else found[:1]
+
     @property
     def complete(self) -> bool:
         """Whether nothing can follow."""
@@ -116,6 +125,8 @@ class StepMasks:
         mask_seconds: Time in masks since start; most of it lies beside forward passes.
         mask_wait_seconds: Time in which steps waited for their masks.
         masks: Masks computed since start.
+        forced_tokens: Tokens that were forced, and not sampled, since start.
+        jump_forward: Whether forced tokens are appended at once; else their masks choose them, one per step.
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
@@ -127,7 +138,19 @@ class StepMasks:
             self._all[-1] = (1 << vocab_size % 32) - 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = self.mask_wait_seconds = 0.0
-        self.masks = 0
+        self.masks = self.forced_tokens = 0
+        self.jump_forward = True
+
+    def forced(self, constraint: Constraint) -> Iterator[TokenLogprob]:
+        """Yield the tokens that must follow, with the log probability of what has no alternative.
+
+        Args:
+            constraint: Whoever takes a token appends it there before the next one.
+        """
+        while self.jump_forward and (found := constraint.forced()):
+            for token in found:
+                self.forced_tokens += 1
+                yield TokenLogprob(token, 0.0, 1, ((token, 0.0),))
 
     def begin(self, rows: Sequence[MaskRow]) -> Future[list[TokenMask]]:
         """Compute the masks of rows, parallel to them; they are valid until the next step's.

@@ -17,6 +17,7 @@ of the key ``mix(seed + (position + 1) * GOLDEN)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -286,6 +287,8 @@ def _race(weights: npt.NDArray[np.float32], times: npt.NDArray[np.float64]) -> n
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
     """Return the log probability (natural log), rank (1: most probable) and alternatives of one token per row.
 
+    Alternatives that a mask forbids are left out.
+
     Args:
         logits: [R, vocab], any float dtype; computed in float32.
         token_ids: R tokens.
@@ -306,8 +309,8 @@ def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Seq
     top = torch.topk(logprobs, most, dim=-1)
     top_ids, top_values = top.indices.tolist(), top.values.tolist()
     return [
-        TokenLogprob(token, value, rank, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token, value, rank, ids, values, count in zip(
+        TokenLogprob(token, value, rank, tuple(one for one in zip(ids, values, strict=True) if one[1] > -math.inf)[:n])
+        for token, value, rank, ids, values, n in zip(
             token_ids, chosen[:, 0].tolist(), ranks.tolist(), top_ids, top_values, num_top, strict=True
         )
     ]
