@@ -149,7 +149,7 @@ def test_an_answer_goes_on_from_the_middle_of_a_run(compiler: GrammarCompiler, a
 
 def test_preempted_sequences_and_small_budgets_change_nothing(compiler: GrammarCompiler) -> None:
     roomy = Engine(compiler, jump=False)
-    tight = Engine(compiler, jump=True, num_blocks=40, max_num_seqs=12, max_num_batched_tokens=16, prefill_chunk=8)
+    tight = Engine(compiler, jump=True, num_blocks=16, max_num_seqs=12, max_num_batched_tokens=16, prefill_chunk=8)
     expect_short_outputs(tight.core)
     found = []
     for engine in (roomy, tight):

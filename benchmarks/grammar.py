@@ -1,0 +1,356 @@
+"""What grammars cost: from a request to its first mask, masks, steps of a batch, and the steps that forced tokens save.
+
+A vocabulary of 128,000 tokens (byte-level BPE of installed packages' sources, trained at first use) and a nested schema
+with enums and patterns, new names in each so that none is known.
+
+* First mask: from the JSON of a request to a mask, with the router's check, the instance's compilation and the mask;
+  masks along documents that follow the schema. CPU time of the thread, as machines are shared; ``wall`` beside it.
+  ``--rivals``: xgrammar and outlines_core on the same schemas, documents and vocabulary, each in an environment of its
+  own in ``--cache``.
+* Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16. Steps of rows
+  all free, all guided (each by a schema of its own; forced tokens sampled one by one, so that each step does the same
+  work) and half of them, in turns within each repeat; medians of steps. What guided rows cost those beside them is the
+  step of the half-guided batch against that of the free one.
+* Forced tokens: their share along the documents, and forward passes per token of a random model's guided answers (most
+  of which is free text), in float32, with jump-forward and without; the answers are compared.
+
+    python benchmarks/grammar.py --write --rivals
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The root, and not this file's folder: its http.py would hide the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from benchmarks.engine import machine
+from benchmarks.engine_parts.models import COMMON, FULL, SMOKE
+from benchmarks.engine_parts.rivals import environment
+from benchmarks.grammar_parts.workload import VOCAB, document, schema, tokenizer_folder
+from tokenizers import Tokenizer
+
+from baton.config import EngineConfig
+from baton.engine.build import build_engine
+from baton.engine.core import EngineCore
+from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.guidance import GuidanceMatcher
+from baton.engine.models.loader import quiet_transformers
+from baton.engine.request import EngineRequest
+from baton.grammar import StructuredOutputs
+from baton.types import Grammar, RequestId, SamplingParams
+
+RESULT = Path(__file__).parent / "results" / "grammar.json"
+CACHE = Path.home() / ".cache" / "baton-bench"
+RIVALS = {
+    # xgrammar takes torch and transformers from this environment.
+    "xgrammar": ("--no-deps", "xgrammar==0.2.8", "apache-tvm-ffi", "numpy", "pydantic", "typing-extensions"),
+    "outlines_core": ("outlines_core==0.2.14",),
+}
+RIVAL_SCHEMAS, RIVAL_SECONDS = 3, 400
+ROWS, CONTEXT = 32, 32
+
+
+def main() -> int:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    vocab = 8000 if args.smoke else VOCAB
+    tokenizer = tokenizer_folder(args.cache, vocab, 1 << 20 if args.smoke else 48 << 20)
+    result: dict[str, Any] = {"benchmark": "grammar", "vocabulary": vocab, "machine": machine()}
+    if "masks" in args.parts:
+        result["masks"] = measure_masks(args, tokenizer, vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        if {"steps", "forced"} & set(args.parts):
+            write_model(Path(folder), tokenizer, vocab, smoke=args.smoke)
+        if "steps" in args.parts:
+            result["steps"] = measure_steps(args, folder)
+        if "forced" in args.parts:
+            result["forced"] = measure_forced(args, folder)
+    print(json.dumps(result, indent=1))
+    if args.write:
+        before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps({**before, **result}, indent=1) + "\n")
+        print(f"written to {RESULT}")
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--parts", nargs="*", choices=("masks", "steps", "forced"), default=["masks", "steps", "forced"]
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=8, help="turns of free, guided and mixed batches")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps per turn")
+    parser.add_argument("--schemas", type=int, default=40, help="schemas whose first mask is timed")
+    parser.add_argument("--answers", type=int, default=16, help="guided answers with and without jump-forward")
+    parser.add_argument("--rivals", action="store_true", help="beside xgrammar and outlines_core")
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"default {CACHE}")
+    parser.add_argument("--smoke", action="store_true", help="tiny vocabulary and model, to see that it runs")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    return parser.parse_args()
+
+
+def grammar_of(number: int) -> Grammar:
+    """Return a schema's grammar as the router makes and checks it."""
+    return StructuredOutputs(json=schema(number)).to_grammar()
+
+
+# Masks
+
+
+def measure_masks(args: argparse.Namespace, folder: Path, vocab: int) -> dict[str, Any]:
+    """Time the way to the first mask, and masks along documents."""
+    eos = vocab - 1
+    began = time.perf_counter()
+    compiler = load_compiler("llguidance", folder, vocab_size=vocab, eos_token_ids=frozenset({eos}))
+    assert compiler is not None
+    table = time.perf_counter() - began
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    numbers = range(args.schemas)
+    documents = {i: [core.encode(document(i, seed)).ids for seed in range(4)] for i in numbers}
+    ours = ours_s(compiler, documents)
+    found: dict[str, Any] = {
+        "schemas": args.schemas,
+        "masks": len(ours["mask_s"]),
+        "forced_share": forced_share(compiler, documents),
+        "baton": {"table_s": round(table, 2), **{name: milliseconds(values) for name, values in ours.items()}},
+    }
+    if args.rivals:
+        few = {i: documents[i] for i in range(min(RIVAL_SCHEMAS, args.schemas))}
+        for name in RIVALS:
+            found[name] = rival(args, name, core, few, eos)
+    return found
+
+
+def ours_s(compiler: GrammarCompiler, documents: dict[int, list[list[int]]]) -> dict[str, list[float]]:
+    router_s, compile_s, first_s, wall_s, mask_s = (list[float]() for _ in range(5))
+    for number, each in documents.items():
+        wall, begin = time.perf_counter(), time.thread_time()
+        grammar = grammar_of(number)
+        checked = time.thread_time()
+        compiler.constraint(grammar)  # with its first mask
+        compiled = time.thread_time()
+        wall_s.append(time.perf_counter() - wall)
+        router_s.append(checked - begin)
+        compile_s.append(compiled - checked)
+        first_s.append(compiled - begin)
+        for ids in each:
+            matcher = compiler.constraint(grammar).matcher
+            assert isinstance(matcher, GuidanceMatcher)
+            for token in ids:
+                began = time.thread_time()
+                matcher.inner.compute_bitmask()
+                mask_s.append(time.thread_time() - began)
+                matcher.consume([token])
+            assert not matcher.error, matcher.error
+    found = {"router_s": router_s, "compile_s": compile_s, "first_mask_s": first_s, "mask_s": mask_s}
+    return {**found, "first_mask_wall_s": wall_s}
+
+
+def forced_share(compiler: GrammarCompiler, documents: dict[int, list[list[int]]]) -> float:
+    """Return the share of tokens along documents that the grammar forces, and which take no forward pass."""
+    forced = total = 0
+    for number, each in documents.items():
+        for ids in each:
+            constraint = compiler.constraint(grammar_of(number))
+            for token in ids:
+                forced += constraint.forced()[:1] == [token]
+                total += 1
+                constraint.append(token)
+    return round(forced / total, 3)
+
+
+def rival(
+    args: argparse.Namespace, name: str, core: Tokenizer, documents: dict[int, list[list[int]]], eos: int
+) -> dict[str, Any]:
+    """Measure another library on the same schemas, documents and vocabulary; ``{"failed": why}`` where it cannot."""
+    names = [core.id_to_token(token) for token in range(eos + 1)]
+    letters = {letter: value for value, letter in byte_letters().items()}
+    job = {
+        "vocabulary": names,
+        "bytes": [bytes(letters.get(letter, 32) for letter in name).hex() for name in names],
+        "eos": eos,
+        "schemas": [json.dumps(schema(number)) for number in documents],
+        "documents": list(documents.values()),
+        "site": sysconfig.get_paths()["purelib"],
+    }
+    worker = Path(__file__).parent / "grammar_parts" / f"rival_{name}.py"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        try:
+            python = environment(args.cache / name, RIVALS[name])
+            ran = subprocess.run(
+                [python, "-I", worker, path], capture_output=True, text=True, check=True, timeout=RIVAL_SECONDS
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+            return {"failed": "".join(last)[:300]}
+    line = next(line for line in ran.stdout.splitlines() if line.startswith("RIVAL "))
+    found = json.loads(line.removeprefix("RIVAL "))
+    table = {"version": found.pop("version"), "table_s": round(found.pop("table_s"), 2)}
+    return {**table, "schemas": len(documents), **{key: milliseconds(values) for key, values in found.items()}}
+
+
+def byte_letters() -> dict[int, str]:
+    """Return the letter that byte-level BPE writes for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in plain)
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Return quantiles, in milliseconds."""
+    values = 1e3 * np.array(seconds)
+    marks = {"p50": np.median(values), "p99": np.quantile(values, 0.99), "mean": values.mean(), "max": values.max()}
+    return {name: round(float(value), 4) for name, value in marks.items()}
+
+
+# Steps
+
+
+def write_model(folder: Path, tokenizer: Path, vocab: int, *, smoke: bool) -> None:
+    """Write a random Llama in bfloat16 with the vocabulary's tokenizer."""
+    sizes = {**COMMON, **(SMOKE if smoke else FULL), "vocab_size": vocab, "eos_token_id": vocab - 1}
+    config = transformers.AutoConfig.for_model("llama", **{**sizes, "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    with quiet_transformers():
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    shutil.copy(tokenizer / "tokenizer.json", folder)
+
+
+def build(args: argparse.Namespace, folder: str, dtype: str = "bfloat16") -> EngineCore:
+    config = EngineConfig(
+        model=folder,
+        dtype=dtype,
+        threads=args.threads,
+        kv_blocks=1000,
+        prefix_caching=False,
+        grammar_backend="llguidance",
+    )
+    return build_engine(config)
+
+
+def add(engine: EngineCore, name: str, seed: int, sampling: SamplingParams) -> None:
+    ids = np.random.default_rng(seed).integers(3, engine.executor.vocab_size - 1, CONTEXT).tolist()
+    constraint = None
+    if sampling.grammar is not None:
+        assert engine.grammars is not None
+        constraint = engine.grammars.constraint(sampling.grammar)
+    engine.add_request(EngineRequest(RequestId(name), ids, sampling.replace(seed=seed), constraint=constraint))
+
+
+def turn(engine: EngineCore, number: int, guided: int, steps: int) -> list[float]:
+    """Return the seconds of each decode step of a batch of which some rows are guided."""
+    for row in range(ROWS):
+        grammar = grammar_of(1000 + row) if row < guided else None
+        sampling = SamplingParams(temperature=1.0, max_tokens=steps + 2, ignore_eos=True, grammar=grammar)
+        add(engine, f"{number}-{row}", 100 * number + row, sampling)
+    while engine.stats().num_waiting or engine.prompt_queue():
+        engine.step()
+    found = []
+    for _ in range(steps - 2):
+        began = time.perf_counter()
+        outputs = engine.step()
+        found.append(time.perf_counter() - began)
+        if any(output.error for output in outputs):
+            raise RuntimeError(next(output.error for output in outputs if output.error))
+        if len(outputs) < ROWS:
+            break
+    while engine.has_work():
+        engine.step()
+    return found
+
+
+def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Time decode steps of free, guided and mixed batches in turns."""
+    engine = build(args, folder)
+    assert engine.masks is not None
+    engine.masks.jump_forward = False
+    ways = {"free": 0, "guided": ROWS, "half": ROWS // 2}
+    steps: dict[str, list[list[float]]] = {name: [] for name in ways}
+    number = 0
+    for repeat in range(args.repeats + 1):  # the first warms up
+        order = list(ways.items())
+        for name, guided in order if repeat % 2 else reversed(order):
+            number += 1
+            found = turn(engine, number, guided, args.steps)
+            if repeat:
+                steps[name].append(found)
+    medians = {name: statistics.median(s for each in turns for s in each) for name, turns in steps.items()}
+    wait = engine.masks.mask_wait_seconds / max(
+        1, sum(len(each) for name in ("guided", "half") for each in steps[name])
+    )
+    return {
+        "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
+        "steps": {name: sum(map(len, turns)) for name, turns in steps.items()},
+        "step_ms": {name: round(1e3 * value, 3) for name, value in medians.items()},
+        "tokens_per_s": {name: round(ROWS / value, 1) for name, value in medians.items()},
+        "guided_loss": loss(steps, "guided"),
+        "cost_to_rows_beside": loss(steps, "half"),
+        "mask_wait_ms_per_step": round(1e3 * wait, 3),
+    }
+
+
+def loss(steps: dict[str, list[list[float]]], name: str) -> dict[str, float]:
+    """Return the share of tokens/s lost against free batches: the median over turns, and its quartiles."""
+    shares = [
+        1 - statistics.median(free) / statistics.median(other)
+        for free, other in zip(steps["free"], steps[name], strict=True)
+    ]
+    low, middle, high = np.quantile(shares, (0.25, 0.5, 0.75))
+    return {"median": round(float(middle), 4), "quartiles": [round(float(low), 4), round(float(high), 4)]}
+
+
+# Forced tokens
+
+
+def measure_forced(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Count the forward passes of guided answers with jump-forward and without, and compare the answers."""
+    engine = build(args, folder, "float32")
+    assert engine.masks is not None
+    found: dict[str, Any] = {}
+    answers = {}
+    for name, jump in (("one_by_one", False), ("jump_forward", True)):
+        engine.masks.jump_forward = jump
+        passes = 0
+        tokens: dict[str, list[int]] = {}
+        began = time.perf_counter()
+        for number in range(args.answers):  # one after the other: a pass is one answer's
+            sampling = SamplingParams(temperature=1.0, max_tokens=200, grammar=grammar_of(2000 + number))
+            add(engine, f"{name}-{number}", number, sampling)
+            while engine.has_work():
+                passes += 1
+                for output in engine.step():
+                    tokens.setdefault(str(number), []).extend(output.token_ids)
+        count = sum(map(len, tokens.values()))
+        answers[name] = tokens
+        found[name] = {
+            "tokens": count,
+            "forward_passes": passes,
+            "passes_per_token": round(passes / count, 3),
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+    same = sum(answers["one_by_one"][key] == answers["jump_forward"][key] for key in answers["one_by_one"])
+    return {**found, "answers": args.answers, "same_answers": same, "forced_tokens": engine.masks.forced_tokens}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
