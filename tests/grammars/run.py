@@ -2,6 +2,8 @@
 
 python -m tests.grammars.run answers                  # 300 schemas, 2,100 answers: all validate, or were cut
 python -m tests.grammars.run mutated --count 30000    # each is taken or refused by its place, and nothing else
+python -m tests.grammars.run http --count 1000        # the same over HTTP, to 1P1D: 200 or 400, nobody dies
+python -m tests.grammars.run costly                   # CPU time of what is too large, too deep or too costly
 """
 
 from __future__ import annotations
@@ -11,19 +13,23 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
+import psutil
+from tests.e2e.test_up import start, stop
 from tests.grammars.schemas import UNSUPPORTED, Maker
 
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.llm import LLM
 from baton.errors import InvalidRequestError
-from baton.grammar import json_schema_grammar
+from baton.grammar import choice_grammar, json_schema_grammar, regex_grammar
 from baton.types import FinishReason, Grammar, SamplingParams
 from baton_kernels.token_mask import unpack_mask
 
@@ -116,6 +122,61 @@ def mutate(seeds: Iterable[int], compiler: GrammarCompiler, report: Report) -> N
                 break
 
 
+def over_http(seeds: Iterable[int], report: Report) -> None:
+    """Send broken schemas to real services; each answer is 200, or 400 with the field, and nobody is lost."""
+    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
+    try:
+        before = {child.pid for child in psutil.Process(running.process.pid).children()}
+        with httpx.Client(base_url=running.url, timeout=60) as client, ThreadPoolExecutor(4) as pool:
+
+            def send(seed: int) -> tuple[int, httpx.Response]:
+                form = {"type": "json_schema", "json_schema": {"name": "s", "schema": Maker(seed).mutated()}}
+                body = {"model": "m", "messages": [{"role": "user", "content": "JSON: "}], "max_tokens": 3}
+                return seed, client.post("/v1/chat/completions", content=json.dumps({**body, "response_format": form}))
+
+            for seed, answer in pool.map(send, seeds):
+                if answer.status_code == 200:
+                    report.accepted += 1
+                elif answer.status_code == 400 and answer.json()["error"]["param"]:
+                    report.refused["400"] += 1
+                else:
+                    report.wrong.append(f"seed {seed}: {answer.status_code} {answer.text[:300]}")
+        after = {child.pid for child in psutil.Process(running.process.pid).children()}
+        if not before <= after:
+            report.wrong.append(f"processes {before - after} are gone")
+    finally:
+        stop(running)
+        running.process.kill()
+
+
+def costly() -> list[str]:
+    """Return the CPU time that each of some hostile grammars takes until it is refused or taken."""
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(500):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    names = [f"name {i}" for i in range(100_000)]
+    cases: dict[str, Callable[[], object]] = {
+        "enum of 100,000 strings": lambda: json_schema_grammar({"enum": names}, "s"),
+        "choice of 100,000 strings": lambda: choice_grammar(names),
+        "enum of 25,000 strings": lambda: json_schema_grammar({"enum": [str(i) for i in range(25_000)]}, "s"),
+        "schema 500 deep": lambda: json_schema_grammar(deep, "s"),
+        "(a|b)*a(a|b){20}": lambda: regex_grammar("(a|b)*a(a|b){20}"),
+        "(a+)+b": lambda: regex_grammar("(a+)+b"),
+        "((a{100}){100}){100}": lambda: regex_grammar("((a{100}){100}){100}"),
+        "300 KiB of regular expression": lambda: regex_grammar("ab" * 150_000),
+    }
+    found = []
+    for name, make in cases.items():
+        began = time.thread_time()
+        try:
+            make()
+            outcome = "taken"
+        except InvalidRequestError as error:
+            outcome = f"refused: {error.message[:90]}"
+        found.append(f"{1e3 * (time.thread_time() - began):8.1f} ms of CPU  {name}: {outcome}")
+    return found
+
+
 def tiny_compiler() -> GrammarCompiler:
     """Return a compiler for the demo model's tokenizer."""
     compiler = load_compiler("llguidance", MODEL, vocab_size=VOCAB, eos_token_ids=EOS)
@@ -126,16 +187,21 @@ def tiny_compiler() -> GrammarCompiler:
 def main() -> int:
     """Run, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("answers", "mutated"))
+    parser.add_argument("what", choices=("answers", "mutated", "http", "costly"))
     parser.add_argument("--count", type=int, help="schemas; default: 300, 30,000 mutated ones")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--max-tokens", type=int, default=150)
     args = parser.parse_args()
     report, started = Report(), time.monotonic()
+    if args.what == "costly":
+        print("\n".join(costly()))  # noqa: T201
+        return 0
     if args.what == "answers":
         seeds = range(args.first, args.first + (args.count or 300))
         with LLM(str(MODEL), dtype="float32", kv_blocks=2000, max_num_seqs=64) as llm:
             answer(llm, accept(seeds, report), report, args.max_tokens, 3)
+    elif args.what == "http":
+        over_http(range(args.first, args.first + (args.count or 1000)), report)
     else:
         mutate(range(args.first, args.first + (args.count or 30_000)), tiny_compiler(), report)
     print(  # noqa: T201
