@@ -167,7 +167,7 @@ class Scheduler:
         """
         missing = sequence.num_missing
         if missing == 1 or (missing <= MOST_QUERIES and sequence.num_computed >= sequence.num_prompt):
-            return min(missing, 1 + max(0, more))
+            return min(missing, 1 + max(0, more), self._chunk)
         return 0
 
     def _prefill_room(self, plan: StepPlan) -> PrefillRoom | None:

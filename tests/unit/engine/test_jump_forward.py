@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.support.drafters import RecordedDrafter
 from tests.support.preemption import expect_short_outputs
 from tests.support.tiny_grammar import EOS, TEXTS, VOCAB, make_compiler, text_of
 from tests.support.toy_runner import ToyRunner
@@ -37,7 +38,15 @@ def pattern(seed: int) -> str:
 class Engine:
     """An engine over a toy model, with or without jumps."""
 
-    def __init__(self, compiler: GrammarCompiler, *, jump: bool, num_blocks: int = 512, **options: object) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        *,
+        jump: bool,
+        num_blocks: int = 512,
+        drafter: RecordedDrafter | None = None,
+        **options: object,
+    ) -> None:
         self.runner = ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, max_model_len=512)
         self.events: list[KVEvent] = []
         self.compiler = compiler
@@ -48,6 +57,7 @@ class Engine:
             self.runner.make_arena(num_blocks),
             on_events=self.events.extend,
             grammars=compiler,
+            drafter=drafter,
         )
         assert self.core.masks is not None
         self.masks = self.core.masks
@@ -158,6 +168,23 @@ def test_preempted_sequences_and_small_budgets_change_nothing(compiler: GrammarC
         found.append(ends_of(engine.run()))
     assert found[0] == found[1]
     assert tight.core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("probability", [0.5, 1.0])
+def test_drafts_go_on_where_nothing_is_forced(compiler: GrammarCompiler, probability: float) -> None:
+    plain = Engine(compiler, jump=False)
+    for name, params in jobs().items():
+        plain.add(name, params.replace(n=1))
+    expected = plain.run()
+    outputs = {(name.partition(".")[0], 0): tokens_of(each) for name, each in expected.items()}
+    drafter = RecordedDrafter(outputs, probability=probability, vocab_size=VOCAB)
+    engine = Engine(compiler, jump=True, drafter=drafter, speculative_tokens=4)
+    for name, params in jobs().items():
+        engine.add(name, params.replace(n=1))
+    assert ends_of(engine.run()) == ends_of(expected)
+    assert engine.masks.forced_tokens > 50
+    assert engine.core.speculator is not None
+    assert sum(engine.core.speculator.stats.accepted.values()) > 0
 
 
 def test_a_prefill_instance_reports_its_one_token(compiler: GrammarCompiler) -> None:
