@@ -76,7 +76,6 @@ class ToolRows:
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self._tokenizer, self._rng = tokenizer, random.Random(seed)
-        self._first = tokenizer.vocab_size - 400
 
     def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make inputs and targets, int64 (rows, longest); targets that do not count are -100."""
@@ -104,11 +103,11 @@ class ToolRows:
         return ids
 
 
-def make_tokenizer(vocab_size: int, seed: int) -> Any:
+def make_tokenizer(vocab_size: int, seed: int, conversations: int = 20_000) -> Any:
     """Train the tokenizer from conversations."""
     rng = random.Random(seed)
     texts = []
-    for _ in range(20_000):
+    for _ in range(conversations):
         one = exchange(rng)
         texts += [message["content"] for message in one.messages] + [one.answer]
         texts += [tool["function"]["name"] + " " + " ".join(_parameters(tool)) for tool in one.tools]
