@@ -96,8 +96,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
     try:
         grammars = load_grammars(config, executor)
         drafter = load_drafter(config, executor)
-        shards = make_arena(config, executor, private=True)
-        return EngineCore(config, executor, shards, grammars=grammars, drafter=drafter)
+        try:
+            shards = make_arena(config, executor, private=True)
+            return EngineCore(config, executor, shards, grammars=grammars, drafter=drafter)
+        except BaseException:
+            if drafter is not None:
+                drafter.close()
+            raise
     except BaseException:
         executor.close()
         raise

@@ -103,6 +103,8 @@ class LLM:
 
     def close(self) -> None:
         """Give the KV pool's memory back, and end the other ranks."""
+        if self.core.speculator is not None:
+            self.core.speculator.drafter.close()
         self.core.executor.close()
         self.core.shards.close()
 

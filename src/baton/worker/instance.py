@@ -159,6 +159,9 @@ class WorkerInstance:
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
+        drafter = load_drafter(self._engine_config, executor)
+        if drafter is not None:
+            self._stack.callback(drafter.close)
         core = EngineCore(
             self._engine_config,
             executor,
@@ -166,7 +169,7 @@ class WorkerInstance:
             connector=connectors.connector,
             on_events=on_events,
             grammars=await asyncio.to_thread(load_grammars, self._engine_config, executor),
-            drafter=load_drafter(self._engine_config, executor),
+            drafter=drafter,
         )
         core.bound_steps(self._first_role is Role.DECODE)
         self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from tests.support.drafters import RecordedDrafter
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM, RequestOutput
+from baton.engine.speculation.drafter import load_drafter
 from baton.engine.speculation.speculator import Speculator
+from baton.errors import ConfigError
 from baton.types import SamplingParams
 
 VOCAB = 512
@@ -90,3 +95,44 @@ def test_the_length_by_measured_times_changes_no_token(references: References) -
     with LLM(config(references, "qwen3", speculative="suffix")) as llm:
         check_same(llm.generate(prompts(), SAMPLINGS), plain)
         check_same(llm.generate(prompts(), SAMPLINGS), plain)
+
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "baton-tiny"
+
+
+def demo(**options: object) -> EngineConfig:
+    values = {"dtype": "float32", "kv_blocks": 192, "speculative": "draft", "speculative_model": str(DEMO), **options}
+    return EngineConfig(model=str(DEMO), **values)
+
+
+def test_a_model_that_drafts_for_itself_is_right(references: References) -> None:
+    """It has the target's parameters and random numbers, so it draws the same tokens."""
+    samplings = [sampling.replace(min_tokens=0, stop_token_ids=()) for sampling in SAMPLINGS]
+    with LLM(demo(speculative="none", speculative_model="")) as llm:
+        plain = llm.generate(prompts(), samplings)
+    with LLM(demo(speculative_tokens=4)) as llm:
+        check_same(llm.generate(prompts(), samplings), plain)
+        assert llm.core.speculator is not None
+        stats = llm.core.speculator.stats
+        assert not stats.faults
+        assert stats.drafted.total() > 100
+        assert stats.accepted.total() > 0.98 * stats.drafted.total()
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(references: References) -> None:
+    for options in (
+        {"speculative_model": ""},
+        {"speculative_model": "/nowhere"},
+        {"speculative_model": str(references.checkpoint("llama"))},  # another tokenizer: none
+        {"device": "meta"},
+    ):
+        config = demo(**options)
+        with pytest.raises(ConfigError) as caught:
+            load_drafter(config, SimpleNamespace(vocab_size=4096))  # type: ignore[arg-type]
+        assert caught.value.field in {"speculative_model", "speculative"}
+    with pytest.raises(ConfigError) as caught:
+        load_drafter(demo(), SimpleNamespace(vocab_size=4095))  # type: ignore[arg-type]
+    assert (caught.value.field, "4095" in caught.value.message) == ("speculative_model", True)
+    with pytest.raises(ConfigError) as caught:
+        demo(speculative="ngram")
+    assert caught.value.field == "speculative_model"

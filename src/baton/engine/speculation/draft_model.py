@@ -182,7 +182,7 @@ class ModelDrafter:
             self._free += state.blocks
 
     def close(self) -> None:
-        """Give the memory back, and end the draft model's other processes."""
+        """Give the memory back, and end the draft model's other processes; harmless if repeated."""
         self._states.clear()
         self._executor.close()
         self._shards.close()
@@ -198,6 +198,8 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
     path = config.speculative_model
     if not path:
         raise ConfigError("speculative draft needs --speculative-model", field="speculative_model")
+    if not config.device.startswith("cpu"):
+        raise ConfigError(f"speculative draft works on device cpu only, got {config.device}", field="speculative")
     own = dataclasses.replace(
         config,
         model=path,
