@@ -206,8 +206,8 @@ def test_inference_perf(server: Server, tmp_path: Path) -> None:
     done = found["successes"]
     Report(
         done["count"],
-        done["output_len"]["mean"] * REQUESTS,
-        done["prompt_len"]["mean"] * REQUESTS,
+        done["output_tokens"]["total"],
+        done["prompt_tokens"]["total"],
         1e3 * done["latency"]["time_to_first_token"]["mean"],
         1e3 * done["latency"]["inter_token_latency"]["mean"],
     ).check("inference-perf", server.figures() - before)
