@@ -114,6 +114,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+_GRAMMAR_KIND = re.compile(r"[a-z_]{0,32}")
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What an answer must be, in the one form that instances know; :mod:`baton.grammar` makes it of schemas and others.
@@ -141,8 +144,13 @@ class Grammar:
         """Check the sizes; what the text says is checked by who compiles it.
 
         Raises:
-            InvalidRequestError: The text is none or too long, or a token id is not in the vocabulary; names ``field``.
+            InvalidRequestError: The kind is no name, the text is none or too long, or a token id is not in the
+                vocabulary; names ``field``.
         """
+        if not _GRAMMAR_KIND.fullmatch(self.kind):
+            raise InvalidRequestError(
+                f"{field}.kind must be at most 32 small letters and '_', got {shown(self.kind)}", field=field
+            )
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:

@@ -118,6 +118,7 @@ class RouterApp:
             lambda: self._tokenizers.num_slow,
         )
         self._preload = _TokenizerPreload(self._tokenizers, self.registry)
+        self._grammars = GrammarCache(GrammarMetrics(self.metrics))
         self.processor = InputProcessor(
             self.dispatcher,
             self._tokenizers,
@@ -126,7 +127,7 @@ class RouterApp:
             self._spans,
             allow_special_tokens=config.allow_special_tokens,
             admission=self.dispatcher.admission,
-            grammars=GrammarCache(GrammarMetrics(self.metrics)),
+            grammars=self._grammars,
         )
         self.processor.dialects = ModelDialects(config.tool_dialect, config.reasoning_dialect)
         self.tickets = TicketDesk(
@@ -268,6 +269,7 @@ class RouterApp:
         if self.replica is not None:
             await self.replica.close()
         await self.registry.close()
+        await asyncio.to_thread(self._grammars.close)
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
         if self._end_scrapes is not None:

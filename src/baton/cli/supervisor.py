@@ -101,6 +101,7 @@ async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
     """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # no modules of the working directory, where others may have put some
         "-m",
         spec.module,
         *spec.args,

@@ -61,6 +61,11 @@ class AnswerGrammar:
         return "tools" if self.use.mode != "none" else self.content.kind if self.content else "reasoning"
 
     @property
+    def place(self) -> str:
+        """The field that errors name."""
+        return "tools" if self.use.mode != "none" else "response_format"
+
+    @property
     def key(self) -> bytes:
         """Equal for equal ones, and for no others."""
         names = [part and part.name for part in (self.dialects.tools, self.dialects.reasoning)]
@@ -75,11 +80,10 @@ class AnswerGrammar:
         Raises:
             InvalidRequestError: The schema of a tool is wrong, not supported or too costly; names its place.
         """
-        field_name = "tools" if self.use.mode != "none" else "response_format"
         # Checked with literals alone, as special tokens are known with a tokenizer only.
-        check_grammar(Grammar(self.kind, _Writer(self, {}).write()), field_name)
+        check_grammar(Grammar(self.kind, _Writer(self, {}).write()), self.place)
         grammar = Grammar(self.kind, _Writer(self, self.special_tokens).write())
-        grammar.validate(field=field_name)
+        grammar.validate(field=self.place)
         return grammar
 
 

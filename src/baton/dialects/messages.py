@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.dialects.events import EventSink, Reasoning, Text
-from baton.dialects.source import NotACallError, Reader, Source, beginnings_pattern, literals_pattern
+from baton.dialects.source import NotACallError, Reader, Source, beginning_at_end, literals_pattern
 from baton.dialects.syntax import Channels, Region
 
 _MAX_HEADER = 512
@@ -205,9 +205,9 @@ def _first_open(
             best = region, match
         if source.ended:
             continue
-        partial = beginnings_pattern(region.literals).search(text, at)
+        partial = beginning_at_end(region.literals, text, at)
         if partial is not None:
-            hold = min(hold, partial.start())
+            hold = min(hold, partial)
         if not region.exact:
             before = literals_pattern(region.literals).search(text, at) if region.literals else None
             if before is not None or not region.literals:

@@ -15,6 +15,9 @@ from baton.dialects.messages import ChannelReader, RegionReader
 from baton.dialects.source import NotACallError, Reader, Source
 from baton.dialects.syntax import NamedCall, ReasoningDialect, Section, ToolDialect
 
+MAX_IN_VAIN = 2_000_000
+"""Characters that may be read in vain, about a tenth of a second; what comes then is text."""
+
 
 class DialectParser:
     """Parses one answer.
@@ -158,6 +161,9 @@ class DialectParser:
                 if self._sink.calls == calls:
                     self._sink.text(found)
                     source.seek(mark)
+                if source.in_vain > MAX_IN_VAIN:  # the answer was made to look so
+                    yield from source.stream((), self._sink.text)
+                    return
             else:
                 closers = () if ended else section.end
 

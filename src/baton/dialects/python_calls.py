@@ -49,6 +49,7 @@ def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
         if match is None or match[0] == "\\":
             at = len(source.text) if match is None else match.start()
             if source.ended or at - begin > _MAX_CHARS:
+                source.in_vain += min(at - begin, _MAX_CHARS)
                 raise NotACallError
             yield
             continue
@@ -63,6 +64,7 @@ def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
                 marks.append(at - begin)
             if depth == 0:
                 if at - begin > _MAX_CHARS:
+                    source.in_vain += _MAX_CHARS
                     raise NotACallError
                 source.at = at
                 return source.text[begin:at], marks
@@ -76,11 +78,13 @@ def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
         marks: Where arguments begin in it.
         names: Of those that are given without.
     """
-    given_names: list[str] = []
-    for mark in reversed(marks):  # names may be words that Python has for itself, such as "from"
+    given_names, parts, begin = list[str](), list[str](), 0
+    for mark in marks:  # names may be words that Python has for itself, such as "from"
         if found := _KEYWORD.match(text, mark):
-            text = f"{text[:mark]}k{len(given_names)}={text[found.end() :]}"
+            parts += text[begin:mark], f"k{len(given_names)}="
             given_names.append(found[1])
+            begin = found.end()
+    text = "".join((*parts, text[begin:]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know

@@ -31,12 +31,19 @@ def literals_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @functools.lru_cache(256)
-def beginnings_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds, at the end of a text, the longest beginning of any of some texts."""
+def _beginnings_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
     beginnings = {text[:end] for text in literals for end in range(1, len(text))}
     if not beginnings:
         return re.compile(r"(?!)")
     return re.compile("(?:" + "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True))) + r")\Z")
+
+
+def beginning_at_end(literals: tuple[str, ...], text: str, at: int) -> int | None:
+    """Return where, behind ``at``, the longest beginning of any of some texts begins that a text ends with."""
+    # All of a long text is looked through for the literals once; this is asked at each of them.
+    first = len(text) + 1 - max(map(len, literals), default=1)
+    found = _beginnings_pattern(literals).search(text, max(at, first))
+    return None if found is None else found.start()
 
 
 class Source:
@@ -44,12 +51,13 @@ class Source:
 
     Attributes:
         ended: No more text will come.
+        in_vain: Characters that were read and turned out to be no call: they are read again.
     """
 
-    __slots__ = ("_dropped", "_text", "at", "ended")
+    __slots__ = ("_dropped", "_text", "at", "ended", "in_vain")
 
     def __init__(self) -> None:
-        self._text, self._dropped = "", 0
+        self._text, self._dropped, self.in_vain = "", 0, 0
         self.at = 0
         """Place in :attr:`text`."""
         self.ended = False
@@ -72,7 +80,9 @@ class Source:
         self.at = mark - self._dropped
 
     def drop(self) -> None:
-        """Forget what has been read."""
+        """Forget what has been read, if it is half of the text or more: else all that is left is copied each time."""
+        if 2 * self.at < len(self._text):
+            return
         self._text, self._dropped, self.at = self._text[self.at :], self._dropped + self.at, 0
 
     def space(self) -> Reader[None]:
@@ -106,10 +116,10 @@ class Source:
         Raises:
             NotACallError: It does not come, or not within ``most`` characters.
         """
-        pattern, begun = literals_pattern(literals), beginnings_pattern(literals)
+        pattern = literals_pattern(literals)
         while True:
             match = pattern.search(self._text, self.at, self.at + most + 64)
-            if match is not None and (self.ended or not self._may_begin_earlier(begun, match)):
+            if match is not None and (self.ended or not self._may_begin_earlier(literals, match)):
                 before = self._text[self.at : match.start()]
                 if len(before) > most:
                     raise NotACallError
@@ -119,10 +129,10 @@ class Source:
                 raise NotACallError
             yield
 
-    def _may_begin_earlier(self, begun: re.Pattern[str], match: re.Match[str]) -> bool:
+    def _may_begin_earlier(self, literals: tuple[str, ...], match: re.Match[str]) -> bool:
         """Whether a text that is not complete yet begins where one was found, or earlier."""
-        partial = begun.search(self._text, self.at)
-        return partial is not None and partial.start() <= match.start()
+        partial = beginning_at_end(literals, self._text, self.at)
+        return partial is not None and partial <= match.start()
 
     def json_value(self, take: Callable[[str], None], *, drop: bool, most: int | None = None) -> Reader[bool]:
         """Read an object or a list of JSON up to the bracket that closes it, without a look at what is in it.
@@ -146,11 +156,13 @@ class Source:
                 at = len(self._text) if match is None else match.start()
                 size += at - self.at
                 if most is not None and size > most:
+                    self.in_vain += most
                     raise NotACallError
                 if at > self.at:
                     take(self._text[self.at : at])
                 self.at = at
                 if self.ended:
+                    self.in_vain += size
                     return False
                 if drop:
                     self.drop()
@@ -166,6 +178,7 @@ class Source:
                 depth += 1 if mark in "{[" else -1
                 if depth == 0:
                     if most is not None and size + at - self.at > most:
+                        self.in_vain += most
                         raise NotACallError
                     take(self._text[self.at : at])
                     self.at = at
@@ -186,29 +199,31 @@ class Source:
             if match is None or match[0] == "\\":
                 at = len(self._text) if match is None else match.start()
                 if self.ended or at - begin > most:
+                    self.in_vain += min(at - begin, most)
                     raise NotACallError
                 yield
                 continue
             at = match.end()
             if match[0] == '"':
                 if at - begin > most:
+                    self.in_vain += most
                     raise NotACallError
                 self.at = at
                 return self._text[begin:at]
 
     def stream(self, ends: tuple[str, ...], take: Callable[[str], None]) -> Reader[str]:
         """Hand text on up to the first of some texts, and pass over that; return it, or nothing at the end."""
-        pattern, begun = literals_pattern(ends), beginnings_pattern(ends)
+        pattern = literals_pattern(ends)
         while True:
             match = pattern.search(self._text, self.at) if ends else None
-            partial = None if self.ended or not ends else begun.search(self._text, self.at)
+            partial = None if self.ended or not ends else beginning_at_end(ends, self._text, self.at)
             stop = len(self._text)
-            if match is not None and (partial is None or partial.start() > match.start()):
+            if match is not None and (partial is None or partial > match.start()):
                 take(self._text[self.at : match.start()])
                 self.at = match.end()
                 return match[0]
             if partial is not None:
-                stop = min(partial.start(), stop if match is None else match.start())
+                stop = min(partial, stop if match is None else match.start())
             take(self._text[self.at : stop])
             self.at = stop
             self.drop()

@@ -69,15 +69,19 @@ class StructuredOutputs:
         """Which of the kinds it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
+    @property
+    def place(self) -> str:
+        """The field that errors name."""
+        # A caller's own name for the field (guided_json) stands for all of it.
+        return f"{self.field}.{self.kind}" if self.field == "structured_outputs" else self.field
+
     def to_grammar(self) -> Grammar:
         """Return the grammar, checked. Takes a millisecond as a rule, a third of a second at most.
 
         Raises:
             InvalidRequestError: It is wrong, not supported or too costly; names field and place.
         """
-        kind = self.kind
-        # A caller's own name for the field (guided_json) stands for all of it.
-        place = f"{self.field}.{kind}" if self.field == "structured_outputs" else self.field
+        kind, place = self.kind, self.place
         match kind:
             case "json" | "json_object":
                 spaces = {

@@ -116,7 +116,7 @@ def start_store(name: str, flags: Sequence[str]) -> Server:
     """Start ``baton-kvstore`` with some flags."""
     port = free_port()
     own = ("--port", str(port), "--instance-id", name, "--log-level", "warning")
-    command = [sys.executable, "-m", "baton_kvstore.main", *own, *flags]
+    command = [sys.executable, "-P", "-m", "baton_kvstore.main", *own, *flags]
     return Server(name, command, port, lambda address: asyncio.run(check_health(address)))
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from typing import TypeAlias
 
 import orjson
 from prometheus_client import CollectorRegistry
 
 from baton.dialects.call_grammar import AnswerGrammar
 from baton.errors import InvalidRequestError
-from baton.grammar import StructuredOutputs, check_grammar
 from baton.types import Grammar
 from baton_router.metrics.fast_metrics import Counter, Histogram
+from baton_router.processor.grammar_process import Asked, GrammarProcesses
 
-Asked: TypeAlias = StructuredOutputs | Grammar | AnswerGrammar
 MAX_GRAMMARS = 256
 MAX_BYTES = 16 * 1024 * 1024
+_LABELS = frozenset({"json", "json_schema", "json_object", "regex", "choice", "grammar"}) | {
+    "structural_tag",
+    "tools",
+    "reasoning",
+}
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -36,49 +38,62 @@ class GrammarMetrics:
 
 
 class GrammarCache:
-    """Makes grammars, and keeps those that were asked for last."""
+    """Makes grammars, and keeps those that were asked for last.
+
+    What one tenant asked for is to the others as if it were not there: they cannot tell by the time what he asks for.
+    """
 
     def __init__(self, metrics: GrammarMetrics) -> None:
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._processes = GrammarProcesses()
+        self._kept: OrderedDict[tuple[str, bytes], Grammar] = OrderedDict()
         self._bytes = 0
 
-    def find(self, asked: Asked) -> Grammar | None:
-        """Return a grammar that was made before; ``None``: it was not."""
-        key = _key(asked)
+    def find(self, asked: Asked, tenant: str) -> Grammar | None:
+        """Return a grammar that was made before for the same tenant; ``None``: it was not."""
+        key = tenant, _key(asked)
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
                 self._metrics.hits.inc()
-                self._metrics.requests.labels(found.kind).inc()
+                self._metrics.requests.labels(_label(found.kind)).inc()
         return found
 
-    def make(self, asked: Asked) -> Grammar:
-        """Make and check a grammar, in a third of a second of CPU time at most; any thread may.
+    def make(self, asked: Asked, tenant: str) -> Grammar:
+        """Make and check a grammar for a tenant, in less than a second of CPU time; any thread may.
 
         Raises:
             InvalidRequestError: It is wrong, not supported or too costly; names field and place.
+            UnavailableError: What checks it was ended.
         """
-        started = time.thread_time()
         try:
-            found = check_grammar(asked, "sampling.grammar") if isinstance(asked, Grammar) else asked.to_grammar()
+            found, seconds = self._processes.make(asked)
         except InvalidRequestError:
             with self._lock:
                 self._metrics.refused.labels("grammar" if isinstance(asked, Grammar) else asked.kind).inc()
             raise
-        key = _key(asked)
+        key = tenant, _key(asked)
         with self._lock:
-            self._metrics.check.observe(time.thread_time() - started)
-            self._metrics.requests.labels(found.kind).inc()
+            self._metrics.check.observe(seconds)
+            self._metrics.requests.labels(_label(found.kind)).inc()
             if key not in self._kept:
                 self._kept[key] = found
-                self._bytes += len(key) + len(found.text)
+                self._bytes += len(key[1]) + len(found.text)
             while self._kept and (len(self._kept) > MAX_GRAMMARS or self._bytes > MAX_BYTES):
-                old, grammar = self._kept.popitem(last=False)
+                (_, old), grammar = self._kept.popitem(last=False)
                 self._bytes -= len(old) + len(grammar.text)
         return found
+
+    def close(self) -> None:
+        """End the processes that make them."""
+        self._processes.close()
+
+
+def _label(kind: str) -> str:
+    """Return a kind as metrics have it: clients of the gRPC interface send what they like."""
+    return kind if kind in _LABELS else "other"
 
 
 def _key(asked: Asked) -> bytes:

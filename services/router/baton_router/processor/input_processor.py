@@ -32,6 +32,7 @@ from baton_router.admission.gate import Admission
 from baton_router.admission.tenant_limits import Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.dialects import ModelDialects
+from baton_router.processor.grammar_process import Asked
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
 from baton_router.processor.tenant_turns import TenantTurns
@@ -164,7 +165,7 @@ class InputProcessor:
             UnavailableError: Others went before it for too long.
         """
         loop = asyncio.get_running_loop()
-        tenant = self._tenants.name(request.account, request.cache_salt, request.user)
+        tenant = self._tenant(request)
         held: list[TenantTurns] = []
 
         def release() -> None:
@@ -222,20 +223,24 @@ class InputProcessor:
             return now
         arrived = time.perf_counter()
         info = self.model_info(request.model)
-        if (asked := _unchecked_grammar(request)) is not None:
-            _set_grammar(request, await self.in_turn(request, functools.partial(self._grammars.make, asked)))
         text_model = await self.text_model(info)
         if isinstance(request.prompt, str):
             _check_fewest(text_model, request.prompt, request, info.max_model_len)
         with self.charge(request.account, about_tokens(request.prompt)) as charge:
+            if (asked := _unchecked_grammar(request)) is not None:
+                _set_grammar(request, await self._grammar(request, asked))
             ids = await self.tokenize(request, info, limit=info.max_model_len)
             if (answer := self.dialects.answer_grammar(request, info, text_model)) is not None:
-                request.answer_grammar = self._grammars.find(answer) or await self.in_turn(
-                    request, functools.partial(self._grammars.make, answer)
-                )
+                request.answer_grammar = await self._grammar(request, answer)
             prepared = self._prepared(request, info, text_model, ids, fallback_id, arrived)
             charge.drop()  # admission counts all of it
         return prepared
+
+    async def _grammar(self, request: TextRequest, asked: Asked) -> Grammar:
+        tenant = self._tenant(request)
+        if (found := self._grammars.find(asked, tenant)) is not None:
+            return found
+        return await self.in_turn(request, functools.partial(self._grammars.make, asked, tenant))
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
         """Do what :meth:`prepare` does without waiting.
@@ -255,7 +260,7 @@ class InputProcessor:
             if not info.grammars:
                 field = "sampling.grammar" if request.structured is None else request.structured.field
                 raise InvalidRequestError("no instance of this model knows grammars", field=field)
-            grammar = self._grammars.find(asked)
+            grammar = self._grammars.find(asked, self._tenant(request))
             if grammar is None:
                 return None
             _set_grammar(request, grammar)
@@ -264,10 +269,13 @@ class InputProcessor:
             return None
         ids = _tokenize(text_model, request, info, info.max_model_len)
         if (answer := self.dialects.answer_grammar(request, info, text_model)) is not None:
-            request.answer_grammar = self._grammars.find(answer)
+            request.answer_grammar = self._grammars.find(answer, self._tenant(request))
             if request.answer_grammar is None:
                 return None
         return self._prepared(request, info, text_model, ids, fallback_id, arrived)
+
+    def _tenant(self, request: TextRequest) -> str:
+        return self._tenants.name(request.account, request.cache_salt, request.user)
 
     def _decide_special_tokens(self, request: TextRequest) -> None:
         if request.allow_special_tokens is None:
@@ -297,7 +305,7 @@ class InputProcessor:
             output_token_ids=request.output_token_ids,
             ttft_ms=request.ttft_ms,
             itl_ms=request.itl_ms,
-            tenant=self._tenants.name(request.account, request.cache_salt, request.user),
+            tenant=self._tenant(request),
             arrived=arrived,
             account=request.account,
             order=request.order,

@@ -252,7 +252,7 @@ def _spawn(
     arguments = ["--fd", str(line.fileno()), "--parent", str(os.getpid()), "--host", host]
     if token_file:
         arguments += ["--token-file", token_file]
-    return Child([*variables, sys.executable, "-m", module, *arguments], keep=keep, pass_fds=[line.fileno()])
+    return Child([*variables, sys.executable, "-P", "-m", module, *arguments], keep=keep, pass_fds=[line.fileno()])
 
 
 def start_agent(

@@ -47,7 +47,7 @@ END_TIMEOUT_S = 10.0
 
 def start_follower(channel: socket.socket) -> subprocess.Popen[bytes]:
     """Start a follower that serves the other end of a channel."""
-    command = [sys.executable, "-m", "baton.engine.executor.follower", str(channel.fileno())]
+    command = [sys.executable, "-P", "-m", "baton.engine.executor.follower", str(channel.fileno())]
     # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
     return subprocess.Popen(command, pass_fds=[channel.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 

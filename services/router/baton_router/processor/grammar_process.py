@@ -1,0 +1,235 @@
+"""Processes that make grammars of what requests ask for, and that can be ended.
+
+What makes and checks a grammar is a compiler that others write: there are schemas of 2 KB for which it takes for
+ever, and others for which it overruns its stack, which ends a process. So it runs in one of its own, under limits of
+processor time, memory and stack; what goes beyond is refused, and costs the router a new process. The stack is half of
+that of the threads in which instances go on with a grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import orjson
+
+from baton.dialects import REASONING_DIALECTS, TOOL_DIALECTS
+from baton.dialects.call_grammar import AnswerGrammar
+from baton.dialects.choice import Dialects
+from baton.dialects.tool_use import ToolUse
+from baton.errors import InvalidRequestError, UnavailableError
+from baton.grammar import StructuredOutputs, check_grammar, json_object_grammar
+from baton.types import Grammar
+
+Asked: TypeAlias = StructuredOutputs | Grammar | AnswerGrammar
+MAX_CPU_S = 0.75
+"""Processor time that one grammar may take. What is refused in good order takes up to a third of a second."""
+MAX_MEMORY = 1 << 30
+"""Address space beyond what the process begins with."""
+STACK = 1 << 20
+MAX_WAIT_S = 30.0
+_KEPT_MEMORY = 256 << 20
+"""A process whose memory has grown beyond this is replaced."""
+_MAX_MESSAGE = 64 << 20
+
+
+class GrammarProcesses:
+    """Makes grammars in processes of its own; any thread may.
+
+    Args:
+        count: Processes at most; each starts with the first grammar that finds the others busy.
+        cpu_s: Processor time that one grammar may take.
+        wait_s: How long a process may take that gets no processor time.
+    """
+
+    def __init__(self, count: int = 2, cpu_s: float = MAX_CPU_S, wait_s: float = MAX_WAIT_S) -> None:
+        self._free: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._all = [_Process(cpu_s, wait_s) for _ in range(count)]
+        for process in self._all:
+            self._free.put(process)
+        self._finalizer = weakref.finalize(self, _end_all, self._all)
+
+    def make(self, asked: Asked) -> tuple[Grammar, float]:
+        """Return a grammar, made and checked, and the processor time it took in seconds.
+
+        Raises:
+            InvalidRequestError: It is wrong, not supported or too costly; names field and place.
+            UnavailableError: The process got no processor time, or was ended by somebody.
+        """
+        message = orjson.dumps(_to_wire(asked))
+        process = self._free.get()
+        try:
+            answer = orjson.loads(process.ask(message, _field(asked)))
+        finally:
+            self._free.put(process)
+        if "error" in answer:
+            raise InvalidRequestError(answer["error"], field=answer["field"])
+        return _grammar(answer["grammar"]), answer["seconds"]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._finalizer()
+
+
+def _end_all(processes: list[_Process]) -> None:
+    for process in processes:
+        process.end()
+
+
+class _Process:
+    """One process; one thread at a time."""
+
+    def __init__(self, cpu_s: float, wait_s: float) -> None:
+        self._cpu_s, self._wait_s = cpu_s, wait_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._line: Connection | None = None
+
+    def ask(self, message: bytes, field: str) -> bytes:
+        if self._child is None or self._child.poll() is not None:  # the first one, or its memory had grown
+            self._start()
+        assert self._line is not None
+        try:
+            self._line.send_bytes(message)
+            if not self._line.poll(self._wait_s):
+                self.end()
+                raise UnavailableError("the check of a grammar got no processor time", retry_after_s=5.0)
+            return self._line.recv_bytes(_MAX_MESSAGE)
+        except (EOFError, OSError) as error:
+            code = self.end(10.0)  # it is about to
+            if code == -signal.SIGPROF:
+                message_text = f"{field} costs too much: it takes more than {self._cpu_s:g} s to compile"
+                raise InvalidRequestError(message_text, field=field) from error
+            if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGKILL):
+                message_text = f"{field} costs too much: it is nested too deep, or needs too much memory"
+                raise InvalidRequestError(message_text, field=field) from error
+            raise UnavailableError("the process that checks grammars was ended", retry_after_s=1.0) from error
+
+    def _start(self) -> None:
+        self.end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: no modules of the working directory.
+            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self._cpu_s)]
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._line = Connection(ours.detach())
+
+    def end(self, patience_s: float = 0.2) -> int | None:
+        """End it; return its exit status, unless it takes longer than that to end by itself."""
+        line, child, self._line, self._child = self._line, self._child, None, None
+        if line is not None:
+            line.close()  # which ends one that has nothing to do
+        if child is None:
+            return None
+        try:
+            return child.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            return None
+
+
+def _field(asked: Asked) -> str:
+    if isinstance(asked, Grammar):
+        return "sampling.grammar"
+    return asked.place
+
+
+# --- on the wire ---
+
+
+def _to_wire(asked: Asked) -> dict[str, Any]:
+    if isinstance(asked, AnswerGrammar):
+        dialects, use = asked.dialects, asked.use
+        return {
+            "kind": "answer",
+            "tools": dialects.tools and dialects.tools.name,
+            "reasoning": dialects.reasoning and dialects.reasoning.name,
+            "use": {"tools": use.tools, "mode": use.mode, "names": use.names, "parallel": use.parallel},
+            "reasons": asked.reasons,
+            "content": asked.content and _fields(asked.content),
+            "special_tokens": asked.special_tokens,
+        }
+    kind = "grammar" if isinstance(asked, Grammar) else "structured"
+    return {"kind": kind, "fields": _fields(asked)}
+
+
+def _fields(value: StructuredOutputs | Grammar) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+
+
+def _from_wire(value: dict[str, Any]) -> Asked:
+    if value["kind"] == "structured":
+        return StructuredOutputs(**value["fields"])
+    if value["kind"] == "grammar":
+        return _grammar(value["fields"])
+    use, content = value["use"], value["content"]
+    tools, reasoning = value["tools"], value["reasoning"]
+    return AnswerGrammar(
+        Dialects(tools and TOOL_DIALECTS[tools], reasoning and REASONING_DIALECTS[reasoning]),
+        ToolUse(tuple(use["tools"]), use["mode"], tuple(use["names"]), use["parallel"]),
+        value["reasons"],
+        content and _grammar(content),
+        value["special_tokens"],
+    )
+
+
+def _grammar(fields: dict[str, Any]) -> Grammar:
+    return Grammar(fields["kind"], fields["text"], tuple(fields["start_token_ids"]))
+
+
+# --- the process ---
+
+
+def _answer(message: bytes) -> bytes:
+    started = time.process_time()
+    try:
+        asked = _from_wire(orjson.loads(message))
+        grammar = check_grammar(asked, "sampling.grammar") if isinstance(asked, Grammar) else asked.to_grammar()
+    except InvalidRequestError as error:
+        return orjson.dumps({"error": error.message, "field": error.field})
+    return orjson.dumps({"grammar": _fields(grammar), "seconds": time.process_time() - started})
+
+
+def _serve(line: Connection, cpu_s: float) -> None:
+    json_object_grammar()  # what all of them need is loaded before anything is counted
+    resource.setrlimit(resource.RLIMIT_AS, (_memory(0) + MAX_MEMORY,) * 2)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            message = line.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # which ends the process
+            answer = _answer(message)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            line.send_bytes(answer)
+            if _memory(1) > _KEPT_MEMORY:
+                return
+
+
+def _memory(at: int) -> int:
+    """Return this process' address space (0) or memory (1) in bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[at]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Serve the router at the other end of the descriptor that is the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router's end is this one's
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=_serve, args=(Connection(int(sys.argv[1])), float(sys.argv[2])))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Grammars that cost for ever, end processes or fill memory: what a client may ask for, and what that costs others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from baton.dialects import TOOL_DIALECTS
+from baton.dialects.call_grammar import AnswerGrammar
+from baton.dialects.choice import Dialects
+from baton.dialects.tool_use import read_tools
+from baton.errors import InvalidRequestError
+from baton.grammar import StructuredOutputs, lark_grammar, regex_grammar
+from baton.grammar.regex_cost import count_parts
+from baton.grammar.validation import check_grammar
+from baton.types import Grammar
+from baton_router.processor.grammar_process import GrammarProcesses
+from baton_router.processor.grammars import GrammarCache, GrammarMetrics
+
+
+def chain(length: int, link: Any) -> dict[str, Any]:
+    """Return a schema whose definitions lead from one to the next."""
+    names = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**names, f"d{length}": {"type": "string", "pattern": "a+"}}}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[GrammarProcesses]:
+    """One process, as they are in a router."""
+    made = GrammarProcesses(1, cpu_s=0.25, wait_s=600.0)
+    yield made
+    made.close()
+
+
+BOMBS = {
+    "twice the same, 40 deep": StructuredOutputs(json=chain(40, lambda ref: {"allOf": [ref, ref]})),
+    "multiples": StructuredOutputs(json={"type": "integer", "multipleOf": 1000003}),
+    "a stack of references": StructuredOutputs(json=chain(5000, lambda ref: ref)),
+    "a stack of objects": StructuredOutputs(
+        json=chain(1000, lambda ref: {"type": "object", "properties": {"a": ref}, "required": ["a"]})
+    ),
+    "a stack of rules": StructuredOutputs(
+        grammar="start: t0\n" + "\n".join(f't{at}: t{at + 1} "a"' for at in range(9000)) + '\nt9000: "b"'
+    ),
+    "lines of EBNF": StructuredOutputs(grammar="root ::= " + "\n" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_grammar_that_would_take_for_ever_or_end_the_process_is_refused(
+    processes: GrammarProcesses, name: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="costs too much") as caught:
+        processes.make(BOMBS[name])
+    assert caught.value.field == BOMBS[name].place
+    grammar, _ = processes.make(StructuredOutputs(json={"type": "integer"}))  # and the next one is made
+    assert grammar.kind == "json_schema"
+
+
+def test_other_threads_run_while_a_bomb_is_looked_at(processes: GrammarProcesses) -> None:
+    refused: list[Exception] = []
+
+    def make() -> None:
+        try:
+            processes.make(StructuredOutputs(regex="[^" * 100_000))
+        except InvalidRequestError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    longest, before = 0.0, time.thread_time()
+    while thread.is_alive():
+        now = time.thread_time()
+        longest, before = max(longest, now - before), now
+    assert refused
+
+
+def test_what_is_asked_for_comes_over_whole(processes: GrammarProcesses) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+    content = regex_grammar("a+")
+    answer = AnswerGrammar(
+        Dialects(TOOL_DIALECTS["hermes"], None), read_tools([tool], "auto", None), False, content, {"<x>": 7}
+    )
+    asked = StructuredOutputs(json={"type": "object"}, whitespace_pattern=r"\n?", field="guided_json")
+    started = Grammar("regex", content.text, (1, 2))
+    for item, here in ((answer, answer.to_grammar()), (asked, asked.to_grammar())):
+        assert processes.make(item)[0] == here
+    assert processes.make(started)[0] == check_grammar(started, "grammar") == started
+
+
+def test_an_error_names_field_and_place_as_here(processes: GrammarProcesses) -> None:
+    asked = StructuredOutputs(json={"type": "object", "propertyNames": {}}, field="guided_json")
+    with pytest.raises(InvalidRequestError) as here:
+        asked.to_grammar()
+    with pytest.raises(InvalidRequestError) as there:
+        processes.make(asked)
+    assert (there.value.message, there.value.field) == (here.value.message, here.value.field)
+
+
+@pytest.mark.parametrize("text", ["[^" * 50_000, "[^" * 50_000 + "\\", "[" * 100_000, "{1" * 50_000, "\\/" * 50_000])
+def test_looking_at_an_expression_takes_time_in_proportion_to_its_length(text: str) -> None:
+    """Each of these took minutes while the interpreter's lock was held."""
+    count_parts(text)
+    with pytest.raises(InvalidRequestError):
+        lark_grammar("start: /" + text)
+
+
+def test_what_a_tenant_asked_for_is_unknown_to_others() -> None:
+    cache = GrammarCache(GrammarMetrics(CollectorRegistry()))
+    asked = StructuredOutputs(json={"type": "integer"})
+    made = cache.make(asked, "acme")
+    assert cache.find(asked, "acme") is made
+    assert cache.find(asked, "zeta") is None
+    cache.close()
+
+
+def test_kinds_that_clients_made_up_are_no_series() -> None:
+    registry = CollectorRegistry()
+    cache = GrammarCache(GrammarMetrics(registry))
+    for at in range(3):
+        cache.make(Grammar("x" * (at + 1), 'start: "a"'), "")
+    cache.close()
+    assert b'baton_router_grammars_total{kind="other"} 3.0' in generate_latest(registry)
+    with pytest.raises(InvalidRequestError, match=r"grammar\.kind"):
+        Grammar("a\nforged line", 'start: "a"').validate()
