@@ -140,9 +140,9 @@ class WorkerContext(InstanceContext):
         if compiler is None:
             raise InvalidRequestError("this instance has no support for grammars", field="grammar")
         grammar.validate(vocab_size=self.executor.vocab_size)
-        found = None if request.output_token_ids else compiler.find(grammar)
+        found = None if request.output_token_ids else compiler.find(grammar, request.cache_salt)
         if found is None:
-            found = await asyncio.to_thread(compiler.constraint, grammar, request.output_token_ids)
+            found = await asyncio.to_thread(compiler.constraint, grammar, request.output_token_ids, request.cache_salt)
         return dataclasses.replace(request, constraint=found)
 
     @contextmanager

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -74,7 +75,7 @@ class GrammarProcesses:
         finally:
             self._free.put(process)
         if "error" in answer:
-            raise InvalidRequestError(answer["error"], field=answer["field"])
+            raise InvalidRequestError(answer["error"], field=answer["field"] or _field(asked))
         return _grammar(answer["grammar"]), answer["seconds"]
 
     def close(self) -> None:
@@ -159,6 +160,7 @@ def _to_wire(asked: Asked) -> dict[str, Any]:
             "reasons": asked.reasons,
             "content": asked.content and _fields(asked.content),
             "special_tokens": asked.special_tokens,
+            "thinking_budget": asked.thinking_budget,
         }
     kind = "grammar" if isinstance(asked, Grammar) else "structured"
     return {"kind": kind, "fields": _fields(asked)}
@@ -181,6 +183,7 @@ def _from_wire(value: dict[str, Any]) -> Asked:
         value["reasons"],
         content and _grammar(content),
         value["special_tokens"],
+        value["thinking_budget"],
     )
 
 
@@ -198,6 +201,9 @@ def _answer(message: bytes) -> bytes:
         grammar = check_grammar(asked, "sampling.grammar") if isinstance(asked, Grammar) else asked.to_grammar()
     except InvalidRequestError as error:
         return orjson.dumps({"error": error.message, "field": error.field})
+    except BaseException as error:  # also Rust's panics, whose class cannot be imported
+        traceback.print_exc()
+        return orjson.dumps({"error": f"the compiler of grammars cannot read it: {type(error).__name__}", "field": ""})
     return orjson.dumps({"grammar": _fields(grammar), "seconds": time.process_time() - started})
 
 

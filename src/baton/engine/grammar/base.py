@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,13 +19,31 @@ ENTRY_POINTS = "baton.grammars"
 """Entry point group of other packages' backends: a callable as :func:`load_backend` calls it."""
 
 
+@dataclass(slots=True)
+class MatcherFamily:
+    """What all matchers share that were forked from one: states that were found, in memory and against a limit.
+
+    Attributes:
+        seconds: Time that their masks took beyond what is usual; it went into such states.
+        spent: One of them has reached a limit.
+    """
+
+    seconds: float = 0.0
+    spent: bool = False
+
+
 class GrammarMatcher(Protocol):
     """Where one sequence is in its grammar. Its state follows from the grammar and the tokens alone.
 
     Attributes:
+        family: What it shares with the matcher it was forked from, and with all others that were.
         error: Why it follows the grammar no more (a limit was reached, a token was forbidden); empty: it does.
         complete: Whether nothing can follow but the end.
     """
+
+    @property
+    def family(self) -> MatcherFamily:
+        """See the attributes."""
 
     @property
     def error(self) -> str:
@@ -59,6 +78,9 @@ class GrammarBackend(Protocol):
         Raises:
             InvalidRequestError: The grammar is wrong, or costs too much; names the field ``grammar``.
         """
+
+    def fill_mask(self, matcher: Any, mask: npt.NDArray[np.uint32]) -> None:
+        """Compute one row as :meth:`fill_masks` does, in the calling thread."""
 
     def fill_masks(self, matchers: Sequence[Any], masks: npt.NDArray[np.uint32]) -> None:
         """Compute the masks of many rows, without the interpreter's lock.

@@ -27,6 +27,20 @@ from baton_kernels.token_mask import TokenMask, mask_words
 LONG_RUN = 64
 """A run of more forced tokens is taken as a whole. One that is shorter is asked for anew after each of its tokens, as
 often as masks would be: what follows a token depends on the tokens before it, not on when it was asked for."""
+USUAL_S = 0.0002
+"""What a mask may take, four times what most do."""
+SLOW_S = 0.002
+"""What the masks of a step may take beside that before it is measured whose they are."""
+WATCHED_STEPS = 16
+MAX_EXTRA_S = 0.5
+"""What the masks of one request may take beyond what is usual. All sequences of a step wait for each other's."""
+
+
+@dataclass(slots=True)
+class RequestCost:
+    """What the masks of a request's sequences took, as far as it was measured, beyond what is usual."""
+
+    seconds: float = 0.0
 
 
 class Constraint:
@@ -38,14 +52,16 @@ class Constraint:
         eos_token_ids: Tokens that end a sequence.
 
     Attributes:
+        cost: Shared by all forks.
         started: Whether the grammar applies yet.
         error: Why no token can be chosen any more; empty: one can.
     """
 
-    __slots__ = ("_origin", "_seen", "eos_token_ids", "error", "grammar", "matcher", "started")
+    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
+        self.cost = RequestCost()
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
@@ -61,6 +77,7 @@ class Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
+        copy.cost = self.cost
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
         return copy
 
@@ -139,6 +156,8 @@ class StepMasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = self.mask_wait_seconds = 0.0
         self.masks = self.forced_tokens = 0
+        self._watched = 0
+        """Steps that are still to be measured row by row."""
         self.jump_forward = True
 
     def forced(self, constraint: Constraint) -> Iterator[TokenLogprob]:
@@ -172,7 +191,7 @@ class StepMasks:
         started = time.perf_counter()
         guided = [row.constraint for row in rows if row.constraint.started]
         if guided:
-            self._backend.fill_masks([one.matcher for one in guided], memory)
+            self._fill(guided, memory)
         filled, found = iter(memory), list[TokenMask]()
         for row in rows:
             constraint = row.constraint
@@ -188,6 +207,31 @@ class StepMasks:
         self.mask_seconds += time.perf_counter() - started
         self.masks += len(guided)
         return found
+
+    def _fill(self, guided: Sequence[Constraint], memory: npt.NDArray[np.uint32]) -> None:
+        """Compute masks, and take note of what they cost: one by one for a while where they cost much."""
+        begun = time.perf_counter()
+        if self._watched:
+            self._watched -= 1
+            for one, mask in zip(guided, memory, strict=False):
+                self._fill_measured(one, mask)
+        else:
+            self._backend.fill_masks([one.matcher for one in guided], memory[: len(guided)])
+        extra = time.perf_counter() - begun - USUAL_S * len(guided)
+        if extra > 0 and not self._watched:
+            for one in guided:
+                one.matcher.family.seconds += extra / len(guided)
+        if extra > SLOW_S:
+            self._watched = WATCHED_STEPS
+
+    def _fill_measured(self, one: Constraint, mask: npt.NDArray[np.uint32]) -> None:
+        begun = time.thread_time()
+        self._backend.fill_mask(one.matcher, mask)
+        extra = max(0.0, time.thread_time() - begun - USUAL_S)
+        one.cost.seconds += extra
+        one.matcher.family.seconds += extra
+        if one.cost.seconds > MAX_EXTRA_S:
+            one.error = one.error or "its masks take too long: it is ambiguous, or has too many states"
 
 
 def _without(mask: TokenMask, banned: npt.NDArray[np.int64]) -> TokenMask:

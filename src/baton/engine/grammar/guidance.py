@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from baton.engine.grammar.base import MatcherFamily
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar.validation import LIMITS, plain_error
 from baton.types import Grammar
@@ -17,17 +18,28 @@ from baton.types import Grammar
 class GuidanceMatcher:
     """A :class:`~baton.engine.grammar.base.GrammarMatcher`."""
 
-    __slots__ = ("_origin", "_taken", "inner")
+    __slots__ = ("_origin", "_taken", "family", "inner")
 
-    def __init__(self, inner: LLMatcher, origin: LLMatcher | None = None, taken: Sequence[int] = ()) -> None:
-        self.inner = inner
+    def __init__(
+        self,
+        inner: LLMatcher,
+        origin: LLMatcher | None = None,
+        taken: Sequence[int] = (),
+        family: MatcherFamily | None = None,
+    ) -> None:
+        self.inner, self.family = inner, family or MatcherFamily()
         self._origin = inner.deep_copy() if origin is None else origin
         self._taken = list(taken)
 
     @property
     def error(self) -> str:
         """Why it follows the grammar no more; empty: it does."""
-        return plain_error(self.inner.get_error()) or "no token may follow" if self.inner.is_error() else ""
+        if not self.inner.is_error():
+            return ""
+        message = self.inner.get_error()
+        # Forks have one lexer, whose states are counted together: who comes after finds it full.
+        self.family.spent = self.family.spent or "lexer error" in message
+        return plain_error(message) or "no token may follow"
 
     @property
     def complete(self) -> bool:
@@ -58,7 +70,7 @@ class GuidanceMatcher:
 
     def fork(self) -> GuidanceMatcher:
         """Return another one in the same state."""
-        return GuidanceMatcher(self.inner.deep_copy(), self._origin, self._taken)
+        return GuidanceMatcher(self.inner.deep_copy(), self._origin, self._taken, self.family)
 
 
 class GuidanceBackend:
@@ -93,6 +105,10 @@ class GuidanceBackend:
         if matcher.is_error():
             raise InvalidRequestError(f"grammar: {plain_error(matcher.get_error())}", field="grammar")
         return GuidanceMatcher(matcher)
+
+    def fill_mask(self, matcher: GuidanceMatcher, mask: npt.NDArray[np.uint32]) -> None:
+        """Compute one row, in the calling thread."""
+        matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def fill_masks(self, matchers: Sequence[GuidanceMatcher], masks: npt.NDArray[np.uint32]) -> None:
         """Compute the masks of many rows, without the interpreter's lock."""
