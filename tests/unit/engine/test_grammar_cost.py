@@ -1,4 +1,4 @@
-"""Grammars whose masks cost much, as one client chose them: what that costs the others whose sequences are in the step."""
+"""Grammars whose masks cost much: what one client chose, and the others whose sequences are in the same step."""
 
 from __future__ import annotations
 
