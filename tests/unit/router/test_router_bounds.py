@@ -7,9 +7,11 @@ from prometheus_client import CollectorRegistry
 from tests.support.scripted import INFO, ScriptedDispatcher
 
 from baton.api.v1 import common_pb2
+from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
 from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.frontend.http.http_exchange import decode_json
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import ChatPrompt, TextRequest
@@ -53,3 +55,13 @@ async def test_a_long_text_is_not_tokenized_at_once_wherever_it_stands(where: st
     assert pipeline.prepare_now(TextRequest(prompt=deep, sampling=SamplingParams(max_tokens=1))) is None
     variables = ChatPrompt([{"role": "user", "content": "x"}], variables={"persona": "x" * 5000})
     assert pipeline.prepare_now(TextRequest(prompt=variables, sampling=SamplingParams(max_tokens=1))) is None
+
+
+@pytest.mark.parametrize(("depth", "fits"), [(200, True), (201, False), (1000, False)])
+def test_a_body_that_could_not_be_written_again_is_refused(depth: int, fits: bool) -> None:
+    body = b'{"tools":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+    if fits:
+        assert decode_json(body)
+        return
+    with pytest.raises(InvalidRequestError, match="nested deeper than 200"):
+        decode_json(body)

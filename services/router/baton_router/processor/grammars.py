@@ -97,9 +97,13 @@ def _label(kind: str) -> str:
 
 
 def _key(asked: Asked) -> bytes:
-    if isinstance(asked, AnswerGrammar):
-        return asked.key
-    if isinstance(asked, Grammar):
-        return orjson.dumps((asked.kind, asked.text, asked.start_token_ids))
-    value = getattr(asked, asked.kind)
-    return orjson.dumps((asked.kind, value, asked.whitespace_pattern, asked.disable_any_whitespace))
+    try:
+        if isinstance(asked, AnswerGrammar):
+            return asked.key
+        if isinstance(asked, Grammar):
+            return orjson.dumps((asked.kind, asked.text, asked.start_token_ids))
+        value = getattr(asked, asked.kind)
+        return orjson.dumps((asked.kind, value, asked.whitespace_pattern, asked.disable_any_whitespace))
+    except (TypeError, RecursionError) as error:
+        place = "sampling.grammar" if isinstance(asked, Grammar) else asked.place
+        raise InvalidRequestError(f"{place} is nested too deep, or no JSON", field=place) from error

@@ -332,13 +332,27 @@ def too_late(limit_s: float) -> HTTPException:
     return HTTPException(408, f"the body did not arrive within {limit_s:g} s")
 
 
+MAX_DEPTH = 200
+"""Of lists and objects in each other in a body; the rest is for what they are put into."""
+_ORJSON_DEPTH = 254
+
+
 def decode_json(data: bytes) -> Any:
     """Return a body's JSON value.
 
     Raises:
-        InvalidRequestError: It is not JSON.
+        InvalidRequestError: It is not JSON, or nested so deep that it could not be written again.
     """
     try:
-        return orjson.loads(data)
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        around = value
+        for _ in range(_ORJSON_DEPTH - MAX_DEPTH):
+            around = [around]
+        try:
+            orjson.dumps(around)
+        except TypeError as error:
+            raise InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH}") from error
+    return value
