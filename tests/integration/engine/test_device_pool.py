@@ -16,6 +16,9 @@ from baton.config import EngineConfig
 from baton.engine import build, device_arena
 from baton.engine.device_arena import DeviceArena, arena_memory
 from baton.engine.llm import LLM
+from baton.engine.sample import sampler
+from baton.engine.sample.native import gpu_sampler
+from baton.engine.sample.sampler import SamplerRow
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.types import SamplingParams
@@ -108,3 +111,17 @@ def test_a_pool_that_does_not_fit_says_how_many_blocks_would(
     with pytest.raises(ConfigError, match=r"only 1 MiB are free: \d+ would fit") as caught:
         LLM(engine_config(references.checkpoint("llama")))
     assert caught.value.field == "kv_blocks"
+
+
+def test_tokens_are_chosen_on_the_device_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(5, 600) * 3
+    logits[3, 7] = float("nan")
+    params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=9, top_p=0.8)]
+    rows = [
+        SamplerRow(one, 5 + i, stop_ids=(), prompt=(), output=(1, 2)) for i, one in enumerate([*params, *params[1:]])
+    ]
+    want = sampler.sample(logits.clone(), rows)
+    monkeypatch.setattr(sampler, "token_sampler", lambda _: gpu_sampler(DEVICE))
+    got = sampler.sample(logits.to(DEVICE), rows)
+    assert (got.token_ids, got.bad_rows) == (want.token_ids, (3,))

@@ -1,15 +1,22 @@
-"""The C++ operators that mask logits and choose tokens on a CPU; where there are none, torch does."""
+"""The operators that mask logits and choose tokens: C++ on a CPU, Triton on a GPU; where there are none, torch does."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
-from baton_kernels.sampling import CpuSampler
+from baton_kernels.sampling import CpuSampler, RowFilter
 from baton_kernels.token_mask import CpuTokenMask
 
+ChooseTokens = Callable[[torch.Tensor, Sequence[RowFilter], npt.NDArray[np.uint64]], npt.NDArray[np.int64]]
+"""As :class:`baton_kernels.sampling.CpuSampler` is called."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +37,23 @@ def cpu_sampler() -> CpuSampler | None:
     """Return the operator of this processor that samples, or ``None`` where it was not built."""
     library = _library()
     return None if library is None else CpuSampler(library)
+
+
+@functools.cache
+def gpu_sampler(device: torch.device) -> ChooseTokens | None:
+    """Return the operator of a GPU that samples, or ``None`` without Triton. Only tokens leave the device."""
+    try:
+        from baton_kernels.gpu.sampling import TritonSampler
+    except ImportError as error:
+        _log.warning("tokens are sampled in torch, several times slower: %s", error)
+        return None
+    sampler = TritonSampler(device)
+    return lambda logits, filters, keys: sampler(logits, filters, keys).cpu().numpy()
+
+
+def token_sampler(device: torch.device) -> ChooseTokens | None:
+    """Return the operator that samples where logits are, or ``None``."""
+    return cpu_sampler() if device.type == "cpu" else gpu_sampler(device)
 
 
 @functools.cache

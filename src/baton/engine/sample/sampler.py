@@ -27,7 +27,7 @@ import torch
 
 from baton.engine.grammar.constraint import Constraint, MaskRow
 from baton.engine.sample.filters import LEAST_TEMPERATURE, filtered_probs
-from baton.engine.sample.native import cpu_sampler, cpu_token_mask
+from baton.engine.sample.native import cpu_token_mask, token_sampler
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
 from baton.types import SamplingParams, TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
@@ -173,7 +173,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
         apply_edits(logits, edited)
     if masked:
         apply_masks(logits, masked)
-    operator = cpu_sampler() if logits.device.type == "cpu" else None
+    operator = token_sampler(logits.device)
     if operator is not None:
         found = operator(logits, [row.filter for row in rows], _keys(rows))
         tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())
