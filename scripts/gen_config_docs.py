@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.bench.kv import command as kv_command
+from baton.bench.offline import command as offline_command
+from baton.bench.serve import command as serve_command
 from baton.cli import demo, explain, health, kvstore, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
@@ -32,6 +34,8 @@ COMMANDS = {
     "storetenants": kvstore.add_tenants_parser,
     "storeclear": kvstore.add_clear_parser,
     "bench": kv_command.add_parser,
+    "serve": serve_command.add_parser,
+    "offline": offline_command.add_parser,
     "replay": command.add_parser,
     "storebench": store_command.add_parser,
     "prefixes": prefix_command.add_parser,
@@ -56,13 +60,13 @@ def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name == "up" else set()
+    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name in ("up", "offline") else set()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.dest in engine:
             continue
         flag = "`, `".join(action.option_strings) or str(action.metavar)
         default = _default(action.default)
-        yield flag, default, (action.help or "").removesuffix(f" (default: {default})")
+        yield flag, default, (action.help or "").replace("%%", "%").removesuffix(f" (default: {default})")
 
 
 def _default(value: object) -> str:

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, default_model, make_plan
+from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.client.types import Trace
+from baton.config.demo_model import default_model
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.errors import BatonError, InternalError
 from baton.tokenizer.model_files import check_model_path

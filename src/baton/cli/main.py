@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from baton.bench.kv import command as bench_kv
+from baton.bench.offline import command as bench_offline
+from baton.bench.serve import command as bench_serve
 from baton.cli import demo, explain, health, kvstore, up
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
@@ -54,6 +56,8 @@ def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
     bench_kv.add_parser(benches)
+    bench_serve.add_parser(benches)
+    bench_offline.add_parser(benches)
     for point in sorted(entry_points(group="baton.benchmarks"), key=lambda point: point.name):
         try:
             declare = point.load()

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
 from baton.config import EngineConfig, add_flags, from_flags
+from baton.config.demo_model import default_model
 from baton.config.flags import (
     CLEAR_KV_HELP,
     ENV_PREFIX,
@@ -373,19 +374,6 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
         value, flag = getattr(args, item.name), item.name.replace("_", "-")
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags
-
-
-def default_model() -> str:
-    """The demo model: the source tree's where this is one, else the one in the wheel.
-
-    Raises:
-        ConfigError: Neither is there.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for path in (package.parents[1] / "models" / "baton-tiny", package / "_models" / "baton-tiny"):
-        if (path / "config.json").is_file():
-            return str(path)
-    raise ConfigError("the demo model is not installed: give --model", field="model")
 
 
 def _emit(console: Console, name: str, line: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.core.traces import best_hit_rate
+from baton.bench.core.traces import TraceRequest, best_hit_rate, read_trace, write_trace
 from baton.cli.main import main
 from baton.errors import ConfigError
 from baton.types import Role
@@ -20,13 +20,10 @@ from baton_router.bench.report import record
 from baton_router.bench.rivals import RIVALS
 from baton_router.bench.simulation import Hardware, Replay, Setup
 from baton_router.bench.workload import (
-    TraceRequest,
     Workload,
     generate,
     in_bursts,
-    read_trace,
     with_sessions,
-    write_trace,
 )
 from baton_router.scheduler.policies import POLICIES
 

@@ -14,18 +14,15 @@ import numpy as np
 from rich.console import Console
 
 from baton.bench.core.report import check_plot, make_table, show_document
-from baton.bench.core.traces import best_hit_rate
+from baton.bench.core.traces import TraceRequest, best_hit_rate, read_trace, write_trace
 from baton.errors import ConfigError, shown
 from baton_router.bench.rivals import RIVALS
 from baton_router.bench.simulation import Hardware, Replay, Run, Setup
 from baton_router.bench.workload import (
-    TraceRequest,
     Workload,
     generate,
     in_bursts,
-    read_trace,
     with_sessions,
-    write_trace,
 )
 from baton_router.scheduler.policies import POLICIES, PolicyContext, make_policy
 

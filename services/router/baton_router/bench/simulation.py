@@ -21,12 +21,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, events_pb2
+from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest
 from baton.errors import ConfigError
 from baton.hashing import HASH_SCHEME, block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Epoch, InstanceId, PrefillPath, Role
 from baton_router.bench.rivals import RIVALS, make_rival
-from baton_router.bench.workload import BLOCK_TOKENS, TraceRequest
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status

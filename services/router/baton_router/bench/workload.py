@@ -7,66 +7,14 @@ and belong to conversations that grow turn by turn.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
-from typing import Any
 
-import orjson
+from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest
+from baton.errors import ConfigError
 
-from baton.bench.core.traces import read_lines, whole_numbers
-from baton.errors import ConfigError, shown
-
-BLOCK_TOKENS = 512
 _MINUTE_MS = 60_000
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line.
-
-    Attributes:
-        at_ms: When it arrives.
-        input_tokens: Of its prompt.
-        output_tokens: That it generates.
-        blocks: Names of the prompt's blocks: equal names stand for equal tokens after equal blocks.
-        session: Whose conversation it belongs to; empty: the trace doesn't say.
-    """
-
-    at_ms: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-    session: str = ""
-
-    def to_line(self) -> bytes:
-        """Return the line, without its end."""
-        line: dict[str, Any] = {
-            "timestamp": round(self.at_ms),
-            "input_length": self.input_tokens,
-            "output_length": self.output_tokens,
-            "hash_ids": self.blocks,
-        }
-        if self.session:
-            line["session_id"] = self.session
-        return orjson.dumps(line)
-
-
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace in order of arrival.
-
-    Args:
-        path: The file.
-        limit: Requests to read at most.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line is not what it should be; names line and field.
-    """
-    requests = [_request(value, where) for where, value in read_lines(path, limit)]
-    if not requests:
-        raise ConfigError(f"{path} has no request", field="trace")
-    return sorted(requests, key=lambda request: request.at_ms)
 
 
 def with_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
@@ -88,40 +36,6 @@ def in_bursts(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequ
     """Let what arrives in a minute arrive in its first part, ``factor`` times as fast; then comes nothing."""
     minutes = ((request, *divmod(request.at_ms, _MINUTE_MS)) for request in requests)
     return [replace(request, at_ms=number * _MINUTE_MS + rest / factor) for request, number, rest in minutes]
-
-
-def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write requests as a trace.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    try:
-        path.write_bytes(b"".join(request.to_line() + b"\n" for request in requests))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
-
-
-def _request(value: dict[str, Any], where: str) -> TraceRequest:
-    at = value.get("timestamp")
-    if isinstance(at, bool) or not isinstance(at, (int, float)) or at < 0:
-        raise ConfigError(f"{where}: timestamp must be a number of milliseconds, got {shown(at)}", field="timestamp")
-    blocks = whole_numbers(value.get("hash_ids"), f"{where}: hash_ids", "hash_ids")
-    length = _length(value, "input_length", where)
-    if not (len(blocks) - 1) * BLOCK_TOKENS < length <= len(blocks) * BLOCK_TOKENS:
-        raise ConfigError(
-            f"{where}: {len(blocks)} hash_ids are not the blocks of {length} tokens ({BLOCK_TOKENS} each)",
-            field="hash_ids",
-        )
-    session = value.get("session_id", "")
-    return TraceRequest(float(at), length, _length(value, "output_length", where), blocks, str(session))
-
-
-def _length(value: dict[str, Any], name: str, where: str) -> int:
-    number = value.get(name)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigError(f"{where}: {name} must be a number above 0, got {shown(number)}", field=name)
-    return number
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
 
 _EPILOG = """exit status:
   0  everything asked for was measured, and every byte was right
@@ -84,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     # Imported here, as in what follows: other commands need none of it.
+    from baton.bench.core.progress import progress
     from baton.bench.core.report import Report, run_and_show
     from baton.bench.kv.driver import Driver
     from baton.bench.kv.plan import Options
@@ -92,7 +91,7 @@ def _measure(args: argparse.Namespace) -> int:
     options = Options.from_args(args)
 
     def measure(report: Report) -> int:
-        with _progress() as step:
+        with progress() as step:
             return Driver(options, report, step).run()
 
     return run_and_show(args, measure, print_tables, draw, FILE_WIDTH)
@@ -120,22 +119,3 @@ def _listen(args: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar on standard error, where that is a terminal; yields what is told of steps."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, done = bar.add_task("starting", total=None), 0
-
-        def step(what: str, left: int) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, description=what, completed=done, total=done + left)
-
-        yield step

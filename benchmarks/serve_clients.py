@@ -1,0 +1,137 @@
+"""Whether ``baton bench serve`` and an independent client see the same of the same service.
+
+Both send the same loads to one ``baton up`` in turns: closed loops of 1, 4 and 12 requests, prompts of 64 random
+tokens, 32 output tokens. The other client is ``sglang.bench_serving``, unmodified, from an environment of its own
+(``tests/clients``). Reported is the median, over the rounds, of the quotient of both figures of a round: what drifts
+with the machine's other work hits both alike. It fails if a median is further from 1 than ``--within``.
+
+    python benchmarks/serve_clients.py --rounds 5 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.clients.environment import Program, python  # noqa: E402
+from tests.clients.test_benchmarks import LIGHT  # noqa: E402
+from tests.e2e.test_up import Running, start  # noqa: E402
+
+MODEL = ROOT / "models" / "baton-tiny"
+RESULT = ROOT / "benchmarks" / "results" / "serve-clients.json"
+ISL, OSL = 64, 32
+LOADS = (1, 4, 12)
+FIGURES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s", "requests_per_s")
+CHECKED = ("ttft_ms", "itl_ms", "output_tokens_per_s")
+
+
+def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
+    """Return what ``baton bench serve`` reports: means."""
+    command = [sys.executable, "-m", "baton.cli.main", "bench", "serve", "--url", url, "--tokenizer", str(MODEL)]
+    command += [
+        "--isl",
+        str(ISL),
+        "--osl",
+        str(OSL),
+        "--requests",
+        str(requests),
+        "--max-concurrency",
+        str(concurrency),
+    ]
+    done = subprocess.run([*command, "--seed", str(seed), "--warmup", "1", "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr + done.stdout)
+    (load,) = (row for row in map(json.loads, done.stdout.splitlines()) if row["record"] == "serve")
+    return {name: load[name]["mean"] if name.endswith("_ms") else load[name] for name in FIGURES}
+
+
+def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
+    """Return what the other client reports: means."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.jsonl")
+        client.run(
+            "python", "-m", "sglang.bench_serving", "--backend", "vllm", "--base-url", url, "--model", "baton-tiny",
+            "--tokenizer", str(MODEL), "--dataset-name", "random-ids", "--num-prompts", str(requests), "--seed",
+            str(seed), "--random-input-len", str(ISL), "--random-output-len", str(OSL), "--random-range-ratio", "1",
+            "--max-concurrency", str(concurrency), "--output-file", str(path),
+        )  # fmt: skip
+        found = json.loads(path.read_text())
+    if found["completed"] != requests or found["total_output_tokens"] != requests * OSL:
+        raise SystemExit(f"the other client lost something: {found}")
+    names = ("mean_ttft_ms", "mean_itl_ms", "mean_tpot_ms", "mean_e2e_latency_ms", "output_throughput",
+             "request_throughput")  # fmt: skip
+    return {ours: found[name] for ours, name in zip(FIGURES, names, strict=True)}
+
+
+def measure(server: Running, client: Program, rounds: int, requests: int) -> list[dict[str, Any]]:
+    """Measure every load, both clients in turns; returns a row per load."""
+    rows = []
+    for concurrency in LOADS:
+        count = max(16, requests if concurrency > 1 else requests // 3)
+        pairs = []
+        for number in range(rounds):
+            seed = 1000 * concurrency + 10 * number
+            calls = [lambda s: ours(server.url, concurrency, count, s),  # noqa: B023
+                     lambda s: theirs(client, server.url, concurrency, count, s + 1)]  # noqa: B023  # fmt: skip
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            found = {which: calls[which](seed) for which in order}
+            pairs.append((found[0], found[1]))
+        row: dict[str, Any] = {"concurrency": concurrency, "requests": count}
+        for name in FIGURES:
+            row[name] = {
+                "ours": round(statistics.median(a[name] for a, _ in pairs), 3),
+                "theirs": round(statistics.median(b[name] for _, b in pairs), 3),
+                "ratio": round(statistics.median(a[name] / b[name] for a, b in pairs), 4),
+                "ratios": [round(a[name] / b[name], 3) for a, b in pairs],
+            }
+        rows.append(row)
+        print(f"concurrency {concurrency}: " + "; ".join(f"{n} {row[n]['ratios']}" for n in CHECKED), flush=True)
+    return rows
+
+
+def main() -> int:
+    """Measure; returns 1 if the two disagree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs per load (default: 5)")
+    parser.add_argument("--requests", type=int, default=60, help="requests per run (default: 60)")
+    parser.add_argument("--within", type=float, default=0.05, help="how far ratios may be from 1 (default: 0.05)")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    args = parser.parse_args()
+    client = python("sglang", *LIGHT, bare=("sglang==0.4.6.post5",))
+    server = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
+    try:
+        if server.process.poll() is not None:
+            raise SystemExit("".join(server.lines))
+        rows = measure(server, client, args.rounds, args.requests)
+    finally:
+        server.process.send_signal(signal.SIGINT)
+        server.end()
+    print(f"\n{'':>12}" + "".join(f"{name:>32}" for name in FIGURES))
+    for row in rows:
+        cells = (f"{row[n]['ours']:.2f} / {row[n]['theirs']:.2f} = {row[n]['ratio']:.3f}" for n in FIGURES)
+        print(f"{row['concurrency']:>12}" + "".join(f"{cell:>32}" for cell in cells))
+    if args.write:
+        RESULT.write_text(json.dumps({"isl": ISL, "osl": OSL, "cpus": os.cpu_count(), "loads": rows}, indent=1) + "\n")
+    bad = [
+        f"{r['concurrency']}: {n} {r[n]['ratio']}"
+        for r in rows
+        for n in CHECKED
+        if abs(r[n]["ratio"] - 1) > args.within
+    ]
+    print("outside: " + ", ".join(bad) if bad else f"all within {args.within:.0%}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

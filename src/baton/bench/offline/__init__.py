@@ -1,0 +1,1 @@
+"""``baton bench offline``: the engine alone, without a server."""
