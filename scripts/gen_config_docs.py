@@ -15,7 +15,7 @@ from pathlib import Path
 from baton.bench.kv import command as kv_command
 from baton.bench.offline import command as offline_command
 from baton.bench.serve import command as serve_command
-from baton.cli import demo, explain, health, kvstore, up
+from baton.cli import config, demo, explain, health, kvstore, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton_kvstore.bench import command as store_command
@@ -28,6 +28,7 @@ SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->
 CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfig, "kvstore": KVStoreConfig}
 COMMANDS = {
     "up": up.add_parser,
+    "configshow": config.add_show_parser,
     "demo": demo.add_parser,
     "health": health.add_parser,
     "explain": explain.add_parser,
@@ -60,7 +61,7 @@ def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name in ("up", "offline") else set()
+    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name in ("up", "configshow", "offline") else set()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.dest in engine:
             continue

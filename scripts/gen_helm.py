@@ -7,11 +7,9 @@ services' configuration classes: what the chart takes is what the services take.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import yaml
 
 from baton.config import EngineConfig
-from baton.config.flags import base_type
+from baton.config.schema import flag_schema
 from baton.config.worker import WorkerConfig
 from baton_kvstore.config import KVStoreConfig
 from baton_router.config import RouterConfig
@@ -46,29 +44,6 @@ SET_BY_CHART: dict[str, set[str]] = {
     | {"max_fingerprints", "disk_path"},
 }
 """Flags that are no values: the chart gives them, or others take their part."""
-_TYPES: dict[Any, dict[str, Any]] = {
-    int: {"type": "integer"},
-    # Helm's --set makes text of 0.5.
-    float: {"type": ["number", "string"], "pattern": r"^-?[0-9]+(\.[0-9]+)?$"},
-    bool: {"type": "boolean"},
-    str: {"type": "string"},
-    tuple: {"type": "array", "items": {"type": "string"}},
-}
-
-
-def flag_schema(service: str) -> dict[str, Any]:
-    """Return the schema of a service's flags."""
-    found: dict[str, Any] = {}
-    for config in CONFIGS[service]:
-        hints = typing.get_type_hints(config)
-        for item in dataclasses.fields(config):
-            text = item.metadata.get("help")
-            if text is None or item.name in SET_BY_CHART[service]:
-                continue
-            choices = item.metadata.get("choices")
-            kind = {"enum": list(choices)} if choices else _TYPES[base_type(hints[item.name])]
-            found[item.name.replace("_", "-")] = {**kind, "description": text}
-    return {"type": "object", "properties": found}
 
 
 def schema() -> dict[str, Any]:
@@ -80,6 +55,10 @@ def schema() -> dict[str, Any]:
     return whole
 
 
+def _flags(service: str) -> dict[str, Any]:
+    return flag_schema(CONFIGS[service], SET_BY_CHART[service])
+
+
 def _closed(node: Any, pod: dict[str, Any]) -> Any:
     if isinstance(node, list):
         return [_closed(each, pod) for each in node]
@@ -87,7 +66,7 @@ def _closed(node: Any, pod: dict[str, Any]) -> Any:
         return node
     if "flags" in node and isinstance(node["flags"], str):
         if "description" not in node:
-            return {**flag_schema(node["flags"]), "additionalProperties": False}
+            return {**_flags(node["flags"]), "additionalProperties": False}
         return {"$ref": f"#/$defs/{node['flags']}Flags", "description": node["description"]}
     made = {key: _closed(value, pod) for key, value in node.items()}
     properties = made.get("properties")

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.types import PrefillPath
 

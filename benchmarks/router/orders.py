@@ -13,8 +13,8 @@ import time
 
 import httpx
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 
 ORDERS = ("decode_first", "prefill_first")
 

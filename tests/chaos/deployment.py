@@ -32,8 +32,8 @@ from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.servers.warm import WarmStarter
 
 from baton.cli import supervisor
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.kv_transfer.pipes.nixl_agent import nixl_obstacle

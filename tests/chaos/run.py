@@ -32,7 +32,7 @@ from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
 import baton
-from baton.cli.up import HOST
+from baton.cli.plan import HOST
 from baton.client import AsyncClient, Choice, Generation
 from baton.errors import BatonError, DeadlineError, UnavailableError, all_errors
 

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 from tests.support.equality import hf_greedy
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import UnavailableError
 from baton.tokenizer.tokenizer import Tokenizer

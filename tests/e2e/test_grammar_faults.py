@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from tests.e2e.test_faults import Round
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.engine.llm import LLM
 from baton.grammar import json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
 from baton.types import FinishReason, SamplingParams

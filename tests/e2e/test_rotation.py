@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.rpc.channel import open_channel
 from baton.rpc.service_token import Token, read_token

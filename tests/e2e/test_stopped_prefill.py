@@ -16,8 +16,8 @@ import httpx
 import pytest
 from tests.support.equality import hf_greedy
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.types import PrefillPath, Role
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 from tests.support.servers.warm import WarmStarter
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import ManagedProcess, ProcessSpec, Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.errors import ConfigError, UnavailableError
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.client.types import Trace
 from baton.config.demo_model import default_model

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
 from baton.bench.serve import command as bench_serve
-from baton.cli import demo, explain, health, kvstore, up
+from baton.cli import config, demo, explain, health, kvstore, up
 from baton.errors import BatonError, ConfigError
 from baton.version import __version__
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     health.add_parser(commands)
     explain.add_parser(commands)
     kvstore.add_parser(commands)
+    config.add_parser(commands)
     _add_benchmarks(commands)
     args = parser.parse_args(argv)
     name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])

@@ -1,7 +1,8 @@
 """Command-line flags from a configuration dataclass, with the environment as their default.
 
 A field ``kv_blocks: int | None`` described by ``metadata={"help": ...}`` becomes ``--kv-blocks`` and
-``BATON_KV_BLOCKS``. Order of precedence: flag, environment, the dataclass's default. Here is also what all services and
+``BATON_KV_BLOCKS``, and ``kv-blocks`` in a configuration file. Order of precedence: flag, environment, file, the
+dataclass's default. Here is also what all services and
 tools are told alike: token and certificates.
 """
 
@@ -58,27 +59,95 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str
             )
 
 
-def from_flags(cls: type[T], args: argparse.Namespace, *, env: Mapping[str, str] | None = None) -> T:
-    """Build ``cls`` from parsed flags and the environment.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """A value of a configuration file, and where it stands: ``cluster.yaml:12``."""
+
+    value: Any
+    where: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """The value that a field gets, and who says so.
+
+    Attributes:
+        value: As it goes into the dataclass, but a secret that names a file.
+        source: ``flag``, the environment's variable, the place in a file, or ``default``.
+    """
+
+    value: Any
+    source: str
+
+
+def resolve(
+    cls: type,
+    args: argparse.Namespace,
+    *,
+    env: Mapping[str, str] | None = None,
+    file: Mapping[str, Placed] | None = None,
+) -> dict[str, Resolved]:
+    """Decide what each field gets: a flag goes before the environment, that before a file, that before the default.
 
     Raises:
-        ConfigError: A value in the environment cannot be read or is none of the choices; names the variable.
+        ConfigError: A value in the environment or the file cannot be read; names the variable or the place.
     """
     source = os.environ if env is None else env
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if hasattr(args, item.name):
-            values[item.name] = _opened(item, getattr(args, item.name))
-            continue
+    found: dict[str, Resolved] = {}
+    for item in dataclasses.fields(cls):
         variable = ENV_PREFIX + item.name.upper()
-        if item.metadata.get("help") is not None and variable in source:
+        if hasattr(args, item.name):
+            found[item.name] = Resolved(getattr(args, item.name), "flag")
+        elif item.metadata.get("help") is not None and variable in source:
             value = _parse(source[variable], base_type(hints[item.name]), variable)
             choices = item.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
-            values[item.name] = _opened(item, value)
-    return cls(**values)
+            found[item.name] = Resolved(value, variable)
+        elif file is not None and item.name in file and file[item.name].value is not None:
+            placed = file[item.name]
+            found[item.name] = Resolved(_from_file(placed, base_type(hints[item.name]), item.name), placed.where)
+        elif item.default is not dataclasses.MISSING:
+            found[item.name] = Resolved(item.default, "default")
+        elif item.default_factory is not dataclasses.MISSING:
+            found[item.name] = Resolved(item.default_factory(), "default")
+    return found
+
+
+def from_flags(
+    cls: type[T],
+    args: argparse.Namespace,
+    *,
+    env: Mapping[str, str] | None = None,
+    file: Mapping[str, Placed] | None = None,
+) -> T:
+    """Build ``cls`` from parsed flags, the environment and what a configuration file says, in this order.
+
+    Raises:
+        ConfigError: A value cannot be read, is none of the choices, or does not go with others; names the variable, or
+            the place in the file.
+    """
+    found = resolve(cls, args, env=env, file=file)
+    items = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {name: _opened(items[name], each.value) for name, each in found.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        named = found.get(error.field or "")
+        if file is None or named is None or (error.field or "") not in file or named.source in ("flag", "default"):
+            raise
+        if named.source.startswith(ENV_PREFIX):
+            raise
+        raise ConfigError(f"{named.source}: {error.message}", field=error.field) from None
+
+
+def _from_file(placed: Placed, kind: Any, name: str) -> Any:
+    """Return a file's value, whose type was checked against the schema, as the field has it."""
+    try:
+        return tuple(placed.value) if kind is tuple else kind(placed.value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{placed.where}: {name}: {error}", field=name) from error
 
 
 def _opened(item: dataclasses.Field[Any], value: Any) -> Any:

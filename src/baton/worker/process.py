@@ -23,6 +23,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, make_wsgi_app
 
 from baton.config import add_flags, from_flags
+from baton.config.cluster_file import ROLES, ClusterFile
+from baton.config.flags import Placed
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
 from baton.logs import set_up_logging
@@ -69,11 +71,13 @@ def run_service(
     command = f"baton-{name}"
     parser = argparse.ArgumentParser(prog=command, description=description)
     parser.add_argument("--version", action="version", version=__version__)
+    add_config_flags(parser, name)
     for config in configs:
         add_flags(parser, config)
     args = parser.parse_args(argv)
     try:
-        given: list[Any] = [from_flags(config, args) for config in configs]
+        file = file_values(args, name, configs)
+        given: list[Any] = [from_flags(config, args, file=file) for config in configs]
         shown = getattr(given[0], "instance_id", "") or name
         set_up_logging(given[0].log_level, shown, form=given[0].log_format)
         open_audit_log(given[0].audit_log, shown)
@@ -93,6 +97,30 @@ def run_service(
     if argv is None:
         leave(code)
     return code
+
+
+def add_config_flags(parser: argparse.ArgumentParser, service: str) -> None:
+    """Add the flags that name a configuration file, and for an instance its pool there."""
+    text = "file of a deployment (YAML), as baton up -f reads it; the environment and flags go before it"
+    parser.add_argument("--config", default="", metavar="FILE", help=text)
+    if service in ROLES:
+        parser.add_argument("--pool", default=service, help="the file's pool to which this instance belongs")
+
+
+def file_values(args: argparse.Namespace, service: str, configs: Sequence[type]) -> dict[str, Placed]:
+    """Return what the file says that ``--config`` names, by field.
+
+    Raises:
+        ConfigError: It cannot be read, or something in it is wrong, or the pool is another role's.
+    """
+    if not args.config:
+        return {}
+    file = ClusterFile(args.config, {"worker" if service in ROLES else service: configs})
+    if service not in ROLES:
+        return file.values(service)
+    if file.pool(args.pool).role != service:
+        raise ConfigError(f"{args.config}: {args.pool} is no pool of {service} instances", field="pool")
+    return file.values(args.pool)
 
 
 def forbid_core_dumps() -> None:

@@ -21,21 +21,34 @@ from baton.bench.serve.options import ServeOptions
 from baton.bench.serve.prompts import PlannedRequest
 from baton.bench.serve.sample import Sample
 from baton.bench.serve.targets import OpenAITarget
+from baton.cli.main import main
 from baton.config.flags import AccessConfig
 from baton.errors import UnavailableError
 from baton.types import Role
 
 MODEL = "models/baton-tiny"
 QUICK = ("--requests", "6", "--isl", "24", "--osl", "5", "--warmup", "1", "--vocab-size", "64")
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
-async def bench(*arguments: str) -> tuple[int, str, str]:
+Bench = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    async def run(*arguments: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, ["bench", "serve", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+async def in_a_process(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton.cli.main", "bench", "serve", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=child_env(),
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -53,23 +66,24 @@ async def service() -> AsyncIterator[tuple[FakeWorker, str, str]]:
         await worker.start()
         stack.push_async_callback(worker.stop)
         process = await stack.enter_async_context(router("--decode", worker.address, "--reconnect-max-s", "0.2"))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=120))
         async with asyncio.timeout(WAIT_S):
             while (await http.get("/v1/models")).status_code != 200:
                 await asyncio.sleep(0.02)
         yield worker, process.http, process.grpc
 
 
-async def test_every_endpoint_counts_alike(service):
+async def test_every_endpoint_counts_alike(service, bench):
     worker, http, grpc = service
     for number, endpoint in enumerate(("completions", "chat", "grpc")):
         target = ("--endpoint", endpoint, "--url", grpc if endpoint == "grpc" else f"http://{http}")
         text = ("--tokenizer", MODEL) if endpoint == "chat" else ()
-        code, out, err = await bench(*target, *QUICK, *text, "--seed", str(number), "--json", "--details",
+        run = in_a_process if endpoint == "grpc" else bench
+        code, out, err = await run(*target, *QUICK, *text, "--seed", str(number), "--json", "--details",
                                      "--slo", "ttft:60s", "--slo", "itl:60s", "--max-concurrency", "2")  # fmt: skip
         assert (code, err) == (0, "")
-        (run,), (load,), details = of(out, "run"), of(out, "serve"), of(out, "request")
-        assert run["endpoint"] == endpoint
+        (head,), (load,), details = of(out, "run"), of(out, "serve"), of(out, "request")
+        assert head["endpoint"] == endpoint
         assert (load["completed"], load["failed"], load["output_tokens"], load["peak_concurrency"]) == (6, 0, 30, 2)
         assert load["attainment"] == 1.0
         assert load["goodput"] == load["requests_per_s"]
@@ -83,7 +97,7 @@ async def test_every_endpoint_counts_alike(service):
     assert len(worker.state.requests) == 3 * 7  # with the warm-up
 
 
-async def test_rates_the_report_and_the_knee(service, tmp_path):
+async def test_rates_the_report_and_the_knee(service, bench, tmp_path):
     _, http, _ = service
     code, out, _ = await bench(
         "--url", f"http://{http}", *QUICK, "--request-rate", "200", "--plot", str(tmp_path / "a.png")
@@ -99,12 +113,14 @@ async def test_rates_the_report_and_the_knee(service, tmp_path):
     assert [load["request_rate"] for load in of(out, "serve")] == [300.0, 600.0]
 
 
-async def test_refusals_are_counted_by_kind(service):
+async def test_refusals_are_counted_by_kind(service, bench):
     worker, http, grpc = service
     worker.state.max_running = 0
     for url, kind in ((f"http://{http}", "http 429"), (grpc, "queue_full")):
         endpoint = ("--endpoint", "grpc") if url == grpc else ()
-        code, out, _ = await bench("--url", url, *endpoint, *QUICK, "--warmup", "0", "--json")
+        code, out, _ = await (in_a_process if endpoint else bench)(
+            "--url", url, *endpoint, *QUICK, "--warmup", "0", "--json"
+        )
         (load,), (result,) = of(out, "serve"), of(out, "result")
         assert code == 1
         assert load["errors"] == {kind: 6}
@@ -113,7 +129,7 @@ async def test_refusals_are_counted_by_kind(service):
 
 
 async def test_no_service():
-    code, out, err = await bench("--url", "http://127.0.0.1:9", *QUICK)
+    code, out, err = await in_a_process("--url", "http://127.0.0.1:9", *QUICK)
     assert (code, out.count("Traceback"), err.count("Traceback")) == (1, 0, 0)
     assert err.startswith("baton bench serve: http://127.0.0.1:9 does not answer")
 

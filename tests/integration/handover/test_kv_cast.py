@@ -24,8 +24,8 @@ from tests.support.servers.warm import WarmStarter
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from baton.api.v1 import common_pb2
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan, Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig

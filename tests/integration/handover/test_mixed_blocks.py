@@ -12,8 +12,8 @@ import pytest_asyncio
 from tests.support.equality import hf_greedy, mixed_prompts
 from tests.support.servers.warm import WarmStarter
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan, Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.client import AsyncClient, Generation
 from baton.types import PrefillPath
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cli import up
+from baton.cli import deployment, up
 from baton.config import add_flags, from_flags
 from baton.config.flags import option
 from baton.config.secrets import flags_with_passwords, shown_url
@@ -94,7 +94,7 @@ def test_baton_up_gives_passwords_to_nobody_by_command_line() -> None:
     up.add_parser(parser.add_subparsers())
     words = "--discover redis --redis redis://:s3cr3t@h:1/0 --strict-fields"
     args = parser.parse_args(["up", f"--router-args={words}", "--decode-args=--kvstore=redis://u:s3cr3t@h"])
-    plan = up.plan_from(args)
+    plan = deployment.plan_from(args)
     for spec in (plan.router, *plan.workers):
         assert "s3cr3t" not in " ".join(spec.args)
     assert plan.router.args[-3:] == ("--discover", "redis", "--strict-fields")

@@ -16,7 +16,7 @@ import torch
 from tests.support.architectures import copy_of
 from tests.support.checkpoints import make_checkpoint
 
-from baton.cli import up
+from baton.cli import deployment, up
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator, Rendezvous
 from baton.engine.executor.channel import (
@@ -312,7 +312,7 @@ def test_ranks_are_for_the_cpu() -> None:
 def plan(*args: str) -> Any:
     parser = argparse.ArgumentParser()
     up.add_parser(parser.add_subparsers())
-    return up.plan_from(parser.parse_args(["up", "--model", "x", *args]))
+    return deployment.plan_from(parser.parse_args(["up", "--model", "x", *args]))
 
 
 def test_up_gives_each_role_its_sizes() -> None:

@@ -42,6 +42,8 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the distributions, or the sweep (.png, .svg)")
     text = "compare two files that --json wrote, and measure nothing"
     parser.add_argument("--compare", nargs=2, default=None, metavar=("A", "B"), help=text)
+    text = "a deployment's file: its slo section is --slo, where that is not given"
+    parser.add_argument("-f", "--config", default="", metavar="FILE", help=text)
     add_flags(parser, AccessConfig)
     parser.set_defaults(run=run)
 
@@ -61,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
     from baton.bench.serve.options import ServeOptions, parse_slos
     from baton.bench.serve.records import draw, print_report
     from baton.bench.serve.run import Benchmark
+    from baton.config.cluster_file import ClusterFile
 
     if args.compare:
         show_document(compare(*map(Path, args.compare)), print_comparison, FILE_WIDTH, as_json=args.json)
         return 0
     options = from_flags(ServeOptions, args, env={})
     access = from_flags(AccessConfig, args)
-    benchmark = Benchmark(options, access, parse_slos(args.slo))
+    slos = parse_slos(args.slo) or (ClusterFile(args.config, {}).slos() if args.config else {})
+    benchmark = Benchmark(options, access, slos)
 
     def measure(report: Report) -> int:
         with progress() as step:

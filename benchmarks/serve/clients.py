@@ -3,9 +3,10 @@
 Both send the same loads to one ``baton up`` in turns: closed loops of 1, 4 and 12 requests, prompts of 64 random
 tokens, 32 output tokens. The other client is ``sglang.bench_serving``, unmodified, from an environment of its own
 (``tests/clients``). Reported is the median, over the rounds, of the quotient of both figures of a round: what drifts
-with the machine's other work hits both alike. It fails if a median is further from 1 than ``--within``.
+with the machine's other work hits both alike. Times of a run are its medians. It fails if a median of quotients is
+further from 1 than ``--within``.
 
-    python benchmarks/serve_clients.py --rounds 5 --write
+    python benchmarks/serve/clients.py --rounds 5 --write
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.clients.environment import Program, python  # noqa: E402
@@ -37,7 +38,7 @@ CHECKED = ("ttft_ms", "itl_ms", "output_tokens_per_s")
 
 
 def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
-    """Return what ``baton bench serve`` reports: means."""
+    """Return what ``baton bench serve`` reports: medians of times, and rates."""
     command = [sys.executable, "-m", "baton.cli.main", "bench", "serve", "--url", url, "--tokenizer", str(MODEL)]
     command += [
         "--isl",
@@ -53,11 +54,11 @@ def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, floa
     if done.returncode:
         raise SystemExit(done.stderr + done.stdout)
     (load,) = (row for row in map(json.loads, done.stdout.splitlines()) if row["record"] == "serve")
-    return {name: load[name]["mean"] if name.endswith("_ms") else load[name] for name in FIGURES}
+    return {name: load[name]["median"] if name.endswith("_ms") else load[name] for name in FIGURES}
 
 
 def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
-    """Return what the other client reports: means."""
+    """Return what the other client reports: medians of times, and rates."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.jsonl")
         client.run(
@@ -69,7 +70,7 @@ def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int
         found = json.loads(path.read_text())
     if found["completed"] != requests or found["total_output_tokens"] != requests * OSL:
         raise SystemExit(f"the other client lost something: {found}")
-    names = ("mean_ttft_ms", "mean_itl_ms", "mean_tpot_ms", "mean_e2e_latency_ms", "output_throughput",
+    names = ("median_ttft_ms", "median_itl_ms", "median_tpot_ms", "median_e2e_latency_ms", "output_throughput",
              "request_throughput")  # fmt: skip
     return {ours: found[name] for ours, name in zip(FIGURES, names, strict=True)}
 

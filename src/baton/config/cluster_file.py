@@ -1,0 +1,221 @@
+"""A deployment in one file: ``baton up -f cluster.yaml``, and ``--config cluster.yaml`` of each service.
+
+The values under ``flags`` are those of the Helm chart: the services' own flags, without dashes in front. What
+``worker`` says holds for all instances, unless ``prefill``, ``decode`` or one of ``pools`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.config.document import Node, check, read_document
+from baton.config.flags import Placed
+from baton.config.schema import flag_schema
+from baton.errors import ConfigError
+
+ROLES = ("prefill", "decode")
+SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
+_SECURITY = {
+    "token-file": ({"type": "string"}, "file with the token that services prove to each other"),
+    "tls-cert": ({"type": "string"}, "file with the services' certificate (PEM)"),
+    "tls-key": ({"type": "string"}, "file with its key"),
+    "tls-ca": ({"type": "string"}, "file with the authority whose certificates are believed"),
+    "tls-name": ({"type": "string"}, "name that others' certificates must have"),
+    "clear-kv": ({"type": "boolean"}, "with certificates, KV may travel in the clear"),
+}
+_ELSEWHERE = frozenset({name.replace("-", "_") for name in _SECURITY} | {"model"})
+"""Fields that have a place of their own in the file, and none under ``flags``."""
+_POOL_NAME = r"^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Instances that are alike.
+
+    Attributes:
+        name: ``prefill``, ``decode``, or one of ``pools``.
+        role: ``prefill`` or ``decode``.
+        replicas: How many; ``None``: the file does not say.
+        line: Where the file has it.
+    """
+
+    name: str
+    role: str
+    replicas: int | None
+    line: int = 0
+
+
+def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """Return the schema of the file.
+
+    Args:
+        configs: Dataclasses that flags are made of, of ``router``, ``worker`` and ``kvstore``; of a service that is
+            missing, flags are taken as they are.
+    """
+
+    def flags(service: str) -> dict[str, Any]:
+        text = f"flags of {'baton-prefill and baton-decode' if service == 'worker' else 'baton-' + service}"
+        if service not in configs:
+            return {"type": "object", "description": text}
+        return {**flag_schema(configs[service], _ELSEWHERE), "additionalProperties": False, "description": text}
+
+    def mapping(text: str, **properties: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "additionalProperties": False, "description": text}
+
+    replicas = {"type": "integer", "minimum": 0, "maximum": 64, "description": "instances"}
+    roles = {"enum": list(ROLES), "description": "what its instances do"}
+    port = {"type": "integer", "minimum": 0, "maximum": 65535}
+    milliseconds = {"type": "number", "minimum": 0, "description": "milliseconds"}
+    pool = mapping("instances with flags of their own", role=roles, replicas=replicas, flags=flags("worker"))
+    properties = {
+        "model": {"type": "string", "description": "a directory, or a name on the Hugging Face hub"},
+        "ratio": {"type": "string", "pattern": r"^\d+[pP]\d+[dD]$", "example": "2P3D", "description": "xPyD"},
+        "port": {**port, "description": "HTTP port of the router; 0: a free one"},
+        "grpc-port": {**port, "description": "gRPC port of the router; 0: a free one"},
+        "restart": {"type": "boolean", "description": "start again what dies"},
+        "security": mapping(
+            "token and certificates, of all services",
+            **{name: {**kind, "description": text} for name, (kind, text) in _SECURITY.items()},
+        ),
+        "slo": mapping(
+            "latency targets: decode instances keep itl-ms; baton bench serve --config compares with all of them",
+            **{f"{metric}-ms": milliseconds for metric in SLO_METRICS},
+        ),
+        "router": mapping("the router", flags=flags("router")),
+        "worker": mapping("what all instances have", flags=flags("worker")),
+        "prefill": mapping("prefill instances", replicas=replicas, flags=flags("worker")),
+        "decode": mapping("decode instances", replicas=replicas, flags=flags("worker")),
+        "pools": {"type": "object", "additionalProperties": pool, "description": "further instances, by name"},
+        "kvstore": mapping(
+            "a KV store for all instances",
+            enabled={"type": "boolean", "description": "run one"},
+            flags=flags("kvstore"),
+        ),
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A Baton deployment",
+        **mapping("what baton up -f and the services' --config read", **properties),
+    }
+
+
+class ClusterFile:
+    """A file that was read and checked.
+
+    Args:
+        path: The file.
+        configs: See :func:`cluster_schema`.
+
+    Raises:
+        ConfigError: It cannot be read, or something in it is wrong; says path and line.
+    """
+
+    def __init__(self, path: str, configs: Mapping[str, Sequence[type]]) -> None:
+        self.path = path
+        self._root = read_document(Path(path))
+        check(self._root, cluster_schema(configs), path)
+        self.pools = self._read_pools()
+
+    def setting(self, name: str) -> Placed | None:
+        """Return a value at the top or, as ``kvstore.enabled``, below; ``None``: the file does not say."""
+        node = self._node(*name.split("."))
+        return None if node is None or node.value is None else Placed(node.plain(), self._where(node))
+
+    def values(self, service: str) -> dict[str, Placed]:
+        """Return what the file says to a service, by field.
+
+        Args:
+            service: ``router``, ``kvstore``, ``prefill``, ``decode``, or a name of ``pools``.
+
+        Raises:
+            ConfigError: There is no such pool.
+        """
+        found = self._placed(self._node("security"))
+        if service in ("router", "kvstore"):
+            return found | self._flags(service)
+        if (model := self.setting("model")) is not None:
+            found["model"] = model
+        pool = self.pool(service)
+        if pool.role == "decode" and (itl := self.setting("slo.itl-ms")) is not None:
+            found["itl_slo_ms"] = itl
+        own = (pool.name,) if pool.name in ROLES else ("pools", pool.name)
+        return found | self._flags("worker") | self._flags(*own)
+
+    def pool(self, name: str) -> Pool:
+        """Return a pool.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise ConfigError(
+            f"{self.path} has no pool {name!r}: there are {', '.join(p.name for p in self.pools)}", field="pool"
+        )
+
+    def slos(self) -> dict[str, float]:
+        """Return latency targets in milliseconds, by metric."""
+        placed = {metric: self.setting(f"slo.{metric}-ms") for metric in SLO_METRICS}
+        return {metric: float(each.value) for metric, each in placed.items() if each is not None and each.value > 0}
+
+    def refuse(self, service: str, fields: Mapping[str, str]) -> None:
+        """Refuse flags that whoever reads the file sets itself.
+
+        Args:
+            service: See :meth:`values`.
+            fields: By field, what to say.
+
+        Raises:
+            ConfigError: The file has one; says where.
+        """
+        own = ("pools", service) if service not in ("router", "kvstore", "worker", *ROLES) else (service,)
+        for name, placed in self._flags(*own).items():
+            if name in fields:
+                place = ".".join((*own, "flags", name.replace("_", "-")))
+                raise ConfigError(f"{placed.where}: {place} {fields[name]}", field=name)
+
+    def _read_pools(self) -> list[Pool]:
+        ratio = self.setting("ratio")
+        found = []
+        for role in ROLES:
+            replicas = self.setting(f"{role}.replicas")
+            if ratio is not None and replicas is not None:
+                raise ConfigError(
+                    f"{replicas.where}: {role}.replicas and ratio ({ratio.where}) say the same: give one of them",
+                    field=f"{role}.replicas",
+                )
+            found.append(Pool(role, role, None if replicas is None else replicas.value))
+        further = self._node("pools")
+        for name, node in (further.value or {}).items() if further is not None else ():
+            where = self._where(node)
+            if not re.search(_POOL_NAME, name) or name in ("prefill", "decode", "router", "kvstore", "worker"):
+                raise ConfigError(f"{where}: pools.{name} cannot be a pool's name", field="pools")
+            role_node = (node.value or {}).get("role")
+            if role_node is None or role_node.value is None:
+                raise ConfigError(f"{where}: pools.{name} needs a role: prefill or decode", field=f"pools.{name}.role")
+            count = node.value.get("replicas")
+            replicas_given = 1 if count is None or count.value is None else count.value
+            found.append(Pool(name, role_node.value, replicas_given, node.line))
+        return found
+
+    def _flags(self, *path: str) -> dict[str, Placed]:
+        return self._placed(self._node(*path, "flags"))
+
+    def _placed(self, node: Node | None) -> dict[str, Placed]:
+        items = (node.value or {}) if node is not None else {}
+        found = {name: child for name, child in items.items() if child.value is not None}
+        return {name.replace("-", "_"): Placed(child.plain(), self._where(child)) for name, child in found.items()}
+
+    def _node(self, *path: str) -> Node | None:
+        node: Node | None = self._root
+        for name in path:
+            node = (node.value or {}).get(name) if node is not None else None
+        return node
+
+    def _where(self, node: Node) -> str:
+        return f"{self.path}:{node.line}"
