@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
@@ -20,6 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--service", default="", help="one of its services; liveness: the process, draining or not (default: all)"
     )
+    parser.add_argument("--json", action="store_true", help="JSON instead of a line")
     add_flags(parser, AccessConfig, skip=frozenset({"token_file"}))
     parser.set_defaults(run=run)
 
@@ -35,5 +37,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give HOST:PORT and a --timeout-s above 0", field="address")
     tls = read_tls(from_flags(AccessConfig, args))
     serving = asyncio.run(check_health(args.address, service=args.service, timeout_s=args.timeout_s, tls=tls))
-    print(f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}")
+    line = f"{args.address} {'is serving' if serving else 'is not serving or does not answer'}"
+    print(json.dumps({"address": args.address, "service": args.service, "serving": serving}) if args.json else line)
     return 0 if serving else 1

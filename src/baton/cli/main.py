@@ -15,8 +15,9 @@ from importlib.metadata import entry_points
 from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
 from baton.bench.serve import command as bench_serve
-from baton.cli import config, demo, explain, health, kvstore, up
-from baton.errors import BatonError, ConfigError
+from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, status, up
+from baton.cli.parser import CommandParser
+from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.version import __version__
 
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a command raises becomes a message on standard error and a status: 2 for a ``ConfigError``, 1 for other errors
     of Baton and for a reader of the output that has gone, 130 for an interrupt.
     """
-    parser = argparse.ArgumentParser(prog="baton", description="Serve LLMs with prefill and decode apart.")
+    parser: argparse.ArgumentParser = CommandParser(prog="baton", description="Serve LLMs with prefill and decode apart.")
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     up.add_parser(commands)
@@ -35,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
+    for command in (status, chat, generate, drain):
+        command.add_parser(commands)
     _add_benchmarks(commands)
+    completion.add_parser(commands, parser)
     args = parser.parse_args(argv)
     name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
     try:
@@ -44,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: error: {error.message}", file=sys.stderr)
         return 2
     except BatonError as error:
-        print(f"{name}: {error.message}", file=sys.stderr)
+        hint = getattr(args, "hint", "") if isinstance(error, UnavailableError) else ""
+        print(f"{name}: {error.message}" + (f" ({hint})" if hint else ""), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,18 +8,21 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import grpc.aio
 
-from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.client import forks
+from baton.api.v1 import router_pb2
+from baton.client import admin, forks
 from baton.client.direct import DirectCall, DirectLinks
-from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route
+from baton.client.mapping import map_bounded
+from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route, check_messages
+from baton.client.resume import Rest, rest_of
+from baton.client.routers import Opening, Routers
 from baton.client.structured import AnswerParser, read_structured
 from baton.client.types import (
     Answer,
@@ -33,12 +36,13 @@ from baton.client.types import (
     read_instance,
     read_model,
 )
-from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
+from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import Tls
+from baton.types import Role
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RETRIES = 2
@@ -58,15 +62,18 @@ class Settings:
         InvalidRequestError: Names the field.
     """
 
-    address: str
+    addresses: tuple[str, ...]
     token: str | None
     timeout: float
     retries: int
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidRequestError(f"address must be host:port, got {self.address!r}", field="address")
+        if not self.addresses:
+            raise InvalidRequestError("address must name a router", field="address")
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                raise InvalidRequestError(f"address must be host:port, got {address!r}", field="address")
         check_timeout(self.timeout)
         if self.retries < 0:
             raise InvalidRequestError(f"retries must be at least 0, got {self.retries}", field="retries")
@@ -134,7 +141,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = "127.0.0.1:8001",
+        address: str | Sequence[str] = "127.0.0.1:8001",
         *,
         token: str | None = None,
         token_file: str = "",
@@ -144,14 +151,15 @@ class AsyncClient:
         tokenizer: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._settings = Settings(address, token, timeout, retries)
+        addresses = (address,) if isinstance(address, str) else tuple(address)
+        self._settings = Settings(addresses, token, timeout, retries)
         if token is not None and token_file:
             raise InvalidRequestError("token is an API key: give it or token_file", field="token_file")
         self._service_token = read_token(token_file)
         self._tls, self._is_direct, self._tokenizer = tls, direct, tokenizer
         self._direct: DirectLinks | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._routers = Routers(addresses, self._service_token, tls)
+        self._is_connected = False
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
         self._closing = asyncio.Event()
 
@@ -191,6 +199,8 @@ class AsyncClient:
         With ``stream=True`` the awaited result is an asynchronous iterator of chunks.
         """
         request = build_generate(prompt, model, options)
+        if self._routers.several and not request.sampling.HasField("seed"):
+            request.sampling.seed = _RNG.getrandbits(32)  # so that another router can go on with what was drawn
         opening = self._open_generate(request, build_metadata(options))
         _, parse = read_structured(options)
         answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout), parse)
@@ -214,6 +224,46 @@ class AsyncClient:
         response = await self._unary("ListModels", router_pb2.ListModelsRequest(), timeout)
         return [read_model(item) for item in response.models]
 
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Answer a conversation; see :meth:`baton.Client.chat`."""
+        return await self.generate(check_messages(messages), model=model, timeout=timeout, **options)
+
+    async def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = 16,
+        keep_errors: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Generation | BatonError, None]:
+        """Answer many prompts, some at a time; see :meth:`baton.Client.map`. An asynchronous iterator."""
+
+        async def ask(prompt: Prompt) -> Generation:
+            return await self.generate(prompt, model=model, timeout=timeout, **options)
+
+        async with contextlib.aclosing(map_bounded(ask, prompts, concurrency, keep_errors=keep_errors)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def drain(self, instance: str, *, wait: float = 60.0) -> int:
+        """Have an instance take no new requests; see :meth:`baton.Client.drain`."""
+        found = admin.find(await self.list_instances(), instance)
+        return await admin.drain(self._open_instance, found.address, wait)
+
+    async def set_role(self, instance: str, role: Role) -> None:
+        """Make an idle instance one of another role; see :meth:`baton.Client.set_role`."""
+        found = admin.find(await self.list_instances(), instance)
+        await admin.set_role(self._open_instance, found.address, Role(role))
+
     async def close(self) -> None:
         """End every call and the connection."""
         self._closing.set()
@@ -221,10 +271,9 @@ class AsyncClient:
             stream.abort()
         if self._direct is not None:
             await self._direct.close()
-        if self._channel is not None:
-            await self._channel.close(None)
-        # gRPC keeps what it shares between event loops while channels are referred to: see _connected.
-        self._direct = self._channel = self._stub = None
+        await self._routers.close()
+        # gRPC keeps what it shares between event loops while channels are referred to: see _connect.
+        self._direct = None
         forks.closed(self)
 
     async def __aenter__(self) -> Self:
@@ -237,46 +286,51 @@ class AsyncClient:
 
     def _open_generate(
         self, request: router_pb2.RouterGenerateRequest, metadata: tuple[tuple[str, str], ...]
-    ) -> Callable[[float], Any]:
+    ) -> Opening:
         if not self._is_direct:
-            return self._open("Generate", request, metadata)
+            return self._opening("Generate", request, metadata)
 
-        def call(timeout: float) -> DirectCall:
-            stub = self._connected()
+        def call(stub: Any, request: Any, timeout: float) -> DirectCall:
+            self._connect()
             if self._direct is None:
-                self._direct = DirectLinks(stub, self._open_instance, self._settings.metadata, self._tokenizer)
+                self._direct = DirectLinks(stub, self._open_ticketed, self._settings.metadata, self._tokenizer)
+            self._direct.router = stub
             return DirectCall(self._direct, request, timeout, metadata)
 
-        return call
+        return Opening(self._routers, call, request)
 
-    def _open(self, name: str, request: Any, more: tuple[tuple[str, str], ...] = ()) -> Callable[[float], Any]:
+    def _opening(self, name: str, request: Any, more: tuple[tuple[str, str], ...] = ()) -> Opening:
         metadata = self._settings.metadata + more
 
-        def call(timeout: float) -> Any:
-            return getattr(self._connected(), name)(request, timeout=timeout, metadata=metadata)
+        def call(stub: Any, request: Any, timeout: float) -> Any:
+            self._connect()
+            return getattr(stub, name)(request, timeout=timeout, metadata=metadata)
 
-        return call
+        return Opening(self._routers, call, request)
 
-    def _connected(self) -> Any:
+    def _connect(self) -> None:
         if self._closing.is_set():
             raise UnavailableError(CLOSED)
         forks.check()
-        if self._channel is None:  # not in the constructor: a channel belongs to the loop it was made in
+        if not self._is_connected:  # not in the constructor: channels belong to the loop they were made in
+            self._is_connected = True
             forks.opened(self)
-            self._channel = open_channel(self._settings.address, token=self._service_token, tls=self._tls)
-            self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        return self._stub
 
-    def _open_instance(self, address: str) -> grpc.aio.Channel:
+    def _open_ticketed(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, tls=self._tls)  # the ticket stands for the services' token
 
+    def _open_instance(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, token=self._service_token, tls=self._tls)
+
     async def _unary(self, name: str, request: Any, timeout: float | None) -> Any:
-        budget, call = self._settings.budget(timeout), self._open(name, request)
+        budget, opening = self._settings.budget(timeout), self._opening(name, request)
         while True:
             try:
-                return readable(await call(budget.remaining()))
+                return readable(await opening.open(budget.remaining()))
             except grpc.RpcError as error:
-                await _wait(self._closing, budget.after(error))
+                delay = budget.after(error)
+                opening.failed()
+                await _wait(self._closing, delay)
             except asyncio.CancelledError:
                 if _task_is_cancelled():
                     raise
@@ -307,17 +361,16 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
 
     reader: asyncio.Task[None] | None = None
 
-    def __init__(
-        self, open_call: Callable[[float], Any], n: int, budget: Budget, parse: AnswerParser | None = None
-    ) -> None:
+    def __init__(self, opening: Opening, n: int, budget: Budget, parse: AnswerParser | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._cancelled, self._aborted = asyncio.Event(), asyncio.Event()
         self._done = False
         self._call: Any = None
-        self._open_call, self._budget = open_call, budget
+        self._opening, self._budget = opening, budget
+        self._rest: Rest | None = None
         self.answer = Answer(n, parse)
         self._pending: deque[Chunk] = deque()
-        self._call = open_call(budget.remaining())
+        self._call = opening.open(budget.remaining())
 
     async def __anext__(self) -> Chunk:
         while self._cancelled.is_set() or not self._pending:
@@ -345,13 +398,20 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
                 raise
             raise UnavailableError(CLOSED) from None
         except grpc.RpcError as error:
-            if self.answer.started:
+            if self.answer.started and not self._opening.resumes:
                 self._done = True
                 raise from_rpc_error(error) from error
             await self._try_again(error)
             return []
         if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            return self.answer.feed(message)
+            if self._rest is None:
+                return self.answer.feed(message)
+            chunks = self.answer.feed_rest(message, self._rest.index, self._rest.repeated)
+            self._rest = replace(self._rest, repeated=0) if chunks else self._rest
+            return chunks
+        if self._rest is not None and not self.answer.complete:  # another sequence's turn
+            self._go_on()
+            return []
         self._done = True
         self.answer.require_complete()
         return None
@@ -394,9 +454,17 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
 
     async def _try_again(self, error: grpc.RpcError) -> None:
         try:
-            await _wait(self._aborted, self._budget.after(error))
+            delay = self._budget.after(error)
+            self._opening.failed()
+            await _wait(self._aborted, delay)
             if not self._cancelled.is_set():
-                self._call = self._open_call(self._budget.remaining())
+                self._go_on()
         except BaseException:
             self._done = True
             raise
+
+    def _go_on(self) -> None:
+        """Ask again: from the beginning, or, once tokens have come, for what is missing of a sequence."""
+        self._rest = rest_of(self._opening.request, self.answer) if self.answer.started else None
+        rest = None if self._rest is None else self._rest.request
+        self._call = self._opening.open(self._budget.remaining(), rest)

@@ -186,6 +186,19 @@ def set_prompt(request: router_pb2.RouterGenerateRequest | router_pb2.RouteReque
         raise InvalidRequestError(f"token ids must be integers from 0 to 2^32 - 1: {error}", field="prompt") from error
 
 
+def check_messages(messages: Any) -> Sequence[Mapping[str, str]]:
+    """Check that a prompt is a conversation.
+
+    Raises:
+        InvalidRequestError: It is a text or token ids.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(f"messages must be a list of messages, got {shown(messages)}", field="messages")
+    for i, message in enumerate(messages):
+        _chat_message(i, message)
+    return messages
+
+
 def _chat_message(index: int, message: Any) -> router_pb2.ChatMessage:
     at = f"messages[{index}]"
     if not isinstance(message, Mapping):

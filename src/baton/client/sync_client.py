@@ -9,15 +9,16 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
 from baton.client.async_client import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt
 from baton.client.types import Answered, Chunk, Generation, Instance, Model, RouteDecision
-from baton.errors import DeadlineError, UnavailableError
+from baton.errors import BatonError, DeadlineError, UnavailableError
 from baton.rpc.tls import Tls
+from baton.types import Role
 
 T = TypeVar("T")
 
@@ -170,7 +171,8 @@ class Client:
     context manager. A client that was used does not survive a fork: make one in each process.
 
     Args:
-        address: ``host:port`` of the router's gRPC server.
+        address: ``host:port`` of the router's gRPC server, or those of several routers of the same instances: when one
+            is out of reach the next is asked, and goes on with answers that have begun.
         token: API key, if the router wants one.
         token_file: File with the services' token, for a service: both ends prove it to each other, it is not sent.
         timeout: Seconds that a call may take if it names no time-out of its own.
@@ -187,7 +189,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = "127.0.0.1:8001",
+        address: str | Sequence[str] = "127.0.0.1:8001",
         *,
         token: str | None = None,
         token_file: str = "",
@@ -280,6 +282,80 @@ class Client:
         """Return the models that requests can name."""
         return self._call(self._core.models(timeout=timeout), timeout)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Answer a conversation: ``generate`` with messages; ``answer.message`` is what to append to them.
+
+        Raises:
+            InvalidRequestError: ``messages`` are no messages with role and content.
+            BatonError: See :meth:`generate`.
+        """
+        return self._call(self._core.chat(messages, model=model, timeout=timeout, **options), timeout)
+
+    def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = 16,
+        keep_errors: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[Generation | BatonError]:
+        """Answer many prompts, some at a time, and yield the answers in the order of the prompts.
+
+        Args:
+            prompts: Taken as they are needed, in the client's thread: an iterator may be endless.
+            concurrency: Requests at a time.
+            keep_errors: Yield an error in the place of an answer instead of raising it.
+            model: See :meth:`generate`.
+            timeout: Seconds for each.
+            **options: See :class:`baton.client.Options`.
+
+        Raises:
+            BatonError: A request failed; those that run are cancelled.
+        """
+        answers = self._core.map(
+            prompts, concurrency=concurrency, keep_errors=keep_errors, model=model, timeout=timeout, **options
+        )
+        try:
+            while (answer := self._call(_next(answers), timeout)) is not None:
+                yield answer
+        finally:
+            self._call(_close(answers), timeout)
+
+    def drain(self, instance: str, *, wait: float = 60.0) -> int:
+        """Have an instance take no new requests, and wait for those that run.
+
+        Args:
+            instance: Its id.
+            wait: Seconds; 0: only stop admission.
+
+        Returns:
+            Requests that still run.
+
+        Raises:
+            NotFoundError: The router knows no such instance.
+            BatonError: Nobody answers, or ``token_file`` is missing.
+        """
+        return self._call(self._core.drain(instance, wait=wait), wait + self._timeout)
+
+    def set_role(self, instance: str, role: Role) -> None:
+        """Make an idle instance one of the other role, with its caches; a drained one takes requests again.
+
+        Raises:
+            BusyError: It is not idle: drain it first.
+            NotFoundError: The router knows no such instance.
+            BatonError: Nobody answers, or ``token_file`` is missing.
+        """
+        self._call(self._core.set_role(instance, role), None)
+
     def close(self) -> None:
         """End every call, the connection and the background thread."""
         self._finalizer()
@@ -297,6 +373,14 @@ class Client:
 
     def _patience(self, timeout: float | None) -> float:
         return (self._timeout if timeout is None else timeout) + _GRACE_S
+
+
+async def _next(answers: AsyncIterator[T]) -> T | None:
+    return await anext(answers, None)
+
+
+async def _close(answers: Any) -> None:
+    await answers.aclose()
 
 
 _Message: TypeAlias = Chunk | Exception | None

@@ -201,6 +201,11 @@ class Generation:
         return self.choices[0].finish_reason
 
     @property
+    def message(self) -> dict[str, str]:
+        """The first choice as a message, to go on with the conversation."""
+        return {"role": "assistant", "content": self.text}
+
+    @property
     def logprobs(self) -> list[TokenLogprob] | None:
         """Log probabilities of the first choice, if asked for."""
         return self.choices[0].logprobs
@@ -303,6 +308,39 @@ class Answer:
         chunks = [self._chunk(delta) for delta in message.deltas]
         self.started = self.started or bool(chunks)
         return chunks
+
+    def feed_rest(self, message: router_pb2.RouterGenerateResponse, index: int, repeated: int) -> list[Chunk]:
+        """Take a message of a call by which one sequence goes on elsewhere.
+
+        Args:
+            message: Which calls the sequence 0.
+            index: Which one it is.
+            repeated: Tokens at the beginning of its first delta that have come before.
+        """
+        for delta in message.deltas:
+            delta.index = index
+            del delta.token_ids[:repeated]
+            del delta.logprobs[:repeated]
+            repeated = 0
+        if message.HasField("trace"):
+            message.trace.num_migrations += 1
+        if self.has_prompt_logprobs:
+            del message.prompt_logprobs[:]
+        return self.feed(message)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether they have come."""
+        return bool(self._prompt_logprobs)
+
+    def open_sequences(self) -> list[int]:
+        """Return the indices of those that have not ended."""
+        return [i for i, part in enumerate(self._parts) if part.finish_reason is None]
+
+    def progress(self, index: int) -> tuple[list[int], int]:
+        """Return a sequence's tokens, and how many characters of text have come."""
+        part = self._parts[index]
+        return part.token_ids, sum(map(len, part.text))
 
     def result(self) -> Generation:
         """Return all that has arrived so far."""

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
-from baton.tokenizer import TokenDelta
+from baton.tokenizer import SequenceText, TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.interface import Dispatcher, LeftPath, RoutedChunk, Running
 from baton_router.metrics.fast_metrics import Counter, Distribution, Histogram
@@ -169,6 +169,35 @@ class TextSink(Protocol):
         """Return what writes tokens, each with its whole text and nothing else, as dispatch's sink does."""
 
 
+class ResumedText:
+    """The text of an answer that began elsewhere, behind what its reader has.
+
+    Args:
+        text: Of the tokens that were generated there, as far as it is certain.
+        chars: Characters that the reader has, of this and of what follows.
+    """
+
+    __slots__ = ("_held", "_skip")
+
+    def __init__(self, text: str, chars: int) -> None:
+        self._held, self._skip = text[chars:], max(0, chars - len(text))
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest, sequence: SequenceText) -> ResumedText | None:
+        """Let a sequence take the tokens generated elsewhere; ``None``: its reader wants the text of new ones alone."""
+        request = prepared.request
+        if request.output_chars is None:
+            return None
+        return cls(sequence.push(TokenDelta(0, list(request.output_token_ids))).text, request.output_chars)
+
+    def take(self, text: str) -> str:
+        """Return what new text brings the reader."""
+        text, self._held = self._held + text, ""
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        return text[skipped:]
+
+
 class OutputProcessor:
     """One running request: what its tokens say, and what is counted of it.
 
@@ -181,7 +210,7 @@ class OutputProcessor:
 
     __slots__ = (
         *("_clock", "_decisions", "_ended", "_generating", "_open", "_per_token", "_plain", "_prepared"),
-        *("_prompt_index", "_record", "_running", "_sequences", "_sink"),
+        *("_prompt_index", "_record", "_resumed", "_running", "_sequences", "_sink"),
     )
 
     def __init__(self, prepared: PreparedRequest, sink: TextSink, clock: GenerationClock, log: DecisionLog) -> None:
@@ -200,6 +229,8 @@ class OutputProcessor:
         self._prompt_index = prepared.request.prompt_index
         self._plain = prepared.stops is None and routed.sampling.logprobs is None
         """Whether a token is its text and nothing else, and no text ends a sequence."""
+        self._resumed = ResumedText.of(prepared, self._sequences[0])
+        self._plain = self._plain and self._resumed is None
         self._running: Running | None = None
         self._ended = False
 
@@ -277,6 +308,8 @@ class OutputProcessor:
                 raise InternalError("the instance that ran the request failed it")
             for part in _one_by_one(delta) if self._per_token and len(delta.token_ids) > 1 else (delta,):
                 text = sequence.push(part)
+                if self._resumed is not None:
+                    text.text = self._resumed.take(text.text)
                 texts.append(text)
                 if text.finish_reason is not None:
                     self._open -= 1

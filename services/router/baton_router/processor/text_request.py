@@ -85,6 +85,8 @@ class TextRequest(msgspec.Struct):
         order: In which it is to be served; ``None``: in the router's own.
         traceparent: W3C trace context of the caller; empty: none.
         output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
+        output_chars: Characters of the answer that the caller has: its text goes on behind them; ``None``: it is that
+            of the tokens that follow.
         per_token: Whether the text of each token is wanted by itself, also of tokens that come together; as long as the
             client keeps up.
         structured: What the answer must be; ``None``: what the grammar of ``sampling`` says, if it has one.
@@ -119,6 +121,7 @@ class TextRequest(msgspec.Struct):
     order: Order | None = None
     traceparent: str = ""
     output_token_ids: Sequence[int] = ()
+    output_chars: int | None = None
     per_token: bool = False
     structured: StructuredOutputs | None = None
     grammar_checked: bool = False

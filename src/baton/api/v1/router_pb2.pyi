@@ -102,6 +102,7 @@ class RouterGenerateRequest(_message.Message):
     ITL_MS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CHARS_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -120,6 +121,8 @@ class RouterGenerateRequest(_message.Message):
     """most milliseconds wanted between two tokens; 0: any"""
     user: _builtins.str
     """whose request it is: the tenant in the router's queue, where cache_salt is empty"""
+    output_chars: _builtins.int
+    """Characters of the answer that the caller has: its text goes on behind them, whatever was held back elsewhere. Absent: it is that of the tokens that follow."""
     allow_special_tokens: _builtins.bool
     """names of special tokens in the prompt are such tokens; absent: in text, and not in chat"""
     @_builtins.property
@@ -136,7 +139,7 @@ class RouterGenerateRequest(_message.Message):
 
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """generated so far, elsewhere: goes on after them; wants token_ids, a seed and n = 1"""
+        """generated so far, elsewhere: goes on after them; wants a seed, n = 1, and token_ids or output_chars"""
 
     @_builtins.property
     def structured_outputs(self) -> Global___StructuredOutputs:
@@ -160,19 +163,24 @@ class RouterGenerateRequest(_message.Message):
         itl_ms: _builtins.float = ...,
         user: _builtins.str = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        output_chars: _builtins.int | None = ...,
         allow_special_tokens: _builtins.bool | None = ...,
         structured_outputs: Global___StructuredOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "_output_chars", b"_output_chars", "allow_special_tokens", b"allow_special_tokens", "chat", b"chat", "output_chars", b"output_chars", "prompt", b"prompt", "sampling", b"sampling", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "allow_special_tokens", b"allow_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens", "_output_chars", b"_output_chars", "allow_special_tokens", b"allow_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "include_stop_in_output", b"include_stop_in_output", "itl_ms", b"itl_ms", "model", b"model", "output_chars", b"output_chars", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "structured_outputs", b"structured_outputs", "text", b"text", "token_ids", b"token_ids", "ttft_ms", b"ttft_ms", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allow_special_tokens: _TypeAlias = _typing.Literal["allow_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__allow_special_tokens: _TypeAlias = _typing.Literal["_allow_special_tokens", b"_allow_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__output_chars: _TypeAlias = _typing.Literal["output_chars"]  # noqa: Y015
+    _WhichOneofArgType__output_chars: _TypeAlias = _typing.Literal["_output_chars", b"_output_chars"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__allow_special_tokens) -> _WhichOneofReturnType__allow_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_chars) -> _WhichOneofReturnType__output_chars | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -160,8 +160,13 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
     sampling = sampling_from_pb(request.sampling, stop=tuple(request.stop))
     kind = request.WhichOneof("prompt")
     output = list(request.output_token_ids)
-    if output and (kind != "token_ids" or sampling.n != 1 or sampling.seed is None):
-        raise InvalidRequestError("resumed output needs token_ids, a seed and n = 1", field="output_token_ids")
+    chars = request.output_chars if request.HasField("output_chars") else None
+    if output and (sampling.n != 1 or sampling.seed is None):
+        raise InvalidRequestError("resumed output needs a seed and n = 1", field="output_token_ids")
+    if output and kind != "token_ids" and chars is None:
+        raise InvalidRequestError("resumed output needs token_ids or output_chars", field="output_token_ids")
+    if chars is not None and sampling.n != 1:
+        raise InvalidRequestError("output_chars needs n = 1", field="output_chars")
     if output and sampling.max_tokens is not None and len(output) >= sampling.max_tokens:
         raise InvalidRequestError("all max_tokens have been generated", field="output_token_ids")
     return TextRequest(
@@ -180,6 +185,7 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
         user=request.user,
         session=request.session_id,
         output_token_ids=output,
+        output_chars=chars,
         structured=_structured(request),
         prompt_field=kind or "prompt",
         field_prefix="sampling.",

@@ -1,0 +1,179 @@
+"""``baton chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton.cli.generate import add_sampling_flags, sampling_of
+from baton.cli.router_grpc import add_grpc_flags, open_client
+from baton.client import Client
+from baton.errors import BatonError, ConfigError
+
+_HELP = """/reset       forget the conversation
+/undo        forget the last question and its answer
+/system TEXT begin anew under this instruction
+/save FILE   write the conversation as JSON; --load FILE goes on with it
+/quit        end, as Ctrl-D does; Ctrl-C ends an answer"""
+_MOST_INPUT = 1 << 20
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("chat", help="talk to the model; it remembers the conversation")
+    parser.add_argument("--system", default="", metavar="TEXT", help="instruction that the conversation begins with")
+    parser.add_argument("--load", default="", metavar="FILE", help="go on with a conversation that /save wrote")
+    add_sampling_flags(parser)
+    parser.add_argument("--stats", action="store_true", help="a line after each answer: tokens, times, way")
+    add_grpc_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends; returns the exit status.
+
+    Raises:
+        ConfigError: The arguments cannot work.
+        BatonError: The router does not answer.
+    """
+    talk = Conversation(Console(highlight=False, soft_wrap=True), args)
+    if args.load:
+        talk.load(Path(args.load))
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):  # lines can be edited and are remembered where Python has it
+            importlib.import_module("readline")
+    with open_client(args) as client:
+        model = args.model or next((each.name for each in client.models()), "")
+        if interactive:
+            talk.console.print(f"{model}; /help lists commands, Ctrl-D ends", style="dim", markup=False)
+        while (line := _read(interactive)) is not None:
+            if not line.strip():
+                continue
+            try:
+                if not talk.take(client, line.strip()):
+                    break
+            except BatonError as error:
+                if not interactive:
+                    raise
+                talk.console.print(error.message, style="red", markup=False)
+    return 0
+
+
+def _read(interactive: bool) -> str | None:
+    """Return the next line; ``None``: there is none."""
+    try:
+        if interactive:
+            return input("> ")
+        return sys.stdin.readline(_MOST_INPUT) or None
+    except EOFError:
+        return None
+
+
+class Conversation:
+    """What was said.
+
+    Args:
+        console: Where answers are printed.
+        args: The command's.
+    """
+
+    def __init__(self, console: Console, args: argparse.Namespace) -> None:
+        self.console, self._args = console, args
+        self.messages: list[dict[str, str]] = []
+        self._system = args.system
+        self._begin()
+
+    def _begin(self) -> None:
+        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def take(self, client: Client, line: str) -> bool:
+        """Answer a line, or do what it says; returns whether the conversation goes on.
+
+        Raises:
+            BatonError: The router refuses or does not answer; the line is forgotten.
+        """
+        if not line.startswith("/"):
+            self._answer(client, line)
+            return True
+        command, _, rest = line.partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        if command == "/reset":
+            self._begin()
+        elif command == "/system":
+            self._system = rest
+            self._begin()
+        elif command == "/undo":
+            del self.messages[max(len(self.messages) - 2, 1 if self._system else 0) :]
+        elif command == "/save":
+            self.save(Path(rest.strip()))
+        elif command == "/help":
+            self.console.print(_HELP, markup=False)
+        else:
+            raise ConfigError(f"there is no {command}; /help lists commands", field="command")
+        return True
+
+    def _answer(self, client: Client, line: str) -> None:
+        asked = [*self.messages, {"role": "user", "content": line}]
+        text, first, started, tokens = "", 0.0, time.perf_counter(), 0
+        with client.generate(asked, model=self._args.model, stream=True, **sampling_of(self._args)) as stream:
+            try:
+                for chunk in stream:
+                    first = first or time.perf_counter()
+                    text, tokens = text + chunk.text, tokens + len(chunk.token_ids)
+                    self.console.print(chunk.text, end="", markup=False)
+            except KeyboardInterrupt:  # what came stays part of the conversation
+                stream.cancel()
+        self.console.print()
+        self.messages = [*asked, {"role": "assistant", "content": text}]
+        if self._args.stats:
+            self._print_stats(tokens, first - started, time.perf_counter() - first, stream.trace)
+
+    def _print_stats(self, tokens: int, ttft_s: float, rest_s: float, trace: Any) -> None:
+        speed = f"{(tokens - 1) / rest_s:.1f} tokens/s" if tokens > 1 and rest_s > 0 else ""
+        way = "" if trace is None else f"{trace.prefill_instance or 'local'} -> {trace.decode_instance}"
+        cached = "" if trace is None else f"{trace.cached_tokens} of {trace.prompt_tokens} prompt tokens cached"
+        facts = (f"{tokens} tokens", f"TTFT {1000 * ttft_s:.0f} ms", speed, cached, way)
+        self.console.print(", ".join(filter(None, facts)), style="dim", markup=False)
+
+    def save(self, path: Path) -> None:
+        """Write the conversation.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        try:
+            path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
+
+    def load(self, path: Path) -> None:
+        """Go on with a conversation that was written.
+
+        Raises:
+            ConfigError: It cannot be read, or is none.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}", field="load") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is no JSON: {error}", field="load") from error
+        fine = isinstance(found, list) and all(
+            isinstance(item, dict)
+            and set(item) == {"role", "content"}
+            and all(isinstance(x, str) for x in item.values())
+            for item in found
+        )
+        if not fine:
+            raise ConfigError(f"{path} is no list of messages with role and content", field="load")
+        self.messages = found

@@ -1,0 +1,102 @@
+"""``baton completion``: what a shell completes of the command line.
+
+The script knows all commands and flags when it is made; completing by asking this program would take its start-up time,
+a second, at every press of the key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_FUNCTION = """\
+_baton() {{
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} path=baton word words=
+    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+        case "$path/$word" in
+            {paths}) path=$path/$word;;
+        esac
+    done
+    case "$path $prev" in
+{choices}
+    esac
+    if [ -z "$words" ]; then
+        case "$path" in
+{flags}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -f -- "$cur"))
+}}
+complete -o filenames -F _baton baton
+"""
+_PLAIN = re.compile(r"[\w./:+,-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """A command: its place, such as ``baton/bench/kv``, the words it takes, and those that flags of it take."""
+
+    path: str
+    words: tuple[str, ...]
+    choices: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser) -> None:
+    """Declare the command.
+
+    Args:
+        commands: All commands.
+        whole: The parser that has them.
+    """
+    parser = commands.add_parser(
+        "completion",
+        help="print what a shell completes the command line with",
+        epilog='bash: eval "$(baton completion bash)" in ~/.bashrc; zsh: eval "$(baton completion zsh)" in ~/.zshrc',
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    parser.set_defaults(run=lambda args: _print(whole, args.shell))
+
+
+def _print(parser: argparse.ArgumentParser, shell: str) -> int:
+    head = (
+        "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    )
+    sys.stdout.write(head + script(parser))
+    return 0
+
+
+def script(parser: argparse.ArgumentParser) -> str:
+    """Return a shell function that completes the commands and flags of a parser."""
+    found = list(_walk(parser, "baton"))
+    paths = [each.path for each in found if each.path != "baton"]
+    choices = [
+        f"        {shlex.quote(f'{each.path} {flag}')}) words={shlex.quote(' '.join(values))};;"
+        for each in found
+        for flag, values in each.choices
+    ]
+    flags = [f"            {each.path}) words={shlex.quote(' '.join(each.words))};;" for each in found]
+    return _FUNCTION.format(paths="|".join(paths), choices="\n".join(choices), flags="\n".join(flags))
+
+
+def _walk(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
+    words: list[str] = []
+    choices: list[tuple[str, tuple[str, ...]]] = []
+    below: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below = dict(action.choices)
+            words += below
+            continue
+        words += [flag for flag in action.option_strings if flag.startswith("--")]
+        values = tuple(str(value) for value in action.choices or () if _PLAIN.fullmatch(str(value)))
+        choices += [(flag, values) for flag in action.option_strings if values]
+        if not action.option_strings:
+            words += values
+    yield _Command(path, tuple(words), tuple(choices))
+    for name, child in below.items():
+        yield from _walk(child, f"{path}/{name}")
