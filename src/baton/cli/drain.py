@@ -21,6 +21,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--wait-s", type=float, default=60.0, help="seconds to wait for requests that run (default: 60)"
     )
+    text = "then have routers go on elsewhere with what still runs"
+    parser.add_argument("--migrate", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="JSON instead of lines")
     add_grpc_flags(parser)
     parser.set_defaults(run=run)
@@ -47,5 +49,7 @@ def run(args: argparse.Namespace) -> int:
 async def _drain(args: argparse.Namespace) -> dict[str, int]:
     async with open_async_client(args) as client:
         names: Sequence[str] = list(dict.fromkeys(args.instances))
-        found: list[Any] = await asyncio.gather(*(client.drain(name, wait=args.wait_s) for name in names))
+        found: list[Any] = await asyncio.gather(
+            *(client.drain(name, wait=args.wait_s, migrate=args.migrate) for name in names)
+        )
         return dict(zip(names, found, strict=True))

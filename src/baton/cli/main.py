@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
 from baton.bench.serve import command as bench_serve
-from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, status, up
+from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.version import __version__
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a command raises becomes a message on standard error and a status: 2 for a ``ConfigError``, 1 for other errors
     of Baton and for a reader of the output that has gone, 130 for an interrupt.
     """
-    parser: argparse.ArgumentParser = CommandParser(prog="baton", description="Serve LLMs with prefill and decode apart.")
+    parser: argparse.ArgumentParser = CommandParser(
+        prog="baton", description="Serve LLMs with prefill and decode apart."
+    )
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     up.add_parser(commands)
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
-    for command in (status, chat, generate, drain):
+    for command in (status, chat, generate, drain, scale):
         command.add_parser(commands)
     _add_benchmarks(commands)
     completion.add_parser(commands, parser)

@@ -32,13 +32,14 @@ def find(instances: list[Instance], instance_id: str) -> Instance:
     raise NotFoundError(f"the router knows no instance {instance_id!r}; there are {known}", field="instance")
 
 
-async def drain(open_channel: Callable[[str], grpc.aio.Channel], address: str, wait: float) -> int:
+async def drain(open_channel: Callable[[str], grpc.aio.Channel], address: str, wait: float, *, migrate: bool) -> int:
     """Have an instance take no new requests, and wait for those that run.
 
     Args:
         open_channel: Opens a channel to an instance.
         address: The instance's.
         wait: Seconds.
+        migrate: Whether routers go on elsewhere with what still runs then.
 
     Returns:
         Requests that still run.
@@ -48,7 +49,7 @@ async def drain(open_channel: Callable[[str], grpc.aio.Channel], address: str, w
     """
     if not 0.0 <= wait <= _LONGEST_WAIT_S:
         raise InvalidRequestError(f"wait must be between 0 and {_LONGEST_WAIT_S:g} s, got {wait}", field="wait")
-    request = worker_pb2.DrainRequest(timeout_ms=round(1000 * wait))
+    request = worker_pb2.DrainRequest(timeout_ms=round(1000 * wait), migrate=migrate)
     answer = await _ask(open_channel, address, "Drain", request, wait + _ANSWER_S)
     return int(answer.num_unfinished)
 

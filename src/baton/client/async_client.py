@@ -254,10 +254,10 @@ class AsyncClient:
             async for answer in answers:
                 yield answer
 
-    async def drain(self, instance: str, *, wait: float = 60.0) -> int:
+    async def drain(self, instance: str, *, wait: float = 60.0, migrate: bool = False) -> int:
         """Have an instance take no new requests; see :meth:`baton.Client.drain`."""
         found = admin.find(await self.list_instances(), instance)
-        return await admin.drain(self._open_instance, found.address, wait)
+        return await admin.drain(self._open_instance, found.address, wait, migrate=migrate)
 
     async def set_role(self, instance: str, role: Role) -> None:
         """Make an idle instance one of another role; see :meth:`baton.Client.set_role`."""

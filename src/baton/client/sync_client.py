@@ -330,12 +330,13 @@ class Client:
         finally:
             self._call(_close(answers), timeout)
 
-    def drain(self, instance: str, *, wait: float = 60.0) -> int:
+    def drain(self, instance: str, *, wait: float = 60.0, migrate: bool = False) -> int:
         """Have an instance take no new requests, and wait for those that run.
 
         Args:
             instance: Its id.
             wait: Seconds; 0: only stop admission.
+            migrate: When they are over, routers go on elsewhere with what still runs.
 
         Returns:
             Requests that still run.
@@ -344,7 +345,7 @@ class Client:
             NotFoundError: The router knows no such instance.
             BatonError: Nobody answers, or ``token_file`` is missing.
         """
-        return self._call(self._core.drain(instance, wait=wait), wait + self._timeout)
+        return self._call(self._core.drain(instance, wait=wait, migrate=migrate), wait + self._timeout)
 
     def set_role(self, instance: str, role: Role) -> None:
         """Make an idle instance one of the other role, with its caches; a drained one takes requests again.

@@ -267,6 +267,7 @@ class WorkerInstance:
             context, before = self.context, self._role
             assert before is not None  # it was started
             if before.role is role:
+                context.admission.draining = False
                 return
             was_draining, context.admission.draining = context.admission.draining, True
             try:

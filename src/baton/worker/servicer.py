@@ -25,6 +25,9 @@ from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
 from baton.worker.load_report import SLOW_S, LoadReporter, is_urgent
 
+_ABORTED_S = 10.0
+"""Seconds in which calls end whose requests were aborted."""
+
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves both roles.
@@ -188,7 +191,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         """Stop admission and wait for running requests."""
-        left = await self._worker.admission.drain(request.timeout_ms / 1000)
+        admission, engine = self._worker.admission, self._worker.engine
+        left = await admission.drain(request.timeout_ms / 1000)
+        if left and request.migrate:
+            await engine.call(engine.core.abort_all)
+            left = await admission.drain(_ABORTED_S)
         return worker_pb2.DrainResponse(num_unfinished=left)
 
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
