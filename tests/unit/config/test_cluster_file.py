@@ -92,7 +92,7 @@ def load(tmp_path: Path, text: str) -> ClusterFile:
         ("port: 1\nratio: 1P1D\nport: 2\n", ":3: port is given twice, first in line 1"),
         ("ratio: 1P1D\nport: [1\n", ":3: no YAML: "),
         ("- a\n", ":1: must be a mapping"),
-        ("a: &x\n  b: *x\n", ":2: "),
+        ("a: &x\n  b: *x\n", ":1: refers to itself"),
         ("ratio: 1P1D\nprefill:\n  replicas: 2\n", ":3: prefill.replicas and ratio"),
         ("pools:\n  Big: {role: decode}\n", ":2: pools.Big cannot be a pool's name"),
         ("pools:\n  big:\n    replicas: 2\n", ":2: pools.big needs a role"),

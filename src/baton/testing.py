@@ -1,0 +1,189 @@
+"""For tests of programs that use the SDK: a router in this process that answers as it is told.
+
+::
+
+    from baton.testing import FakeRouter
+
+    def test_summaries():
+        with FakeRouter(lambda asked: "short") as router, baton.Client(router.address) as client:
+            assert summarize(client, "a long text") == "short"
+        assert router.requests[0].prompt == "a long text"
+
+It speaks the real protocol over a real connection of this host: streams, errors, cancelling and time-outs are the
+SDK's own. It has no model and no instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
+from baton.errors import BatonError, UnavailableError
+from baton.rpc.convert import finish_to_pb
+from baton.rpc.server import GrpcServer
+from baton.types import FinishReason
+
+_SERVICE = "baton.api.v1.RouterService"
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that came.
+
+    Attributes:
+        prompt: Text, token ids, or messages with role and content.
+        model: As it was named.
+        max_tokens: ``None``: no limit was given.
+        temperature: How tokens should be drawn.
+        seed: ``None``: none was given.
+        stop: Stop strings.
+        message: All of it, as it came.
+    """
+
+    prompt: str | list[int] | list[dict[str, str]]
+    model: str
+    max_tokens: int | None
+    temperature: float
+    seed: int | None
+    stop: tuple[str, ...]
+    message: router_pb2.RouterGenerateRequest = field(repr=False)
+
+
+Reply = str | Sequence[str] | BatonError
+"""What a request is answered with: a text, or its pieces one message each, or an error."""
+
+
+class FakeRouter:
+    """A router that answers as it is told, in a thread of its own. Use it as a context manager.
+
+    Args:
+        reply: The answer to everything, or what makes it of a request; called in the router's thread.
+        model: Name of the model that it claims to have.
+
+    Attributes:
+        address: ``host:port``, for :class:`baton.Client`.
+        requests: All that came, in order.
+    """
+
+    def __init__(self, reply: Reply | Callable[[Asked], Reply] = "", *, model: str = "fake") -> None:
+        self.requests: list[Asked] = []
+        self.address = ""
+        self._servicer = _Servicer(self.requests, reply, model)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fake router", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if not self._started.wait(_START_S) or self._error is not None:
+            raise UnavailableError(f"the fake router did not start: {self._error or 'time is up'}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join(_START_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = GrpcServer(host="127.0.0.1", port=0, services=[_SERVICE])
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self._servicer, server.server)
+        self.address = f"127.0.0.1:{await server.start()}"
+        self._started.set()
+        await self._ending.wait()
+        await server.stop(0)
+
+
+class _Servicer(router_pb2_grpc.RouterServiceServicer):
+    def __init__(self, requests: list[Asked], reply: Reply | Callable[[Asked], Reply], model: str) -> None:
+        self._requests, self._reply, self._model = requests, reply, model
+
+    async def Generate(
+        self, request: router_pb2.RouterGenerateRequest, context: Any
+    ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
+        """Answer as told."""
+        asked = _read(request)
+        self._requests.append(asked)
+        reply = self._reply(asked) if callable(self._reply) else self._reply
+        if isinstance(reply, BatonError):
+            raise reply
+        pieces = [reply] if isinstance(reply, str) else list(reply)
+        yield router_pb2.RouterGenerateResponse(
+            request_id=request.request_id or f"fake-{len(self._requests)}",
+            decision=router_pb2.RouteDecision(decode_instance="fake", policy="fake"),
+        )
+        count = request.sampling.n or 1
+        for at, piece in enumerate(pieces or [""], 1):
+            end = finish_to_pb(FinishReason.STOP if at >= len(pieces) else None)
+            deltas = [
+                router_pb2.TextDelta(index=i, text=piece, token_ids=[at], finish_reason=end) for i in range(count)
+            ]
+            yield router_pb2.RouterGenerateResponse(deltas=deltas)
+
+    async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
+        """Place everything on the only instance."""
+        return router_pb2.RouteResponse(decision=router_pb2.RouteDecision(decode_instance="fake", policy="fake"))
+
+    async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
+        """Name the model."""
+        model = router_pb2.ModelDescription(name=self._model, max_model_len=4096, vocab_size=2**16)
+        return router_pb2.ListModelsResponse(models=[model])
+
+    async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
+        """Know of no request by ticket."""
+        return router_pb2.NoteDirectResponse()
+
+    async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
+        """Refuse instances."""
+        raise UnavailableError("a fake router has no instances")
+
+    async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Any) -> router_pb2.HeartbeatResponse:
+        """Know no lease."""
+        return router_pb2.HeartbeatResponse()
+
+    async def Deregister(self, request: router_pb2.DeregisterRequest, context: Any) -> router_pb2.DeregisterResponse:
+        """Know no lease."""
+        return router_pb2.DeregisterResponse()
+
+    async def ListInstances(
+        self, request: router_pb2.ListInstancesRequest, context: Any
+    ) -> router_pb2.ListInstancesResponse:
+        """Name the only instance."""
+        item = router_pb2.InstanceStatus(instance_id="fake", role=common_pb2.ROLE_DECODE, healthy=True)
+        return router_pb2.ListInstancesResponse(instances=[item])
+
+
+def _read(request: router_pb2.RouterGenerateRequest) -> Asked:
+    kind, sampling = request.WhichOneof("prompt"), request.sampling
+    prompt: str | list[int] | list[dict[str, str]] = request.text
+    if kind == "token_ids":
+        prompt = list(request.token_ids.ids)
+    elif kind == "chat":
+        prompt = [{"role": item.role, "content": item.content} for item in request.chat.messages]
+    return Asked(
+        prompt,
+        request.model,
+        sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        sampling.temperature,
+        sampling.seed if sampling.HasField("seed") else None,
+        tuple(request.stop),
+        request,
+    )

@@ -1,0 +1,84 @@
+"""Every script under ``examples/sdk`` runs against ``baton up`` and prints what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.test_up import Running, start, stop
+
+pytestmark = pytest.mark.slow
+SCRIPTS = sorted(Path("examples/sdk").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def up(model, tmp_path_factory) -> Iterator[Running]:
+    key = tmp_path_factory.mktemp("key") / "key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    flag = f"--ticket-key-file {key}"
+    running = start(
+        "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--router-args", flag, "--decode-args", flag
+    )
+    try:
+        if running.process.poll() is not None:
+            pytest.fail("".join(running.lines))
+        yield running
+        stop(running)
+    finally:
+        running.process.kill()
+        running.end()
+
+
+def chat(out: str) -> None:
+    shares = [(int(a), int(b)) for a, b in re.findall(r"\((\d+) of (\d+) prompt tokens were cached\)", out)]
+    assert len(shares) == 2
+    assert shares[1][0] > 0  # the conversation so far
+
+
+def batch(out: str) -> None:
+    lines = out.splitlines()
+    assert len(lines) == 25
+    assert lines[-1] == "0 failed"
+
+
+def rag(out: str) -> None:
+    found = [(int(a), int(b)) for a, b in re.findall(r": (\d+) of (\d+) prompt tokens cached", out)]
+    assert len(found) == 6
+    for first in (0, 3):
+        assert all(cached > 0.5 * total for cached, total in found[first + 1 : first + 3])
+
+
+def direct(out: str) -> None:
+    assert out.splitlines()[-1] == "from decode-0"
+
+
+def structured(out: str) -> None:
+    value = json.loads(out.splitlines()[0])
+    assert set(value) == {"name", "arguments"}
+    assert 0 <= value["arguments"] <= 9
+    assert "stop Function" in out or "stop name=" in out
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "batch": batch, "chat": chat, "direct": direct, "rag": rag, "structured": structured,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_example(path, up, capsys):
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(up.grpc)
+    CHECKS[path.stem](capsys.readouterr().out)
+
+
+def test_every_example_is_checked():
+    assert {path.stem for path in SCRIPTS} == set(CHECKS)
