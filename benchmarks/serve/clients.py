@@ -1,10 +1,11 @@
 """Whether ``baton bench serve`` and an independent client see the same of the same service.
 
-Both send the same loads to one ``baton up`` in turns: closed loops of 1, 4 and 12 requests, prompts of 64 random
-tokens, 32 output tokens. The other client is ``sglang.bench_serving``, unmodified, from an environment of its own
-(``tests/clients``). Reported is the median, over the rounds, of the quotient of both figures of a round: what drifts
-with the machine's other work hits both alike. Times of a run are its medians. It fails if a median of quotients is
-further from 1 than ``--within``.
+Both send the same loads to one router in turns: closed loops of 1, 4 and 12 requests, prompts of 64 random tokens, 32
+output tokens. Behind the router is an instance without a model whose tokens come at known times (80 ms, then every
+20 ms), or with ``--server up`` the demo model of ``baton up``. The other client is ``sglang.bench_serving``,
+unmodified, from an environment of its own (``tests/clients``). Reported is the median, over the rounds, of the quotient
+of both figures of a round: what drifts with the machine's other work hits both alike. Times of a run are its medians.
+It fails if a median of quotients is further from 1 than ``--within``.
 
     python benchmarks/serve/clients.py --rounds 5 --write
 """
@@ -12,6 +13,7 @@ further from 1 than ``--within``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,15 +21,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.clients.environment import Program, python  # noqa: E402
 from tests.clients.test_benchmarks import LIGHT  # noqa: E402
-from tests.e2e.test_up import Running, start  # noqa: E402
+from tests.e2e.test_up import start  # noqa: E402
+
+from baton.rpc.server import free_port  # noqa: E402
 
 MODEL = ROOT / "models" / "baton-tiny"
 RESULT = ROOT / "benchmarks" / "results" / "serve-clients.json"
@@ -75,7 +83,57 @@ def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int
     return {ours: found[name] for ours, name in zip(FIGURES, names, strict=True)}
 
 
-def measure(server: Running, client: Program, rounds: int, requests: int) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def paced() -> Iterator[str]:
+    """Run a router in front of an instance whose tokens come at known times; yields its URL."""
+    worker = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "serve" / "paced_worker.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert worker.stdout is not None
+    assert worker.stdin is not None
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "baton_router.main",
+        "--port",
+        str(port),
+        "--grpc-port",
+        "0",
+        "--log-level",
+        "error",
+    ]
+    router = subprocess.Popen([*command, "--decode", worker.stdout.readline().strip()])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/v1/models").status_code == 200:
+                    break
+            time.sleep(0.1)
+        yield url
+    finally:
+        router.kill()
+        router.wait()
+        worker.stdin.close()
+        worker.wait(30)
+
+
+@contextlib.contextmanager
+def up() -> Iterator[str]:
+    """Run ``baton up`` with the demo model; yields its URL."""
+    server = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
+    try:
+        if server.process.poll() is not None:
+            raise SystemExit("".join(server.lines))
+        yield server.url
+    finally:
+        server.process.send_signal(signal.SIGINT)
+        server.end()
+
+
+def measure(url: str, client: Program, rounds: int, requests: int) -> list[dict[str, Any]]:
     """Measure every load, both clients in turns; returns a row per load."""
     rows = []
     for concurrency in LOADS:
@@ -83,8 +141,8 @@ def measure(server: Running, client: Program, rounds: int, requests: int) -> lis
         pairs = []
         for number in range(rounds):
             seed = 1000 * concurrency + 10 * number
-            calls = [lambda s: ours(server.url, concurrency, count, s),  # noqa: B023
-                     lambda s: theirs(client, server.url, concurrency, count, s + 1)]  # noqa: B023  # fmt: skip
+            calls = [lambda s: ours(url, concurrency, count, s),  # noqa: B023
+                     lambda s: theirs(client, url, concurrency, count, s + 1)]  # noqa: B023  # fmt: skip
             order = (0, 1) if number % 2 == 0 else (1, 0)
             found = {which: calls[which](seed) for which in order}
             pairs.append((found[0], found[1]))
@@ -106,24 +164,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="pairs per load (default: 5)")
     parser.add_argument("--requests", type=int, default=60, help="requests per run (default: 60)")
+    parser.add_argument("--server", choices=("paced", "up"), default="paced", help="what is measured (default: paced)")
     parser.add_argument("--within", type=float, default=0.05, help="how far ratios may be from 1 (default: 0.05)")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     args = parser.parse_args()
     client = python("sglang", *LIGHT, bare=("sglang==0.4.6.post5",))
-    server = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
-    try:
-        if server.process.poll() is not None:
-            raise SystemExit("".join(server.lines))
-        rows = measure(server, client, args.rounds, args.requests)
-    finally:
-        server.process.send_signal(signal.SIGINT)
-        server.end()
+    with {"paced": paced, "up": up}[args.server]() as url:
+        rows = measure(url, client, args.rounds, args.requests)
     print(f"\n{'':>12}" + "".join(f"{name:>32}" for name in FIGURES))
     for row in rows:
         cells = (f"{row[n]['ours']:.2f} / {row[n]['theirs']:.2f} = {row[n]['ratio']:.3f}" for n in FIGURES)
         print(f"{row['concurrency']:>12}" + "".join(f"{cell:>32}" for cell in cells))
     if args.write:
-        RESULT.write_text(json.dumps({"isl": ISL, "osl": OSL, "cpus": os.cpu_count(), "loads": rows}, indent=1) + "\n")
+        RESULT.write_text(
+            json.dumps({"server": args.server, "isl": ISL, "osl": OSL, "cpus": os.cpu_count(), "loads": rows}, indent=1)
+            + "\n"
+        )
     bad = [
         f"{r['concurrency']}: {n} {r[n]['ratio']}"
         for r in rows

@@ -1,0 +1,74 @@
+"""A decode instance without a model whose tokens come at known times, for ``benchmarks/serve/clients.py``.
+
+A request's first token comes ``--ttft-ms`` after it arrived, the others every ``--itl-ms``, by the clock: a late one
+does not make those after it late. It prints its address and serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
+
+from tests.support.servers.fake_worker import FakeWorker  # noqa: E402
+
+from baton.api.v1 import worker_pb2  # noqa: E402
+from baton.tokenizer import Tokenizer  # noqa: E402
+from baton.types import Role  # noqa: E402
+
+MODEL = str(ROOT / "models" / "baton-tiny")
+
+
+class PacedWorker(FakeWorker):
+    """One instance.
+
+    Args:
+        ttft_s: From a request's arrival to its first token.
+        itl_s: Between two tokens.
+    """
+
+    def __init__(self, ttft_s: float, itl_s: float) -> None:
+        super().__init__(Role.DECODE, "paced", caches=False)
+        self.state.model_path, self.state.max_model_len = MODEL, 2048
+        self._ttft_s, self._itl_s = ttft_s, itl_s
+        tokenizer = Tokenizer.load(MODEL)
+        words = [i for i in range(20, tokenizer.vocab_size) if tokenizer.decode([i]).strip().isalnum()]
+        self._token = words[len(words) // 2]
+
+    async def _generate(self, request: worker_pb2.GenerateRequest) -> AsyncIterator[worker_pb2.GenerateResponse]:
+        due, trace = time.monotonic() + self._ttft_s, self._trace(request)
+        limit = request.sampling.max_tokens
+        for position in range(limit):
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            due += self._itl_s
+            last = position + 1 == limit
+            response = worker_pb2.GenerateResponse()
+            delta = response.deltas.add(index=0, token_ids=[self._token])
+            if last:
+                delta.finish_reason = 2  # length
+            if position == 0 or last:
+                response.trace.CopyFrom(trace)
+            yield response
+
+
+async def serve(ttft_s: float, itl_s: float) -> None:
+    """Serve until standard input ends."""
+    worker = PacedWorker(ttft_s, itl_s)
+    await worker.start()
+    print(worker.address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await worker.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ttft-ms", type=float, default=80.0)
+    parser.add_argument("--itl-ms", type=float, default=20.0)
+    args = parser.parse_args()
+    asyncio.run(serve(args.ttft_ms / 1e3, args.itl_ms / 1e3))
