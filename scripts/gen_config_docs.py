@@ -15,9 +15,10 @@ from pathlib import Path
 from baton.bench.kv import command as kv_command
 from baton.bench.offline import command as offline_command
 from baton.bench.serve import command as serve_command
-from baton.cli import config, demo, explain, health, kvstore, up
+from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton.worker.process import add_config_flags
 from baton_kvstore.bench import command as store_command
 from baton_kvstore.config import KVStoreConfig
 from baton_router.bench import command, prefix_command
@@ -29,6 +30,11 @@ CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfi
 COMMANDS = {
     "up": up.add_parser,
     "configshow": config.add_show_parser,
+    "status": status.add_parser,
+    "chat": chat.add_parser,
+    "generate": generate.add_parser,
+    "drain": drain.add_parser,
+    "scale": scale.add_parser,
     "demo": demo.add_parser,
     "health": health.add_parser,
     "explain": explain.add_parser,
@@ -56,12 +62,22 @@ def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
         yield flag, _default(item.default), text
 
 
+def file_rows(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the flags that name a service's configuration file."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_config_flags(parser, "decode" if name == "worker" else name)
+    for action in parser._actions:
+        default = "the role" if action.dest == "pool" else ""
+        yield action.option_strings[-1], default, action.help or ""
+
+
 def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield flag, default and meaning of each argument of a command; flags of ``EngineConfig`` are left out."""
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    engine = {item.name for item in dataclasses.fields(EngineConfig)} if name in ("up", "configshow", "offline") else set()
+    has_engine = name in ("up", "configshow", "offline")
+    engine = {item.name for item in dataclasses.fields(EngineConfig)} if has_engine else set()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.dest in engine:
             continue
@@ -84,7 +100,9 @@ def _default(value: object) -> str:
 
 def table(name: str) -> str:
     """Return the table of a section."""
-    rows = command_rows(name) if name in COMMANDS else config_rows(CONFIGS[name])
+    rows = list(command_rows(name) if name in COMMANDS else config_rows(CONFIGS[name]))
+    if name in ("router", "worker", "kvstore"):
+        rows = [*file_rows(name), *rows]
     lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{flag}` | {_code(default)} | {_plain(text)} |" for flag, default, text in rows]
     return "\n" + "\n".join(lines) + "\n\n"

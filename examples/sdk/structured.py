@@ -2,12 +2,14 @@
 
 import sys
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 import baton
 
 
 class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     name: str = Field(max_length=12)
     arguments: int = Field(ge=0, le=9)
 

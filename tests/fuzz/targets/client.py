@@ -167,7 +167,8 @@ async def _generate(choices: Choices) -> None:
         def open_call(timeout: float) -> DirectCall:
             return DirectCall(links, request, timeout)
 
-    stream = AsyncStream(open_call, request.sampling.n, Budget(60.0, 0))
+    opening: Any = SimpleNamespace(open=open_call, request=request, resumes=False, failed=lambda: None)
+    stream = AsyncStream(opening, request.sampling.n, Budget(60.0, 0))
     chunks = [chunk async for chunk in stream]
     result = stream.result()
     for index, choice in enumerate(result.choices):

@@ -115,6 +115,7 @@ async def test_calls_move_on_and_one_router_alone_breaks(world: World) -> None:
     world.worker.state.pause_after = 3
     async with AsyncClient(world.addresses[1], timeout=60) as alone:
         stream = await alone.generate(PROMPT, stream=True, max_tokens=9, seed=1)
+        await anext(stream)
+        world.routers[1].process.kill()
         with pytest.raises(UnavailableError):
-            async for _ in stream:
-                world.routers[1].process.kill()
+            await stream.collect()

@@ -245,10 +245,11 @@ def test_an_unknown_option_is_a_type_error() -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        (("nowhere", None, 1.0, 0), "address"),
-        (("h:1", None, 0.0, 0), "timeout"),
-        (("h:1", None, float("inf"), 0), "timeout"),
-        (("h:1", None, 1.0, -1), "retries"),
+        ((("h:1", "nowhere"), None, 1.0, 0), "address"),
+        (((), None, 1.0, 0), "address"),
+        ((("h:1",), None, 0.0, 0), "timeout"),
+        ((("h:1",), None, float("inf"), 0), "timeout"),
+        ((("h:1",), None, 1.0, -1), "retries"),
     ],
 )
 def test_bad_settings_name_their_field(values: tuple[Any, ...], field: str) -> None:

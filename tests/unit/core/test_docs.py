@@ -40,9 +40,12 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-BENCHES = ["baton bench kv", "baton bench router", "baton bench prefixes", "baton bench store"]
+BENCHES = [f"baton bench {name}" for name in ("kv", "serve", "offline", "router", "prefixes", "store")]
+ROUTER = [f"baton {name}" for name in ("status", "chat", "generate", "drain", "scale")]
 STORES = ["baton kvstore tenants", "baton kvstore clear"]
-COMMANDS = [*SERVICES, "baton up", "baton demo", "baton health", "baton explain", *STORES, *BENCHES]
+ONE = ["baton up", "baton demo", "baton health", "baton explain", "baton completion"]
+CONFIG = ["baton config show", "baton config schema"]
+COMMANDS = [*SERVICES, *ONE, *CONFIG, *ROUTER, *STORES, *BENCHES]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -50,6 +53,12 @@ SECTIONS = {
     "baton-kvstore": ["kvstore"],
     "baton up": ["up", "engine"],
     "baton demo": ["demo"],
+    "baton completion": [],
+    "baton config show": ["configshow", "engine"],
+    "baton config schema": [],
+    **{command: [command.split()[1]] for command in ROUTER},
+    "baton bench serve": ["serve"],
+    "baton bench offline": ["offline", "engine"],
     "baton health": ["health"],
     "baton explain": ["explain"],
     "baton kvstore tenants": ["storetenants"],
@@ -151,7 +160,7 @@ def test_commands_in_documents_exist(flags_of):
     seen = 0
     for path in DOCUMENTS:
         for words in shell_commands(path.read_text(encoding="utf-8")):
-            nested = words[1:2] in (["bench"], ["kvstore"])
+            nested = words[1:2] in (["bench"], ["kvstore"], ["config"])
             command = words[0] if words[0] in SERVICES else " ".join(words[: 3 if nested else 2])
             if command == "baton --version":
                 continue
