@@ -176,11 +176,6 @@ class EngineCore:
         self._end_group(group, FinishReason.ABORT, None, self._early)
         return True
 
-    def abort_all(self) -> None:
-        """Abort every request that has not ended."""
-        for request_id in list(self._groups):
-            self.abort(request_id)
-
     def release(self, request_id: RequestId) -> bool:
         """Give back the blocks held for a finished request; ``False`` if there are none."""
         return self._bridge.release(request_id)

@@ -106,6 +106,11 @@ class EngineThread:
         """End a request; unknown ids are no error."""
         self._post(lambda: self._core.abort(request_id))
 
+    def abort_all(self) -> None:
+        """End every request that has not ended."""
+        for request_id in list(self._streams):
+            self.abort(request_id)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, between two steps.
 

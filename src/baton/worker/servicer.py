@@ -191,10 +191,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         """Stop admission and wait for running requests."""
-        admission, engine = self._worker.admission, self._worker.engine
+        admission = self._worker.admission
         left = await admission.drain(request.timeout_ms / 1000)
         if left and request.migrate:
-            await engine.call(engine.core.abort_all)
+            self._worker.engine.abort_all()
             left = await admission.drain(_ABORTED_S)
         return worker_pb2.DrainResponse(num_unfinished=left)
 
