@@ -107,10 +107,10 @@ def paced() -> Iterator[str]:
     router = subprocess.Popen([*command, "--decode", worker.stdout.readline().strip()])
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/v1/models").status_code == 200:
-                    break
+        deadline = time.monotonic() + 300
+        while not _serves(url):
+            if time.monotonic() > deadline or router.poll() is not None or worker.poll() is not None:
+                raise SystemExit("the router or the worker did not start")
             time.sleep(0.1)
         yield url
     finally:
@@ -118,6 +118,13 @@ def paced() -> Iterator[str]:
         router.wait()
         worker.stdin.close()
         worker.wait(30)
+
+
+def _serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @contextlib.contextmanager
