@@ -35,9 +35,24 @@ inline double exponential(uint64_t key, uint64_t i) {
   return -std::log(((double)(mix(key + (i + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53);
 }
 
+#if defined(__AVX2__) && !defined(BATON_AVX512)
+// By the bits of a mask: the lanes that it has, one a byte, and behind them any.
+struct Lanes {
+  uint64_t of[256];
+  constexpr Lanes() : of{} {
+    for (int bits = 0; bits < 256; ++bits)
+      for (int lane = 0, count = 0; lane < 8; ++lane)
+        if (bits >> lane & 1) of[bits] |= (uint64_t)lane << 8 * count++;
+  }
+};
+constexpr Lanes LANES;
+#endif
+
 inline bool any(vi mask) {
 #if defined(BATON_AVX512)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask);
 #else
   int32_t found = 0;
   for (int i = 0; i < VL; ++i) found |= mask[i];
@@ -50,6 +65,11 @@ inline float* append(float* out, vf x, vi mask) {
 #if defined(BATON_AVX512)
   const __mmask16 bits = _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
   _mm512_storeu_ps(out, _mm512_maskz_compress_ps(bits, (__m512)x));
+  return out + __builtin_popcount(bits);
+#elif defined(__AVX2__)
+  const int bits = _mm256_movemask_ps((__m256)mask);
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)LANES.of[bits]));
+  _mm256_storeu_ps(out, _mm256_permutevar8x32_ps((__m256)x, lanes));
   return out + __builtin_popcount(bits);
 #else
   if (any(mask))
