@@ -6,6 +6,7 @@ import sys
 import time
 
 folder, work, threads = sys.argv[1:]
+clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1")
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
 
@@ -28,7 +29,7 @@ def main() -> None:
         request = json.loads(line)
         new_tokens = request["new_tokens"]
         options = vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
+        begin = clock()
         times: dict[str, list[float]] = {}
         for prompt in request["prompts"]:
             name = str(next(counter))
@@ -38,7 +39,7 @@ def main() -> None:
             for output in engine.step():
                 name = output.request_id.split("-")[0]
                 new = len(output.outputs[0].token_ids) - len(times[name])
-                times[name] += [time.perf_counter() - begin] * new
+                times[name] += [clock() - begin] * new
         print("RIVAL " + json.dumps(list(times.values())), flush=True)
 
 

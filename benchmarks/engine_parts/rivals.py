@@ -3,7 +3,7 @@
 A worker (``rival_<name>.py``) is given the checkpoint's folder, a folder for what it makes of it, and the number of
 threads. It prints a JSON object of details when it is ready; then, per line of ``{"prompts": [[id, ...], ...],
 "new_tokens": n}`` on its standard input, a list of the seconds since that line at which each sequence's tokens were
-there.
+there, by the clock that ``RIVAL_CLOCK`` names: wall or cpu.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class Rival:
         details: What it says of itself.
     """
 
-    def __init__(self, name: str, environments: Path, model: Path, threads: int) -> None:
+    def __init__(self, name: str, environments: Path, model: Path, threads: int, clock: str) -> None:
         self._name = name
         python = environment(environments / name, RIVALS[name])
         self._work = tempfile.TemporaryDirectory(prefix=f"baton-rival-{name}-")
         worker = Path(__file__).with_name(f"rival_{name}.py")
         settings = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+        settings["RIVAL_CLOCK"] = clock
         with (environments / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [python, "-I", worker, model, self._work.name, str(threads)],
