@@ -7,8 +7,6 @@
 Prints a line of JSON per step. The demo model knows no tools: what it calls, the grammar of the tools has it call.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any, Literal

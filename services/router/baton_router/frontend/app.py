@@ -113,9 +113,11 @@ def create_app(
     }
     for path in endpoints:
         _add(app, "POST", path, _served_by_the_protocol)
-    kept = KeptResponses(store)
-    _add(app, "GET", "/v1/responses/{response_id}", kept.get)
-    _add(app, "DELETE", "/v1/responses/{response_id}", kept.delete)
+    # One route for both: another method is told of all there are.
+    methods = ["GET", "HEAD", "DELETE"]
+    app.add_api_route(
+        "/v1/responses/{response_id}", KeptResponses(store).serve, methods=methods, response_class=Response
+    )
     _add(app, "GET", "/openapi.json", _Constant(document).get)
     _add(app, "GET", "/v1/models", models.list)
     _add(app, "GET", "/v1/models/{model:path}", models.get)

@@ -2,12 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton_router.frontend.openai.schemas import Body, Outside
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _block(kind: str, needed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **needed, **more},
+        "required": ["type", *needed],
+    }
+
+
+_STRING = {"type": "string"}
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _block("text", {"text": _STRING})}]}
+_BLOCKS = [
+    _block("text", {"text": _STRING}),
+    _block("tool_use", {"id": _STRING, "name": _STRING, "input": {"type": "object"}}),
+    _block("tool_result", {"tool_use_id": _STRING}, content=_or_null(_TEXTS), is_error={"type": ["boolean", "null"]}),
+    _block("thinking", {"thinking": _STRING}),
+    _block("redacted_thinking", {}),
+]
+_MESSAGES = {
+    "description": "The conversation; the model's chat template makes the prompt of it.",
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _BLOCKS}, "minItems": 1}]},
+        },
+        "required": ["role", "content"],
+    },
+    "minItems": 1,
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["custom", None]},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": {"type": ["string", "null"]},
+        "input_schema": {"description": "A JSON schema of an object.", "type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "input_schema"],
+}
+
+
+_TOOL_CHOICE = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": _STRING,
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
+    "required": ["type"],
+}
+_THINKING = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["enabled", "adaptive", "disabled"]},
+        "budget_tokens": {"description": "With enabled: fewer than max_tokens.", "type": "integer", "minimum": 1},
+        "display": {"enum": ["summarized", "omitted", None]},
+    },
+    "required": ["type"],
+}
 
 
 class CountTokensBody(Body, kw_only=True):
@@ -18,6 +86,14 @@ class CountTokensBody(Body, kw_only=True):
         {"output_format": (), "mcp_servers": ([],), "container": (), "context_management": ({}, {"edits": []})},
         {"speed": ("standard",), "service_tier": ("auto", "standard_only"), "betas": ([],)},
     )
+
+    described: ClassVar[Mapping[str, Any]] = {
+        "messages": _MESSAGES,
+        "system": _or_null(_TEXTS),
+        "tools": _or_null({"type": "array", "items": _TOOL}),
+        "tool_choice": _or_null(_TOOL_CHOICE),
+        "thinking": _or_null(_THINKING),
+    }
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -33,7 +109,7 @@ class CountTokensBody(Body, kw_only=True):
 class MessagesBody(CountTokensBody, kw_only=True):
     """``POST /v1/messages``."""
 
-    max_tokens: int
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None

@@ -118,16 +118,16 @@ class KeptResponses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    async def get(self, request: Request) -> Response:
-        """Serve ``GET``: the response as it was."""
+    async def serve(self, request: Request) -> Response:
+        """Return the response as it was, or forget it, here and for ``previous_response_id``."""
+        ident, account = request.path_params["response_id"], account_of(request)
+        if request.method == "DELETE":
+            self._store.delete(account, ident)
+            return _json(orjson.dumps({"id": ident, "object": "response", "deleted": True}))
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
-        body = self._store.body(account_of(request), request.path_params["response_id"])
-        return Response(body, media_type="application/json")
+        return _json(self._store.body(account, ident))
 
-    async def delete(self, request: Request) -> Response:
-        """Serve ``DELETE``: it is forgotten, here and for ``previous_response_id``."""
-        ident = request.path_params["response_id"]
-        self._store.delete(account_of(request), ident)
-        body = {"id": ident, "object": "response", "deleted": True}
-        return Response(orjson.dumps(body), media_type="application/json")
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

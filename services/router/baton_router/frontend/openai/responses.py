@@ -14,12 +14,10 @@ from baton.grammar import StructuredOutputs
 from baton_router.frontend.openai.endpoint import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
 from baton_router.frontend.openai.response_store import ResponseStore
-from baton_router.frontend.openai.responses_schema import ResponsesBody
+from baton_router.frontend.openai.responses_schema import ROLES, TEXT_PARTS, ResponsesBody
 from baton_router.frontend.openai.schemas import ignored_fields, parse_body, unknown_fields
 from baton_router.types import Account
 
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_ROLES = ("user", "assistant", "system", "developer")
 _PASSED = (
     *("model", "temperature", "top_p", "stream", "user", "seed", "top_k", "min_p", "chat_template_kwargs"),
     "thinking_token_budget",
@@ -136,8 +134,8 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
-                if role not in _ROLES:
-                    message = f"{place}.role must be one of {', '.join(_ROLES)}, got {shown(role)}"
+                if role not in ROLES:
+                    message = f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}"
                     raise InvalidRequestError(message, field=f"{place}.role")
                 content = _text(item.get("content"), f"{place}.content")
                 if role == "assistant" and messages and messages[-1].get("open"):
@@ -145,7 +143,9 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 else:
                     messages.append({"role": role, "content": content})
             case "reasoning":
-                content = _text(item.get("content") or item.get("summary") or [], f"{place}.content")
+                given = {name: item[name] for name in ("content", "summary") if item.get(name) is not None}
+                texts = [_text(value, f"{place}.{name}") for name, value in given.items()]
+                content = next(filter(None, texts), "")
                 messages.append({"role": "assistant", "content": "", "reasoning_content": content, "open": True})
             case "function_call":
                 call = {"id": item.get("call_id"), "type": "function"}
@@ -184,7 +184,7 @@ def _text(value: Any, place: str) -> str:
         raise InvalidRequestError(f"{place} must be a string or a list of parts", field=place)
     texts = []
     for at, part in enumerate(value):
-        known = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
+        known = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
         if not known or not isinstance(part.get("text"), str):
             message = f"{place}[{at}]: only text parts are supported: {{'type': 'input_text', 'text': '...'}}"
             raise InvalidRequestError(message, field=f"{place}[{at}]")

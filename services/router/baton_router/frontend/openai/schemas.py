@@ -236,6 +236,8 @@ class Body(msgspec.Struct, kw_only=True):
     """A JSON object; ``None`` is the default of what is not required. See :func:`unknown_fields` for all else."""
 
     outside: ClassVar[Outside] = Outside()
+    described: ClassVar[Mapping[str, Any]] = {}
+    """JSON schemas of fields that documents tell more of than their types do."""
 
 
 class StreamOptions(Body):
@@ -443,6 +445,7 @@ def json_schemas(classes: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
     for cls in classes:
         if issubclass(cls, Body):
             properties = components[cls.__name__]["properties"]
+            properties.update(cls.described)
             for name, low, high, _ in RANGES:
                 _set_range(properties.get(name, {}), low, high)
             for name, low, high in _MORE_RANGES:
