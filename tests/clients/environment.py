@@ -72,10 +72,12 @@ def _interpreter(least: tuple[int, int]) -> str:
     if sys.version_info[:2] >= least:
         return sys.executable
     for minor in range(least[1], least[1] + 4):
-        named = f"python{least[0]}.{minor}"
-        own = sorted(Path.home().glob(f".pyenv/versions/{least[0]}.{minor}.*/bin/{named}"))
-        if found := shutil.which(named) or next(map(str, own), None):
-            return found
+        name = f"python{least[0]}.{minor}"
+        own = sorted(Path.home().glob(f".pyenv/versions/{least[0]}.{minor}.*/bin/{name}"))
+        for found in (*map(str, own), shutil.which(name)):
+            # A name on the path may stand for a version that is not there.
+            if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+                return found
     pytest.skip(f"there is no Python {least[0]}.{least[1]} or newer here")
 
 
