@@ -61,6 +61,7 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "seed":
 BATCHES = (1, 4, 8, 32)
 PROBABILITIES = (0.8, 0.6, 0.0)
 RECORDED_CONTEXT, RECORDED_TOKENS = 128, 96
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def main() -> int:
@@ -90,6 +91,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
     parser.add_argument("--prompts", type=int, default=33)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=RECORDED_TOKENS, help="recorded: of each answer")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="recorded: cpu, with one thread, on a busy machine"
+    )
     parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--smoke", action="store_true", help="a tiny model in place of 125M, to see that it runs")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
@@ -213,12 +218,15 @@ def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:
 
 def recorded(args: argparse.Namespace) -> dict[str, Any]:
     """Return tokens per second of a model of 125M with drafts of a known quality, against none."""
-    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "new_tokens": RECORDED_TOKENS, "dtype": "bfloat16"}
+    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "new_tokens": args.new_tokens, "dtype": "bfloat16"}
+    found.update(threads=args.threads, clock=args.clock, repeats=args.repeats)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), "llama", smoke=args.smoke)
         config = EngineConfig(model=folder, threads=args.threads, kv_blocks=32 * 16, prefix_caching=False)
         engine = build_engine(config)
+        engine._clock = CLOCKS[args.clock]
         for batch in args.batches:
+            print(f"batch {batch} ...", file=sys.stderr, flush=True)
             found[str(batch)] = of_batch(args, engine, config, batch, model.vocab_size)
             print(f"batch {batch}: {found[str(batch)]}", flush=True)
         engine.executor.close()
@@ -235,14 +243,14 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
     for repeat in range(args.repeats + 1):  # the first warms up, and lets what is learnt be learnt
         rng = np.random.default_rng([repeat, batch])
         prompts = rng.integers(3, vocab, (batch, RECORDED_CONTEXT)).tolist()
-        plain, answers = tokens_per_s(engine, None, prompts)
+        plain, answers = tokens_per_s(args, engine, None, prompts)
         ratios = {}
         for name, speculator in speculators.items():
             drafters[name].outputs = answers
-            rate, _ = tokens_per_s(engine, speculator, prompts)
+            rate, _ = tokens_per_s(args, engine, speculator, prompts)
             ratios[name] = rate / plain
-        again, _ = tokens_per_s(engine, None, prompts)
-        rate, _ = tokens_per_s(engine, off, prompts, speculative_tokens=0)
+        again, _ = tokens_per_s(args, engine, None, prompts)
+        rate, _ = tokens_per_s(args, engine, off, prompts, speculative_tokens=0)
         ratios["off"] = rate / again
         ratios["repeated"] = again / plain
         if repeat:
@@ -258,7 +266,11 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
 
 
 def tokens_per_s(
-    engine: EngineCore, speculator: Speculator | None, prompts: list[list[int]], **options: Any
+    args: argparse.Namespace,
+    engine: EngineCore,
+    speculator: Speculator | None,
+    prompts: list[list[int]],
+    **options: Any,
 ) -> tuple[float, dict[tuple[str, int], list[int]]]:
     """Return tokens per second from all first tokens to the first end, and the answers."""
     engine.speculator = speculator
@@ -267,11 +279,11 @@ def tokens_per_s(
     for i, prompt in enumerate(prompts):
         name = f"r{i}"
         times[name], answers[name, 0] = [], []
-        params = SamplingParams(max_tokens=RECORDED_TOKENS, temperature=0.0, ignore_eos=True, **options)
+        params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True, **options)
         engine.add_request(EngineRequest(RequestId(name), prompt, params))
     while engine.has_work():
         outputs = engine.step()
-        now = time.perf_counter()
+        now = CLOCKS[args.clock]()
         for output in outputs:
             if output.error:
                 raise RuntimeError(output.error)
