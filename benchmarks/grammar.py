@@ -59,8 +59,8 @@ from baton.types import Grammar, RequestId, SamplingParams
 RESULT = Path(__file__).parent / "results" / "grammar.json"
 CACHE = Path.home() / ".cache" / "baton-bench"
 RIVALS = {
-    # xgrammar takes torch and transformers from this environment.
-    "xgrammar": ("--no-deps", "xgrammar==0.2.8", "apache-tvm-ffi", "numpy", "pydantic", "typing-extensions"),
+    # All else, torch and transformers among it, xgrammar takes from this environment.
+    "xgrammar": ("--no-deps", "xgrammar==0.2.8", "apache-tvm-ffi"),
     "outlines_core": ("outlines_core==0.2.14",),
 }
 RIVAL_SCHEMAS, RIVAL_SECONDS = 3, 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import importlib.metadata
 import json
 import sys
 import time
@@ -37,7 +38,7 @@ def main() -> None:
                 if not position and not at:
                     first_s.append(compiled_s[-1] + masks[-1])
                 guide.advance(token)
-    result = {"version": outlines_core.__version__, "table_s": table, "compile_s": compiled_s}
+    result = {"version": importlib.metadata.version("outlines_core"), "table_s": table, "compile_s": compiled_s}
     print("RIVAL", json.dumps({**result, "first_mask_s": first_s, "mask_s": masks}))
 
 

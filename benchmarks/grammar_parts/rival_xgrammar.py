@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    sys.path.append(job["site"])  # torch and transformers, which it needs
+    sys.path.insert(0, job["site"])  # torch and transformers, which it needs
     import torch
     import xgrammar
 
@@ -38,7 +39,7 @@ def main() -> None:
                     first_s.append(compiled_s[-1] + masks[-1])
                 if not matcher.accept_token(token):
                     raise RuntimeError(f"{vocab[token]!r} is not taken at {position}")
-    result = {"version": xgrammar.__version__, "table_s": table, "compile_s": compiled_s}
+    result = {"version": importlib.metadata.version("xgrammar"), "table_s": table, "compile_s": compiled_s}
     print("RIVAL", json.dumps({**result, "first_mask_s": first_s, "mask_s": masks}))
 
 
