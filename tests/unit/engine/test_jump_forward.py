@@ -12,6 +12,7 @@ from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
+from baton.engine.grammar import constraint
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import LONG_RUN
 from baton.engine.request import EngineRequest, SequenceOutput
@@ -65,8 +66,8 @@ class Engine:
         self.steps = 0
 
     def add(self, name: str, sampling: SamplingParams, output: list[int] | None = None, **fields: object) -> None:
-        constraint = None if sampling.grammar is None else self.compiler.constraint(sampling.grammar, output or ())
-        request = EngineRequest(RequestId(name), PROMPT, sampling, output or [], constraint=constraint, **fields)
+        one = None if sampling.grammar is None else self.compiler.constraint(sampling.grammar, output or ())
+        request = EngineRequest(RequestId(name), PROMPT, sampling, output or [], constraint=one, **fields)
         self.core.add_request(request)
 
     def run(self) -> dict[str, list[SequenceOutput]]:
@@ -213,6 +214,19 @@ def test_long_runs_are_computed_like_prompts_and_others_get_a_token_in_every_ste
             assert engine.steps < 2 * count // 32 + 16
     assert ends_of(results[0]) == ends_of(results[1])
     assert len(tokens_of(results[1]["long.0"])) == 2 * count + 2
+
+
+def test_a_search_for_forced_tokens_that_takes_long_fails_its_request_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(compiler, jump=True)
+    engine.add("slow", SamplingParams(temperature=0.0, max_tokens=40, grammar=regex_grammar("[xy]qrstuv[01]{9}")))
+    engine.add("free", SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True))
+    monkeypatch.setattr(constraint, "USUAL_S", -1.0)
+    found = engine.run()
+    assert found["slow.0"][-1].finish_reason is FinishReason.ERROR
+    assert "too long" in (found["slow.0"][-1].error or "")
+    assert found["free.0"][-1].finish_reason is FinishReason.LENGTH
 
 
 def test_roll_back_into_a_run_goes_on_with_the_same(compiler: GrammarCompiler) -> None:

@@ -166,7 +166,7 @@ class StepMasks:
         Args:
             constraint: Whoever takes a token appends it there before the next one.
         """
-        while self.jump_forward and (found := constraint.forced()):
+        while self.jump_forward and (found := self._forced(constraint)):
             for token in found:
                 self.forced_tokens += 1
                 yield TokenLogprob(token, 0.0, 1, ((token, 0.0),))
@@ -208,6 +208,12 @@ class StepMasks:
         self.masks += len(guided)
         return found
 
+    def _forced(self, constraint: Constraint) -> list[int]:
+        begun = time.thread_time()
+        found = constraint.forced()
+        _charge(constraint, time.thread_time() - begun - USUAL_S)
+        return [] if constraint.error else found
+
     def _fill(self, guided: Sequence[Constraint], memory: npt.NDArray[np.uint32]) -> None:
         """Compute masks, and take note of what they cost: one by one for a while where they cost much."""
         begun = time.perf_counter()
@@ -227,7 +233,12 @@ class StepMasks:
     def _fill_measured(self, one: Constraint, mask: npt.NDArray[np.uint32]) -> None:
         begun = time.thread_time()
         self._backend.fill_mask(one.matcher, mask)
-        extra = max(0.0, time.thread_time() - begun - USUAL_S)
+        _charge(one, time.thread_time() - begun - USUAL_S)
+
+
+def _charge(one: Constraint, extra: float) -> None:
+    """Count what a mask, or the search for forced tokens, took beyond what is usual."""
+    if extra > 0:
         one.cost.seconds += extra
         one.matcher.family.seconds += extra
         if one.cost.seconds > MAX_EXTRA_S:
