@@ -5,10 +5,12 @@ Control tokens are the *special* added tokens of a tokenizer, and those others t
 give back what the model said, such as its ``<think>``.
 
 A chat template makes one text of its own markers and of the messages'. So names of control tokens in messages are
-replaced by random digits before it runs. In its result, the names that are left are the template's: they get private
-names, and the messages' own come back. A second tokenizer over the same model, which knows control tokens by their
-private names alone, makes ids of that text. So all of a text around a name is tokenized as if the name were any word,
-as transformers does it with ``split_special_tokens``. Texts without such names never come here.
+replaced by random digits before it runs, and so are parts of names at the ends of strings: these would become names
+beside other strings, or between brackets of the template (``<`` and ``>`` around a tool's key that is ``|im_end|``).
+In its result, the names that are left are the template's: they get private names, and the messages' own come back. A
+second tokenizer over the same model, which knows control tokens by their private names alone, makes ids of that text.
+So all of a text around a name is tokenized as if the name were any word, as transformers does it with
+``split_special_tokens``. Texts without such names never come here.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from baton.token_ids import TokenIds
 _MARKER = re.compile(r"[^\w\s].+[^\w\s]")
 """What an added token looks like that is a marker rather than a word or a run of spaces."""
 _ASSISTANT = frozenset({"assistant", "model"})
-_INDEX_DIGITS = 6
+_INDEX_DIGITS = 8
 
 
 class _Finder:
@@ -39,6 +41,10 @@ class _Finder:
         ordered = sorted(names, key=len, reverse=True)  # the longest wins, as in tokenizers
         self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._beginnings = sorted({name[:2] for name in ordered})
+        self._first, self._last = ({name[at] for name in ordered} for at in (0, -1))
+        self._heads = {part for name in ordered for end in range(1, len(name)) if _is_odd(part := name[:end])}
+        self._tails = {part for name in ordered for begin in range(1, len(name)) if _is_odd(part := name[begin:])}
+        self._longest, self._all = max(map(len, ordered), default=0), "\n".join(ordered)
 
     def finds(self, text: str) -> bool:
         """Whether a name is in a text."""
@@ -49,9 +55,52 @@ class _Finder:
             and self._pattern.search(text) is not None
         )
 
+    def touches(self, text: str) -> bool:
+        """Whether a name is in a text, or a part of one at its ends."""
+        return self.finds(text) or (self._pattern is not None and self.ends(text) != (0, len(text)))
+
+    def ends(self, text: str) -> tuple[int, int]:
+        """Return where, in a text, what is no part of a name at its beginning begins, and at its end ends."""
+        begin, end = 0, len(text)
+        if end < self._longest and _is_odd(text) and text in self._all:
+            return end, end
+        head, tail = text[: self._longest - 1], text[1 - self._longest :] if self._longest > 1 else ""
+        if any(char in tail for char in self._first):
+            end -= next((size for size in range(len(tail), 0, -1) if tail[-size:] in self._heads), 0)
+        if any(char in head for char in self._last):
+            begin = next((size for size in range(len(head), 0, -1) if head[:size] in self._tails), 0)
+        return (begin, end) if begin <= end else (len(text), len(text))
+
+    def hide(self, text: str, hidden: Hidden) -> str:
+        """Return a text without names and without parts of names at its ends."""
+        if self._pattern is None:
+            return text
+        begin, end = self.ends(text)
+        middle = self._pattern.sub(lambda match: hidden.hide(match[0]), text[begin:end])
+        return hidden.hide(text[:begin]) + middle + hidden.hide(text[end:])
+
     def replace(self, text: str, names: Mapping[str, str]) -> str:
         """Return a text with other names."""
         return text if self._pattern is None else self._pattern.sub(lambda match: names[match[0]], text)
+
+
+class Hidden:
+    """What was hidden in one conversation: digits that stand in no text but by intent stand for it."""
+
+    def __init__(self) -> None:
+        self._mark = str(10**29 + secrets.randbelow(9 * 10**29))
+        self._texts: dict[str, str] = {}
+
+    def hide(self, text: str) -> str:
+        """Return what stands for a text; for an empty one nothing."""
+        if not text:
+            return ""
+        return self._texts.setdefault(text, f"{self._mark}{len(self._texts):0{_INDEX_DIGITS}}")
+
+    def show(self, text: str) -> str:
+        """Return a text with all that was hidden."""
+        texts = list(self._texts)
+        return re.sub(f"{self._mark}([0-9]{{{_INDEX_DIGITS}}})", lambda match: texts[int(match[1])], text)
 
 
 class ControlTokens:
@@ -84,33 +133,31 @@ class ControlTokens:
         return self._in_all or self._any.finds(text)
 
     def in_conversation(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bool:
-        """Whether the name of a control token is in any string of messages and template variables."""
-        return self._in_all or any(
-            self._finder(part).finds(text) for part in (*messages, variables) for text in _strings(part)
-        )
+        """Whether the name of a control token, or a part at the ends, is in any string of messages and variables."""
+        found = [(self._finder(part), text) for part in (*messages, variables) for text in _strings(part)]
+        if self._in_all or any(finder.finds(text) for finder, text in found):
+            return True
+        return any(finder.touches(text) for finder, text in found) and self._literal.works
 
     def _finder(self, part: Mapping[str, Any]) -> _Finder:
         role = part.get("role")
         return self._special if isinstance(role, str) and role in _ASSISTANT else self._any
 
-    def hide(self, value: Any, mark: str) -> Any:
-        """Return a message or variables with ``mark`` and a number for each name; see :meth:`private`."""
-        hidden = {name: f"{mark}{at:0{_INDEX_DIGITS}}" for at, name in enumerate(self._names)}
+    def hide(self, value: Any, hidden: Hidden) -> Any:
+        """Return a message or variables without names; see :meth:`private`."""
         try:
             return _replace(value, self._finder(value), hidden)
         except RecursionError as error:
             raise InvalidRequestError("a message is nested too deeply", field="messages") from error
 
-    def private(self, rendered: str, mark: str) -> tuple[str, str]:
+    def private(self, rendered: str, hidden: Hidden) -> tuple[str, str]:
         """Take a rendered conversation apart from the names that were hidden in it.
 
         Returns:
             The text with all names, and the text where only hidden names are spelt and others are private ones.
         """
-        hidden = re.compile(f"{mark}([0-9]{{{_INDEX_DIGITS}}})")
         private = self._any.replace(rendered, dict(zip(self._names, self._literal.private, strict=True)))
-        plain, private = (hidden.sub(lambda match: self._names[int(match[1])], text) for text in (rendered, private))
-        return plain, private
+        return hidden.show(rendered), hidden.show(private)
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
         """Return the ids of a text in which only private names are control tokens.
@@ -131,6 +178,7 @@ class _LiteralTokenizer:
     Attributes:
         private: The names, parallel to those it was made for. A few characters for private use each, which no client
             can guess.
+        works: Whether it can be used: the vocabulary has no holes.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Sequence[str]) -> None:
@@ -144,7 +192,7 @@ class _LiteralTokenizer:
         """From ids of added tokens, where they differ from the model's."""
         self._spelt: dict[int, str] = {}
         """Control tokens that are words of the model as well."""
-        self._works = True
+        self.works = True
         for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
             name, own = private.get(token.content), token.content in private
             added = tokenizers.AddedToken(
@@ -160,14 +208,14 @@ class _LiteralTokenizer:
             if here is None:  # without content: such a token is never added
                 continue
             word = backend.model.id_to_token(here)
-            self._works = self._works and word in (None, added.content)  # else: a vocabulary with holes in it
+            self.works = self.works and word in (None, added.content)  # else: a vocabulary with holes in it
             if here != token_id:
                 self._ids[here] = token_id
             if own and backend.model.id_to_token(token_id) is not None:
                 self._spelt[token_id] = token.content
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
-        if not self._works:
+        if not self.works:
             message = "this model's tokenizer cannot take the name of a control token as text"
             raise InvalidRequestError(message, field="prompt")
         try:
@@ -197,9 +245,9 @@ def _rewrites(normalizer: Any) -> bool:
     return any(step["type"] not in ("Prepend", "Replace") for step in steps)
 
 
-def new_mark() -> str:
-    """Return digits that stand in no text but by intent."""
-    return str(10**29 + secrets.randbelow(9 * 10**29))
+def _is_odd(part: str) -> bool:
+    """Whether a part of a name is more than a word: templates compare words (roles, types) with their own."""
+    return not part.replace("_", "").isalnum()
 
 
 def _private_name() -> str:
@@ -219,9 +267,9 @@ def _strings(value: Any) -> Iterator[str]:
             left.extend(item)
 
 
-def _replace(value: Any, finder: _Finder, names: Mapping[str, str]) -> Any:
+def _replace(value: Any, finder: _Finder, hidden: Hidden) -> Any:
     if isinstance(value, str):
-        return finder.replace(value, names) if finder.finds(value) else value
+        return finder.hide(value, hidden) if finder.touches(value) else value
     if isinstance(value, Mapping):
-        return {_replace(key, finder, names): _replace(item, finder, names) for key, item in value.items()}
-    return [_replace(item, finder, names) for item in value] if isinstance(value, list | tuple) else value
+        return {_replace(key, finder, hidden): _replace(item, finder, hidden) for key, item in value.items()}
+    return [_replace(item, finder, hidden) for item in value] if isinstance(value, list | tuple) else value

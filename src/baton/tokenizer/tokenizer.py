@@ -16,7 +16,7 @@ import tokenizers
 from baton.errors import ConfigError, InvalidRequestError
 from baton.token_ids import TokenIds
 from baton.tokenizer.chat_template import ChatTemplate
-from baton.tokenizer.control_tokens import ControlTokens, new_mark
+from baton.tokenizer.control_tokens import ControlTokens, Hidden
 from baton.tokenizer.fast_encoder import fast_encoder
 from baton.tokenizer.model_files import (
     ByteScheme,
@@ -278,10 +278,10 @@ class TextModel:
             raise InvalidRequestError("the model has no chat template: send a prompt instead", field="messages")
         extra, named = variables or {}, {"tools": tools}
         known = allow_special_tokens or not self._control.in_conversation([*messages, named], extra)
-        mark = "" if known else new_mark()
-        if mark:
-            messages = [self._control.hide(message, mark) for message in messages]
-            extra, tools = self._control.hide(extra, mark), self._control.hide(named, mark)["tools"]
+        hidden = None if known else Hidden()
+        if hidden is not None:
+            messages = [self._control.hide(message, hidden) for message in messages]
+            extra, tools = self._control.hide(extra, hidden), self._control.hide(named, hidden)["tools"]
         text = self.chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -289,7 +289,7 @@ class TextModel:
             variables=extra,
             tools=tools,
         )
-        return PromptText(*self._control.private(text, mark)) if mark else PromptText(text)
+        return PromptText(text) if hidden is None else PromptText(*self._control.private(text, hidden))
 
     def encode(self, prompt: PromptText, add_special_tokens: bool = True) -> TokenIds:
         """Return the ids of a prompt.
