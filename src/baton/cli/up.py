@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe a deployment."""
-    parser.add_argument("-f", "--config", default="", metavar="FILE", help=_FILE_HELP)
+    parser.add_argument("--config", "-f", default="", metavar="FILE", help=_FILE_HELP)
     parser.add_argument("--ratio", default=None, metavar="xPyD", help="instances, e.g. 2P3D (default: 1P1D)")
     parser.add_argument("--port", type=int, default=None, help="HTTP port (default: 8000; 0: a free one)")
     parser.add_argument("--grpc-port", type=int, default=None, help="gRPC port (default: 8001; 0: a free one)")

@@ -43,7 +43,7 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     text = "compare two files that --json wrote, and measure nothing"
     parser.add_argument("--compare", nargs=2, default=None, metavar=("A", "B"), help=text)
     text = "a deployment's file: its slo section is --slo, where that is not given"
-    parser.add_argument("-f", "--config", default="", metavar="FILE", help=text)
+    parser.add_argument("--config", "-f", default="", metavar="FILE", help=text)
     add_flags(parser, AccessConfig)
     parser.set_defaults(run=run)
 
