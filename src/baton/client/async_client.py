@@ -8,7 +8,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -290,11 +290,11 @@ class AsyncClient:
         if not self._is_direct:
             return self._opening("Generate", request, metadata)
 
-        def call(stub: Any, request: Any, timeout: float) -> DirectCall:
+        def call(stub: Callable[[], Any], request: Any, timeout: float) -> DirectCall:
             self._connect()
             if self._direct is None:
-                self._direct = DirectLinks(stub, self._open_ticketed, self._settings.metadata, self._tokenizer)
-            self._direct.router = stub
+                self._direct = DirectLinks(stub(), self._open_ticketed, self._settings.metadata, self._tokenizer)
+            self._direct.router = stub()
             return DirectCall(self._direct, request, timeout, metadata)
 
         return Opening(self._routers, call, request)
@@ -302,9 +302,9 @@ class AsyncClient:
     def _opening(self, name: str, request: Any, more: tuple[tuple[str, str], ...] = ()) -> Opening:
         metadata = self._settings.metadata + more
 
-        def call(stub: Any, request: Any, timeout: float) -> Any:
+        def call(stub: Callable[[], Any], request: Any, timeout: float) -> Any:
             self._connect()
-            return getattr(stub, name)(request, timeout=timeout, metadata=metadata)
+            return getattr(stub(), name)(request, timeout=timeout, metadata=metadata)
 
         return Opening(self._routers, call, request)
 

@@ -25,6 +25,7 @@ class Routers:
     def __init__(self, addresses: tuple[str, ...], token: Token | None, tls: Tls | None) -> None:
         self._addresses, self._token, self._tls = addresses, token, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, Any] = {}
         self._at = 0
 
     @property
@@ -40,8 +41,10 @@ class Routers:
     def stub(self) -> Any:
         """Return the current router's stub."""
         if self.current not in self._channels:
-            self._channels[self.current] = open_channel(self.current, token=self._token, tls=self._tls)
-        return router_pb2_grpc.RouterServiceStub(self._channels[self.current])
+            channel = open_channel(self.current, token=self._token, tls=self._tls)
+            self._channels[self.current] = channel
+            self._stubs[self.current] = router_pb2_grpc.RouterServiceStub(channel)
+        return self._stubs[self.current]
 
     def failed(self, address: str) -> None:
         """Ask the next one from now on, unless another call has moved on already."""
@@ -51,6 +54,7 @@ class Routers:
     async def close(self) -> None:
         """End all connections."""
         channels, self._channels = self._channels, {}
+        self._stubs.clear()
         for channel in channels.values():
             await channel.close(None)
 
@@ -60,11 +64,14 @@ class Opening:
 
     Args:
         routers: The client's.
-        open_call: Gets the stub of a router, what to ask and the seconds it may take; returns the call.
+        open_call: Gets what returns the current router's stub, what to ask and the seconds it may take; returns the
+            call.
         request: What is asked.
     """
 
-    def __init__(self, routers: Routers, open_call: Callable[[Any, Any, float], Any], request: Any) -> None:
+    def __init__(
+        self, routers: Routers, open_call: Callable[[Callable[[], Any], Any, float], Any], request: Any
+    ) -> None:
         self.request = request
         self._routers, self._open_call = routers, open_call
         self._address = ""
@@ -82,7 +89,7 @@ class Opening:
             request: What to ask instead.
         """
         self._address = self._routers.current
-        return self._open_call(self._routers.stub(), self.request if request is None else request, timeout)
+        return self._open_call(self._routers.stub, self.request if request is None else request, timeout)
 
     def failed(self) -> None:
         """Note that the router did not answer, or ceased to."""
