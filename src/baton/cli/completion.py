@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 _FUNCTION = """\
 _baton() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} path=baton word words=
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} path=baton word words= hidden=
     for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
         case "$path/$word" in
             {paths}) path=$path/$word;;
@@ -29,7 +29,8 @@ _baton() {{
 {flags}
         esac
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    [[ $cur == -* ]] || hidden='-*'
+    COMPREPLY=($(compgen -W "$words" -X "$hidden" -- "$cur"))
     [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -f -- "$cur"))
 }}
 complete -o filenames -F _baton baton

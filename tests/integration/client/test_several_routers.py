@@ -60,7 +60,8 @@ async def broken_after(world: World, tokens: int, prompt: Any, **options: Any) -
             chunks = []
             async for chunk in stream:
                 chunks.append(chunk)
-                if len(chunks) == tokens * options.get("n", 1) and world.routers[0].process.returncode is None:
+                come = sum(len(each.token_ids) for each in chunks)  # a chunk may have several
+                if come == tokens * options.get("n", 1) and world.routers[0].process.returncode is None:
                     world.routers[0].process.kill()
                     await world.routers[0].process.wait()
                     world.worker.state.pause_after = None

@@ -91,16 +91,21 @@ class OpenAITarget:
             if data == b"[DONE]":
                 counted["done"] = True
                 return
-            event = orjson.loads(data)
-            if event.get("error"):
-                sample.fail("error event", str(event["error"].get("message", event["error"])))
-            if self._read(event):
-                sample.arrivals.append(at)
-            if event.get("usage"):
-                counted["usage"] = event["usage"]
+            try:  # here: the parser makes an error of its own of what is raised in it
+                self._take(orjson.loads(data), at, sample, counted)
+            except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
+                sample.fail("bad event", f"{type(error).__name__}: {error}")
 
         await _guarded(self._send(path, body, on_event, counted, sample), self._options.timeout_s, sample)
         _take_usage(sample, counted.get("usage"))
+
+    def _take(self, event: dict[str, Any], at: float, sample: Sample, counted: dict[str, Any]) -> None:
+        if error := event.get("error"):
+            sample.fail("error event", str(error.get("message", error)))
+        if self._read(event):
+            sample.arrivals.append(at)
+        if event.get("usage"):
+            counted["usage"] = event["usage"]
 
     async def _send(
         self, path: str, body: bytes, on_event: Callable[[bytes, float], None], counted: dict[str, Any], sample: Sample
@@ -175,8 +180,6 @@ async def _guarded(work: Any, timeout_s: float, sample: Sample) -> None:
         sample.fail("cut" if sample.arrivals else "connection", str(error))
     except OSError as error:
         sample.fail("connection", str(error))
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-        sample.fail("bad event", f"{type(error).__name__}: {error}")
     except BatonError as error:
         sample.fail(error.code, error.message)
 
