@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from tests.e2e.test_faults import Round
 
+from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
-from baton.cli.up import ExtraArgs, Ratio, make_plan
 from baton.engine.llm import LLM
 from baton.types import SamplingParams
 
