@@ -129,4 +129,7 @@ async def test_a_drained_instance_is_opened_again_in_its_own_role() -> None:
         assert instances[0].context.admission.draining
         await client.set_role("d0", D)
         assert not instances[0].context.admission.draining
+        async with asyncio.timeout(60):
+            while any(each.load.draining for each in await client.list_instances()):  # the router hears of it
+                await asyncio.sleep(0.05)
         assert len((await client.generate(prompt(1), max_tokens=3)).token_ids) == 3
