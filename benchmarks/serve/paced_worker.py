@@ -39,7 +39,7 @@ class PacedWorker(FakeWorker):
         self._ttft_s, self._itl_s = ttft_s, itl_s
         tokenizer = Tokenizer.load(MODEL)
         words = [i for i in range(20, tokenizer.vocab_size) if tokenizer.decode([i]).strip().isalnum()]
-        self._token = words[len(words) // 2]
+        self._word = words[len(words) // 2]
 
     async def _generate(self, request: worker_pb2.GenerateRequest) -> AsyncIterator[worker_pb2.GenerateResponse]:
         due, trace = time.monotonic() + self._ttft_s, self._trace(request)
@@ -49,7 +49,7 @@ class PacedWorker(FakeWorker):
             due += self._itl_s
             last = position + 1 == limit
             response = worker_pb2.GenerateResponse()
-            delta = response.deltas.add(index=0, token_ids=[self._token])
+            delta = response.deltas.add(index=0, token_ids=[self._word])
             if last:
                 delta.finish_reason = 2  # length
             if position == 0 or last:
