@@ -101,7 +101,7 @@ async def deployment(model, starter):
         print("\n".join(lines[-300:]))  # noqa: T201  pytest shows it with a failure
 
 
-async def call_tools(supervisor: Supervisor, i: int, *, streamed: bool, salt: str, moved=lambda: None) -> list[str]:
+async def call_tools(supervisor: Supervisor, i: int, *, streamed: bool, salt: str, moved=lambda _: None) -> list[str]:
     """Have a chat answered over HTTP; return how it ended, its text, and name and arguments of each call."""
     job = dict(TOOL_JOBS[i])
     messages: list[Any] = [{"role": "user", "content": job.pop("text")}]
@@ -115,10 +115,11 @@ async def call_tools(supervisor: Supervisor, i: int, *, streamed: bool, salt: st
             calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
             return [str(choice.finish_reason), choice.message.content or "", *(part for call in calls for part in call)]
         parts: list[list[str]] = []
-        text, finish = "", ""
+        text, finish, begun = "", "", False
         async for chunk in await api.chat.completions.create(model="baton-tiny", stream=True, **fields, **job, **body):
             for choice in chunk.choices:
-                moved()
+                moved(not begun)
+                begun = True
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
                 for call in choice.delta.tool_calls or []:
@@ -146,7 +147,8 @@ class GuidedRound(Round):
         found = await call_tools(self.supervisor, at, streamed=streamed, salt=salt, moved=self._moved)
         assert found == self.expected[i], f"{self.name}: tool job {at}, streamed {streamed}"
 
-    def _moved(self) -> None:
+    def _moved(self, first: bool) -> None:
+        self.progress.begun += first
         self.progress.tokens += 1
         self.progress.changed.set()
 
