@@ -30,6 +30,7 @@ from baton.token_ids import TokenIds
 
 _MARKER = re.compile(r"[^\w\s].+[^\w\s]")
 """What an added token looks like that is a marker rather than a word or a run of spaces."""
+_ODD = re.compile(r"[^\w\s]")
 _ASSISTANT = frozenset({"assistant", "model"})
 _INDEX_DIGITS = 8
 
@@ -44,7 +45,7 @@ class _Finder:
         self._first, self._last = ({name[at] for name in ordered} for at in (0, -1))
         self._heads = {part for name in ordered for end in range(1, len(name)) if _is_odd(part := name[:end])}
         self._tails = {part for name in ordered for begin in range(1, len(name)) if _is_odd(part := name[begin:])}
-        self._longest, self._all = max(map(len, ordered), default=0), "\n".join(ordered)
+        self._longest, self._ordered = max(map(len, ordered), default=0), ordered
 
     def finds(self, text: str) -> bool:
         """Whether a name is in a text."""
@@ -57,12 +58,13 @@ class _Finder:
 
     def touches(self, text: str) -> bool:
         """Whether a name is in a text, or a part of one at its ends."""
-        return self.finds(text) or (self._pattern is not None and self.ends(text) != (0, len(text)))
+        core = text.strip()  # as templates do
+        return self.finds(text) or (self._pattern is not None and self.ends(core) != (0, len(core)))
 
     def ends(self, text: str) -> tuple[int, int]:
         """Return where, in a text, what is no part of a name at its beginning begins, and at its end ends."""
         begin, end = 0, len(text)
-        if end < self._longest and _is_odd(text) and text in self._all:
+        if end < self._longest and _is_odd(text) and any(text in name for name in self._ordered):
             return end, end
         head, tail = text[: self._longest - 1], text[1 - self._longest :] if self._longest > 1 else ""
         if any(char in tail for char in self._first):
@@ -75,9 +77,11 @@ class _Finder:
         """Return a text without names and without parts of names at its ends."""
         if self._pattern is None:
             return text
-        begin, end = self.ends(text)
-        middle = self._pattern.sub(lambda match: hidden.hide(match[0]), text[begin:end])
-        return hidden.hide(text[:begin]) + middle + hidden.hide(text[end:])
+        core = text.strip()
+        before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] if core else ""
+        begin, end = self.ends(core)
+        middle = self._pattern.sub(lambda match: hidden.hide(match[0]), core[begin:end])
+        return before + hidden.hide(core[:begin]) + middle + hidden.hide(core[end:]) + behind
 
     def replace(self, text: str, names: Mapping[str, str]) -> str:
         """Return a text with other names."""
@@ -246,8 +250,8 @@ def _rewrites(normalizer: Any) -> bool:
 
 
 def _is_odd(part: str) -> bool:
-    """Whether a part of a name is more than a word: templates compare words (roles, types) with their own."""
-    return not part.replace("_", "").isalnum()
+    """Whether a part of a name is more than words and space: templates compare words with their own, and trim space."""
+    return _ODD.search(part) is not None
 
 
 def _private_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-async def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     """The demo model's tokenizer with a template as Qwen3-Coder's, which writes keys of tools in brackets."""
     folder = tmp_path_factory.mktemp("model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TINY) / name, folder / name)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return await TextModelCache().get(str(folder))
+    return asyncio.run(TextModelCache().get(str(folder)))
 
 
 def ends(model: TextModel, messages: list[dict[str, Any]], key: str = "title") -> int:
@@ -45,9 +46,10 @@ def test_a_key_between_the_templates_brackets_is_text(model: TextModel, key: str
     assert ends(model, [{"role": "user", "content": "hi"}], key) == 1
 
 
+@pytest.mark.parametrize("space", ["", " \n"])
 @pytest.mark.parametrize("cut", range(1, len(END)))
-def test_halves_of_a_name_in_neighbouring_strings_are_text(model: TextModel, cut: int) -> None:
-    messages = [{"role": "tool", "content": f"found {END[:cut]}", "tool_call_id": END[cut:]}]
+def test_halves_of_a_name_in_neighbouring_strings_are_text(model: TextModel, cut: int, space: str) -> None:
+    messages = [{"role": "tool", "content": f"found {END[:cut]}{space}", "tool_call_id": END[cut:]}]
     assert ends(model, messages) == 1
 
 
