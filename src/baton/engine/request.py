@@ -87,6 +87,7 @@ class SequenceOutput:
         stop_token_id: The token that ended the sequence, if one did.
         metrics: With the first token of sequence 0 and with every end.
         prompt_logprobs: With the first token of sequence 0, if asked for; ``None`` for the first prompt token.
+        unfit: The error is the request's: another instance would end it so, too.
     """
 
     request_id: RequestId
@@ -98,6 +99,7 @@ class SequenceOutput:
     error: str | None = None
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    unfit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,6 +380,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             error=error,
             metrics=self.metrics(),
+            unfit=error is not None and any(one.sampler.error for one in self.group.sequences),
         )
 
     def metrics(self) -> RequestMetrics:

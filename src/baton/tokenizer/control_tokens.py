@@ -141,7 +141,7 @@ class ControlTokens:
         found = [(self._finder(part), text) for part in (*messages, variables) for text in _strings(part)]
         if self._in_all or any(finder.finds(text) for finder, text in found):
             return True
-        return any(finder.touches(text) for finder, text in found) and self._literal.works
+        return any(finder.touches(text) for finder, text in found) and self._literal.exact
 
     def _finder(self, part: Mapping[str, Any]) -> _Finder:
         role = part.get("role")
@@ -183,6 +183,7 @@ class _LiteralTokenizer:
         private: The names, parallel to those it was made for. A few characters for private use each, which no client
             can guess.
         works: Whether it can be used: the vocabulary has no holes.
+        exact: Whether it makes what the backend makes of a text without names, also of characters that are unknown.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Sequence[str]) -> None:
@@ -217,6 +218,8 @@ class _LiteralTokenizer:
                 self._ids[here] = token_id
             if own and backend.model.id_to_token(token_id) is not None:
                 self._spelt[token_id] = token.content
+
+        self.exact = self.works and not self._spelt
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
         if not self.works:

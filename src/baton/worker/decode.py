@@ -12,7 +12,7 @@ import grpc.aio
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.sample.sampler import SAMPLER_VERSION
-from baton.errors import BatonError, InternalError, TransferError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import (
@@ -188,6 +188,8 @@ def _delta(output: SequenceOutput) -> worker_pb2.SequenceDelta:
 def _raise_if_failed(output: SequenceOutput) -> None:
     """End the stream with a status on an error or a foreign abort, so that the router can go on elsewhere."""
     if output.finish_reason is FinishReason.ERROR:
+        if output.unfit:  # else a client has all instances' circuit breakers open, one after the other
+            raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
         raise InternalError(output.error or "the engine failed the request")
     if output.finish_reason is FinishReason.ABORT:
         raise UnavailableError("the request was aborted on this instance")

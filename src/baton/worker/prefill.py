@@ -323,6 +323,8 @@ async def _first_output(stream: RequestStream) -> SequenceOutput:
 
 def _result(output: SequenceOutput) -> worker_pb2.PrefillResult:
     if output.finish_reason is FinishReason.ERROR:
+        if output.unfit:
+            raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
         raise InternalError(output.error or "the engine failed the prefill")
     if output.finish_reason is FinishReason.ABORT or not output.token_ids:
         raise UnavailableError("the prefill was aborted")

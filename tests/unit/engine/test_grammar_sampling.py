@@ -314,6 +314,7 @@ def test_a_row_that_nothing_may_follow_ends_with_an_error_and_the_others_go_on(c
     found = {key[0]: end for key, (_, end) in engine.run().items()}
     assert found["bad"].finish_reason is FinishReason.ERROR
     assert "grammar sha256:" in (found["bad"].error or "")
+    assert found["bad"].unfit, "no other instance is asked, and no circuit breaker counts it"
     assert found["good"].finish_reason is FinishReason.STOP
     assert found["free"].error is None
 
