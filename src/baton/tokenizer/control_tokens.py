@@ -219,7 +219,8 @@ class _LiteralTokenizer:
             if own and backend.model.id_to_token(token_id) is not None:
                 self._spelt[token_id] = token.content
 
-        self.exact = self.works and not self._spelt
+        # Where characters may be unknown, the id for that may be one that is spelt out.
+        self.exact = self.works and (not self._spelt or getattr(backend.model, "unk_token", "") is None)
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
         if not self.works:
