@@ -105,7 +105,7 @@ images: ## container images; BASE=python:3.11-slim-bookworm@sha256:... TARGETS="
 	@scripts/build_images.sh "$(BASE)" "$(TAG)" $(or $(TARGETS),router kvstore prefill decode)
 
 image-test: native ## the router's image built and run without a daemon, by buildah as root (minutes)
-	BATON_IMAGE_TEST=1 $(BIN)/python -m pytest -q -s --timeout 1800 tests/images
+	BATON_IMAGE_TEST=1 $(BIN)/python -m pytest -q -s --timeout 6000 tests/images
 
 bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write

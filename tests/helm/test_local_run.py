@@ -45,7 +45,6 @@ def demo_values() -> dict[str, Any]:
     values = example("cpu-demo")
     values["worker"] |= {"preStopSleepS": 0}
     values["worker"]["flags"] |= {"dtype": "float32"}
-    values["router"] |= {"preStopSleepS": 1}
     values["decode"] = {"flags": {"remote-prefill-threshold": 16}}
     return values
 

@@ -43,7 +43,7 @@ class Store:
         return ["buildah", *self._flags, *args]
 
     def __call__(self, *args: str) -> str:
-        done = subprocess.run(self.command(*args), capture_output=True, text=True, check=False, timeout=1500)
+        done = subprocess.run(self.command(*args), capture_output=True, text=True, check=False, timeout=3000)
         assert done.returncode == 0, f"{args}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
         return done.stdout.strip()
 
@@ -55,7 +55,7 @@ def make_base(store: Store, path: Path) -> str:
     packages = "--include=python3,python3-venv,python3-pip,ca-certificates"
     slim = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale")]
     command = ["mmdebstrap", "--variant=minbase", packages, *slim, f"--customize-hook={link}", "bookworm", str(archive)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
     if done.returncode:
         pytest.skip(f"no Debian can be had here: {done.stderr[-500:]}")
     container = store("from", "scratch")
@@ -89,7 +89,7 @@ def container(store: Store, tmp_path_factory: pytest.TempPathFactory) -> str:
         "BUILD_ARGS": "--isolation chroot --volume /etc/ssl/certs:/etc/ssl/certs:ro",
     }
     command = ["scripts/build_images.sh", base, "test", "router"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=1500)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return store("from", "localhost/baton-router:test")
 
