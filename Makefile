@@ -45,7 +45,7 @@ test: native $(SCAN)/.installed ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 helm-test: native $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/helm $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/helm $(PYTEST_FLAGS)
 
 $(SCAN)/.installed: requirements/scan.txt
 	@test -x $(SCAN)/bin/python || $(PYTHON) -m venv $(SCAN)

@@ -46,6 +46,7 @@ def demo_values() -> dict[str, Any]:
     values["worker"] |= {"preStopSleepS": 0}
     values["worker"]["flags"] |= {"dtype": "float32"}
     values["decode"] = {"flags": {"remote-prefill-threshold": 16}}
+    values["router"] |= {"flags": {"drain-timeout-s": 150}}  # as long as answers take, on a busy machine too
     return values
 
 
