@@ -67,10 +67,11 @@ def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, floa
 
 def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
     """Return what the other client reports: medians of times, and rates."""
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.jsonl")
         client.run(
-            "python", "-m", "sglang.bench_serving", "--backend", "vllm", "--base-url", url, "--model", "baton-tiny",
+            "python", "-m", "sglang.bench_serving", "--backend", "vllm", "--base-url", url, "--model", model,
             "--tokenizer", str(MODEL), "--dataset-name", "random-ids", "--num-prompts", str(requests), "--seed",
             str(seed), "--random-input-len", str(ISL), "--random-output-len", str(OSL), "--random-range-ratio", "1",
             "--max-concurrency", str(concurrency), "--output-file", str(path),
