@@ -131,8 +131,10 @@ def over_http(seeds: Iterable[int], report: Report) -> None:
 
             def send(seed: int) -> tuple[int, httpx.Response]:
                 form = {"type": "json_schema", "json_schema": {"name": "s", "schema": Maker(seed).mutated()}}
-                body = {"model": "m", "messages": [{"role": "user", "content": "JSON: "}], "max_tokens": 3}
-                return seed, client.post("/v1/chat/completions", content=json.dumps({**body, "response_format": form}))
+                headers = {"Content-Type": "application/json"}
+                body = {"model": "baton-tiny", "messages": [{"role": "user", "content": "JSON: "}], "max_tokens": 3}
+                text = json.dumps({**body, "response_format": form})  # as it is, lone surrogates too
+                return seed, client.post("/v1/chat/completions", content=text, headers=headers)
 
             for seed, answer in pool.map(send, seeds):
                 if answer.status_code == 200:
