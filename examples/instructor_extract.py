@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="baton-tiny")
     args = parser.parse_args()
-    fields: dict[str, Any] = {"model": args.model, "messages": MESSAGES, "max_tokens": 96, "max_retries": 0}
+    fields: dict[str, Any] = {"model": args.model, "messages": MESSAGES, "max_tokens": 96, "temperature": 0}
+    fields |= {"max_retries": 0, "parallel_tool_calls": False}  # one object is one call
     with OpenAI(base_url=args.url, api_key="none", max_retries=0) as client:
         by_tool = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
         show("tools", value=by_tool.create(response_model=Report, **fields).model_dump())
