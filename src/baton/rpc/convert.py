@@ -8,6 +8,7 @@ from baton.api.v1 import common_pb2, router_pb2
 from baton.errors import InternalError, InvalidRequestError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import LayerShape
+from baton.tracing import Attribute
 from baton.types import FinishReason, Grammar, PrefillPath, Role, SamplingParams, Tenant, TokenLogprob
 
 if TYPE_CHECKING:  # services without text load no tokenizer
@@ -255,3 +256,15 @@ def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
         layer_groups=tuple(message.layer_groups),
         **plain,
     )
+
+
+def trace_attributes(trace: common_pb2.RequestTrace) -> dict[str, Attribute]:
+    """Return the fields of a trace that are set, as a span's attributes ``baton.<field>``."""
+    found: dict[str, Attribute] = {}
+    for field, value in trace.ListFields():
+        name = f"baton.{field.name}"
+        if field.name == "path":
+            found[name] = str(path_from_pb(value))
+        else:
+            found[name] = tuple(value) if field.name == "failed_prefills" else value
+    return found

@@ -37,9 +37,9 @@ from baton.rpc.convert import (
     sampling_to_pb,
     tenant_from_pb,
     tenant_to_pb,
+    trace_attributes,
 )
 from baton.rpc.errors import from_rpc_error, readable
-from baton.rpc.spans import trace_attributes
 from baton.token_ids import pack_ids, unpack_ids
 from baton.tracing import Span, continue_span
 from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob

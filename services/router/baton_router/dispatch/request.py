@@ -7,10 +7,9 @@ A *group* is the set of sequences that one ``Generate`` call carries; an *attemp
 begins as one group. When its call breaks before any token arrived the group is simply placed again. When tokens have
 arrived every unfinished sequence becomes a group of its own and goes on with prompt + tokens so far: a sequence depends
 on its seed, its parameters and its own tokens alone (``baton.seeds``), so the next token is the one that would have
-come. What was handed on is what was recorded, in the same step: nothing can be repeated or left out by a break.
+come. What was handed on was recorded in the same step: a break repeats nothing and leaves nothing out.
 
-Nothing here waits: what comes from an instance is handed on at once, from where it is read. There is a task only where
-a request has to wait for admission or for an instance.
+Nothing here waits: what comes from an instance is handed on at once, from where it is read. Tasks wait for instances.
 """
 
 from __future__ import annotations

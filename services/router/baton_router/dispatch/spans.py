@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.rpc.spans import trace_attributes
+from baton.rpc.convert import trace_attributes
 from baton_router.dispatch.attempt import Sequence, TraceMerge
 from baton_router.types import RoutedRequest
 
