@@ -54,8 +54,8 @@ def num_threads(supervisor: Supervisor) -> list[int]:
 async def test_a_stopped_prefill_instance_holds_up_those_alone_that_wait_for_it(model, starter):
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1500", "--prefill-stall-s", "600")
     decode = ("--remote-prefill-threshold", "64", "--max-num-seqs", str(SLOTS), "--max-loads", "200")
-    # In turns, so half of the prompts go to the stopped one; with one candidate each, or a call that is not acknowledged
-    # within a second would go to the other.
+    # In turns, so half of the prompts go to the stopped one; each has one candidate: else a call that is not
+    # acknowledged within a second would go to the other.
     router = (
         "--prefill-candidates",
         "1",

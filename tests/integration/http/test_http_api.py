@@ -27,6 +27,7 @@ from baton.tokenizer import TextModelCache, Tokenizer
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import create_app
+from baton_router.frontend.http.http_exchange import MAX_DEPTH
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.processor.input_processor import InputProcessor
@@ -747,9 +748,17 @@ def raw(api: Served, data: bytes) -> bytes:
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 @pytest.mark.parametrize("field", ["prompt", "stop", "tools", "logit_bias", "zzz"])
 def test_deeply_nested_values_are_no_servers_error(api: Served, field: str, opening: str, closing: str) -> None:
-    value = opening * 1000 + ("1" if opening != "[" else "") + closing * 1000
-    body = f'{{"{field}":{value}}}' if field == "prompt" else f'{{"prompt":"x","max_tokens":1,"{field}":{value}}}'
-    answer = api.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    def ask(depth: int) -> httpx.Response:
+        value = opening * depth + ("1" if opening != "[" else "") + closing * depth
+        body = f'{{"{field}":{value}}}' if field == "prompt" else f'{{"prompt":"x","max_tokens":1,"{field}":{value}}}'
+        return api.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+
+    deeper = ask(1000)
+    assert (deeper.status_code, deeper.json()["error"]["message"]) == (
+        400,
+        f"the body is nested deeper than {MAX_DEPTH}",
+    )
+    answer = ask(MAX_DEPTH - 1)
     if field == "zzz":
         assert answer.headers["x-baton-ignored-fields"] == "zzz"
     else:
