@@ -76,6 +76,7 @@ def test_every_field_arrives() -> None:
         "stop_token_ids": [5, 6],
         "ignore_eos": True,
         "logprobs": 3,
+        "speculative_tokens": 4,
         "prompt_logprobs": 0,
         "n": 2,
     }
