@@ -1,8 +1,8 @@
 """Whether ``baton bench serve`` and an independent client see the same of the same service.
 
 Both send the same loads to one router in turns: closed loops of 1, 4 and 12 requests, prompts of 64 random tokens, 32
-output tokens. Behind the router is an instance without a model whose tokens come at known times (80 ms, then every
-20 ms), or with ``--server up`` the demo model of ``baton up``. The other client is ``sglang.bench_serving``,
+output tokens. Behind the router is an instance without a model whose tokens come at known times (60 to 100 ms, then
+every 20 ms), or with ``--server up`` the demo model of ``baton up``. The other client is ``sglang.bench_serving``,
 unmodified, from an environment of its own (``tests/clients``). Reported is the median, over the rounds, of the quotient
 of both figures of a round: what drifts with the machine's other work hits both alike. Times of a run are its medians.
 It fails if a median of quotients is further from 1 than ``--within``.

@@ -1,7 +1,9 @@
 """A decode instance without a model whose tokens come at known times, for ``benchmarks/serve/clients.py``.
 
-A request's first token comes ``--ttft-ms`` after it arrived, the others every ``--itl-ms``, by the clock: a late one
-does not make those after it late. It prints its address and serves until its standard input ends.
+A request's first token comes ``--ttft-ms`` after it arrived, three quarters to five quarters of that by its number, the
+others every ``--itl-ms``, by the clock: a late one does not make those after it late. Were all alike, the requests of a
+closed loop would end and begin in the same instant for ever, and each client would add its own cost of a dozen requests
+to their times. It prints its address and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -23,26 +25,30 @@ from baton.tokenizer import Tokenizer  # noqa: E402
 from baton.types import Role  # noqa: E402
 
 MODEL = str(ROOT / "models" / "baton-tiny")
+_GOLDEN = 0.6180339887498949
+"""Multiples of it, without their whole parts, lie evenly between 0 and 1 however many there are."""
 
 
 class PacedWorker(FakeWorker):
     """One instance.
 
     Args:
-        ttft_s: From a request's arrival to its first token.
+        ttft_s: From a request's arrival to its first token, in the mean.
         itl_s: Between two tokens.
     """
 
     def __init__(self, ttft_s: float, itl_s: float) -> None:
         super().__init__(Role.DECODE, "paced", caches=False)
         self.state.model_path, self.state.max_model_len = MODEL, 2048
-        self._ttft_s, self._itl_s = ttft_s, itl_s
+        self._ttft_s, self._itl_s, self._requests = ttft_s, itl_s, 0
         tokenizer = Tokenizer.load(MODEL)
         words = [i for i in range(20, tokenizer.vocab_size) if tokenizer.decode([i]).strip().isalnum()]
         self._word = words[len(words) // 2]
 
     async def _generate(self, request: worker_pb2.GenerateRequest) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        due, trace = time.monotonic() + self._ttft_s, self._trace(request)
+        self._requests += 1
+        due = time.monotonic() + self._ttft_s * (0.75 + 0.5 * (self._requests * _GOLDEN % 1.0))
+        trace = self._trace(request)
         limit = request.sampling.max_tokens
         for position in range(limit):
             await asyncio.sleep(max(0.0, due - time.monotonic()))
