@@ -53,10 +53,9 @@ class ActivationScheme:
         """
         limit, values = _LIMITS[self.type], x.float()
         grouped = values.view(len(x), -1, self.group or x.shape[1])
+        scales = torch.full(grouped.shape[:2], self.scale or 0.0)
         if self.scale is None:
             scales = grouped.abs().amax(-1) / limit
-        else:
-            scales = torch.full(grouped.shape[:2], self.scale)
         inverse = torch.where(scales > 0, 1 / scales, 0.0)
         scaled = (grouped * inverse[..., None]).clamp(-limit, limit).view(x.shape)
         if self.type is ActivationType.INT8:
