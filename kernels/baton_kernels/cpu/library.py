@@ -74,6 +74,33 @@ class ExpertsOperator:
         return cls(_function(library, "baton_experts", None, 1), pack, sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedOperators:
+    """The operators with quantized weights.
+
+    Attributes:
+        run: Of a linear layer; takes the address of a call's structure.
+        experts: Of a mixture's experts, likewise.
+        pack: Takes a shape's structure, values, scales, zeros (or ``None``) and where they go (addresses).
+        packed_size: Takes a shape's structure; returns bytes.
+    """
+
+    run: Any
+    experts: Any
+    pack: Any
+    packed_size: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> QuantizedOperators:
+        """Look its functions up."""
+        return cls(
+            _function(library, "baton_quantized_linear", None, 1),
+            _function(library, "baton_quantized_experts", None, 1),
+            _function(library, "baton_quantized_pack", None, 5),
+            _function(library, "baton_quantized_packed_size", ctypes.c_int64, 1),
+        )
+
+
 class CpuLibrary:
     """The operators as ctypes functions; a call releases the interpreter's lock.
 
@@ -97,6 +124,7 @@ class CpuLibrary:
         self.mask_tokens = _function(library, "baton_mask_tokens", None, 1)
         self.gated_mul = _function(library, "baton_gated_mul", None, 1)
         self.experts = ExpertsOperator.of(library)
+        self.quantized = QuantizedOperators.of(library)
         self.route = _function(library, "baton_route", None, 1)
         self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()

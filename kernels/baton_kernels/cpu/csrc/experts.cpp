@@ -4,9 +4,9 @@
 // Weights are repacked once into panels of two vectors of columns, step by step: a float32, or a pair of bfloat16, per
 // column. A panel of the first product has as many gates as ups, so that activation(gate) * up is taken in registers.
 #include <type_traits>
-#include <vector>
 
 #include "activation.h"
+#include "expert_plan.h"
 #include "team.h"
 
 namespace baton {
@@ -14,13 +14,7 @@ namespace {
 
 constexpr long MOST_SLOTS = 8192;  // (token, expert) pairs at a time: bounds the memory between the products
 constexpr int AHEAD = 1024;        // bytes that a panel is fetched ahead
-#if defined(BATON_AVX512)
-constexpr int GROUP = 12;          // rows of a register tile
-#elif defined(__AVX2__)
-constexpr int GROUP = 6;
-#else
-constexpr int GROUP = 4;
-#endif
+constexpr int GROUP = ROW_GROUP;   // rows of a register tile
 static_assert(GROUP <= VL, "rows are transposed in squares of vectors");
 
 struct Experts {
@@ -135,50 +129,6 @@ struct Sizes {
         hidden_panels((hidden + 2 * VL - 1) / (2 * VL)) {}
   long gate_up() const { return inner_panels * hidden_steps * 2; }  // vectors per expert
   long down() const { return hidden_panels * inner_steps * 2; }
-};
-
-// Rows of one expert that a register tile takes: slots `first` to first + rows of those sorted by expert.
-struct Group {
-  int32_t expert, first, rows;
-};
-
-// What the rows of some tokens have to go through, sorted by expert.
-struct Plan {
-  std::vector<int32_t> token, slot, begins, first_group, active;  // slot: of (token, choice), or -1
-  std::vector<float> weight;
-  std::vector<Group> groups;
-
-  void make(const Experts& a, long from, long count) {
-    const long total = count * a.top_k;
-    const int32_t* ids = a.ids + from * a.top_k;
-    begins.assign(a.experts + 1, 0), first_group.assign(a.experts + 1, 0);
-    slot.assign(total, -1), groups.clear(), active.clear();
-    const auto known = [&](long i) { return ids[i] >= 0 && ids[i] < a.experts; };
-    for (long i = 0; i < total; ++i)
-      if (known(i)) ++begins[ids[i] + 1];
-    for (int e = 0; e < a.experts; ++e) {
-      const int rows = begins[e + 1], parts = (rows + GROUP - 1) / GROUP;
-      begins[e + 1] += begins[e];
-      first_group[e] = (int32_t)groups.size();
-      if (rows) active.push_back(e);
-      for (int p = 0; p < parts; ++p) {
-        const int at = rows * p / parts, until = rows * (p + 1) / parts;
-        groups.push_back({e, begins[e] + at, until - at});
-      }
-    }
-    first_group[a.experts] = (int32_t)groups.size();
-    token.resize(begins[a.experts]), weight.resize(begins[a.experts]);
-    std::vector<int32_t>& next = cursor_;
-    next.assign(begins.begin(), begins.end() - 1);
-    for (long i = 0; i < total; ++i)
-      if (known(i)) {
-        const int32_t s = next[ids[i]]++;
-        slot[i] = s, token[s] = (int32_t)(from + i / a.top_k), weight[s] = a.weights[from * a.top_k + i];
-      }
-  }
-
- private:
-  std::vector<int32_t> cursor_;
 };
 
 // A group's rows of x, step by step: [steps][UNITS][rows].
@@ -334,7 +284,7 @@ void run(const Experts& a) {
   const long step = std::max<long>(1, MOST_SLOTS / a.top_k);
   for (long from = 0; from < a.tokens; from += step) {
     const long count = std::min(step, a.tokens - from);
-    plan.make(a, from, count);
+    plan.make(a.ids, a.weights, a.top_k, a.experts, from, count);
     Run<M> part(a, plan, scratch.get<float>(Run<M>::memory(a, (long)plan.token.size())), from, count);
     std::atomic<long> next[2] = {{0}, {0}};
     parallel(a.threads, [&](const Team& team) { part.work(team, next); });

@@ -1,0 +1,105 @@
+// Packed quantized weights, which the quantized linear layers and experts read.
+//
+// Columns of the output stand in panels of PW, and a panel's inputs in steps: a 32-bit lane per column, with four 8-bit
+// values of consecutive inputs, or eight 4-bit ones: those of inputs 0 to 3 in the low halves of its bytes. So one
+// vector is what an instruction for sums of products of bytes takes. Steps stand in groups that share scales; scales,
+// and zeros where groups have their own, stand before the steps of their group, so that a panel is read in order. The
+// last step of a group is filled up with values that meet inputs of zero.
+#pragma once
+#include <algorithm>
+
+#include "team.h"
+#include "vec.h"
+
+namespace baton {
+
+constexpr int PW = 2 * VL;  // columns of a panel of weights
+
+// How values are stored; as Python numbers them.
+enum Form : int32_t { INT8 = 0, INT4 = 1, FP8 = 2, TABLE = 3 };
+
+// A weight; laid out as the ctypes structure QuantizedShape.
+struct QuantizedShape {
+  int64_t in_features, out_features, group;  // group: inputs that share a scale; the last one may have fewer
+  int32_t form, narrow, own_zeros, zero;     // narrow: type of scales and zeros; zero: of all groups, unless own_zeros
+  int32_t gated, unused;                     // gated: out_features are as many gates, then ups; VL of each are a panel
+};
+
+constexpr long inputs_per_step(int form) { return form == INT8 || form == FP8 ? 4 : 8; }
+constexpr long ceil_div(long n, long unit) { return (n + unit - 1) / unit; }
+
+// Where things are in packed weights; sizes in bytes.
+struct PackedLayout {
+  long inputs, group, in_features, groups, group_steps, last_steps;
+  long number_bytes, head, group_bytes, panel_bytes, panels;
+
+  explicit PackedLayout(const QuantizedShape& a)
+      : inputs(inputs_per_step(a.form)),
+        group(std::min<long>(a.group, a.in_features)),
+        in_features(a.in_features),
+        groups(ceil_div(a.in_features, group)),
+        group_steps(ceil_div(group, inputs)),
+        last_steps(ceil_div(a.in_features - (groups - 1) * group, inputs)),
+        number_bytes(a.narrow == 0 ? 4 : 2),
+        head(number_bytes * PW * (a.own_zeros ? 2 : 1)),
+        group_bytes(head + group_steps * PW * 4),
+        panel_bytes(round_up((groups - 1) * group_bytes + head + last_steps * PW * 4, 64)),
+        panels(ceil_div(a.out_features, PW)) {
+    if (a.gated) panels = ceil_div(a.out_features / 2, VL);
+  }
+
+  long steps(long g) const { return g + 1 == groups ? last_steps : group_steps; }
+  // The row of the weight that column c of a panel is, or -1: none.
+  static long row(const QuantizedShape& a, long panel, long c) {
+    const long count = a.gated ? a.out_features / 2 : a.out_features;
+    const long at = a.gated ? panel * VL + c % VL : panel * PW + c;
+    if (at >= count) return -1;
+    return a.gated && c >= VL ? count + at : at;
+  }
+  // Of all groups, and so of a row of inputs that is laid out for them.
+  long all_steps() const { return (groups - 1) * group_steps + last_steps; }
+};
+
+// Scales and zeros of a group's columns.
+struct Numbers {
+  vf scale[2], zero[2];
+
+  Numbers(const uint8_t* head, const QuantizedShape& a) {
+    const long bytes = PW * (a.narrow == 0 ? 4 : 2);
+    for (int v = 0; v < 2; ++v) {
+      scale[v] = number(head, a.narrow, v);
+      zero[v] = a.own_zeros ? number(head + bytes, a.narrow, v) : splat((float)a.zero);
+    }
+  }
+
+ private:
+  static vf number(const uint8_t* at, int narrow, int v) {
+    switch (narrow) {
+      case 0: return load((const float*)at + v * VL);
+      case 1: return load((const bf16*)at + v * VL);
+      default: return load((const f16*)at + v * VL);
+    }
+  }
+};
+
+// A stretch of a panel's steps that share scales; as float32 it stays in the first-level cache.
+struct Segment {
+  long group, first, steps, at;  // first: step of its group; at: of the panel
+};
+
+constexpr long SEGMENT_INPUTS = 4096 / PW;
+
+constexpr long segment_steps(const PackedLayout& a) { return SEGMENT_INPUTS / a.inputs; }
+
+// Segments of each group, and of a panel.
+inline long segments_per_group(const PackedLayout& a) { return ceil_div(a.group_steps, segment_steps(a)); }
+inline long segments_of(const PackedLayout& a) {
+  return (a.groups - 1) * segments_per_group(a) + ceil_div(a.last_steps, segment_steps(a));
+}
+
+inline Segment segment_of(const PackedLayout& a, long index) {
+  const long per_group = segments_per_group(a), g = index / per_group, first = index % per_group * segment_steps(a);
+  return {g, first, std::min(segment_steps(a), a.steps(g) - first), g * a.group_steps + first};
+}
+
+}  // namespace baton

@@ -1,0 +1,209 @@
+// A mixture of experts (experts.cpp) with quantized weights: the rows of all experts as in quantized_linear.cpp, inputs
+// of both products as they are or rounded to int8.
+#include "activation.h"
+#include "quantized_multiply.h"
+
+namespace baton {
+namespace {
+
+constexpr long MOST_SLOTS = 4096;  // (token, expert) pairs at a time: bounds the memory between the products
+constexpr int MOST_BLOCKS = 10;    // of rows that go over a panel at a time
+
+// The arguments of one call; laid out as the ctypes structure QuantizedExpertsCall.
+struct QuantizedExperts {
+  QuantizedShape gate_up, down;
+  const void* x;         // [tokens][hidden]
+  const int32_t* ids;    // [tokens][top_k]; what is no expert's number chooses none
+  const float* weights;  // [tokens][top_k]
+  const uint8_t *packed_gate_up, *packed_down;            // of all experts
+  const float *gate_up_table, *down_table;                // of weights that have tables
+  const int32_t *gate_up_order, *down_order;              // or null: which input each column multiplies
+  const float *gate_up_bias, *down_bias;                  // or null: [experts][2][inner], [experts][hidden]
+  const void* residual;                                   // added to the result, or null
+  void* out;                                              // [tokens][hidden]
+  int64_t tokens, x_stride, residual_stride;
+  int32_t top_k, experts, dtype, activation, int8_inputs, threads;
+  float alpha, limit;
+};
+
+template <class I>
+class Run {
+ public:
+  using Word = typename I::Word;
+  using Sum = typename I::Sum;
+
+  Run(const QuantizedExperts& a, const Plan& plan, Scratch& memory, long from, long count)
+      : a_(a),
+        plan_(plan),
+        first_(a.gate_up),
+        second_(a.down),
+        from_(from),
+        count_(count),
+        inner_(round_up(a.down.in_features, VL)),
+        hidden_(second_.panels * PW),
+        words_(std::max(I::words(first_, a.gate_up.form), I::words(second_, a.down.form))),
+        sums_(std::max(segments_of(first_), segments_of(second_))) {
+    const long slots = (long)plan.token.size();
+    h_ = memory.get<float>(slots * (inner_ + hidden_ + words_ + sums_ + 1) + 16);
+    y_ = h_ + slots * inner_;
+    scales_ = y_ + slots * hidden_;
+    laid_ = (Word*)(scales_ + slots);
+    laid_sums_ = (Sum*)(laid_ + slots * words_);
+  }
+
+  void work(const Team& team, std::atomic<long>* next, Scratch& scratch) {
+    const size_t tile_size = SEGMENT_INPUTS * PW;
+    float* tile = scratch.get<float>(tile_size + MOST_BLOCKS * ROW_GROUP * PW);
+    float* results = tile + tile_size;
+    const long groups = (long)plan_.groups.size(), active = (long)plan_.active.size();
+    team.share(groups, [&](long g) {
+      lay(plan_.groups[g], first_, a_.gate_up, [&](long slot) { return token(slot); });
+    });
+    team.barrier();
+    take(next[0], active * first_.panels, [&](long i) {
+      first(plan_.active[i / first_.panels], i % first_.panels, tile, results);
+    });
+    team.barrier();
+    team.share(groups, [&](long g) {
+      lay(plan_.groups[g], second_, a_.down,
+          [&](long slot) { return InputRow{h_ + slot * inner_, a_.down_order, 0}; });
+    });
+    team.barrier();
+    take(next[1], active * second_.panels, [&](long i) {
+      second(plan_.active[i / second_.panels], i % second_.panels, tile, results);
+    });
+    team.barrier();
+    team.share(count_, [&](long t) { finish(t); });
+  }
+
+ private:
+  InputRow token(long slot) const {
+    const long width = a_.dtype == 0 ? 4 : 2;
+    return {(const uint8_t*)a_.x + plan_.token[slot] * a_.x_stride * width, a_.gate_up_order, a_.dtype};
+  }
+
+  template <class F>
+  void lay(const Group& group, const PackedLayout& layout, const QuantizedShape& shape, F row_of) {
+    LaidRow row(layout);
+    for (int r = 0; r < group.rows; ++r)
+      scales_[group.first + r] = I::put(layout, shape.form, row.fill(row_of(group.first + r)), 0.0f, r, group.rows,
+                                        laid_ + group.first * words_, laid_sums_ + group.first * sums_);
+  }
+
+  // Call each(slot, sums [PW]) for the rows of an expert, multiplied with a panel.
+  template <class F>
+  void multiply(int expert, const Panel& panel, float* tile, float* results, F each) {
+    const int end = plan_.first_group[expert + 1];
+    for (int g = plan_.first_group[expert]; g < end; g += MOST_BLOCKS) {
+      RowBlock<I> blocks[MOST_BLOCKS];
+      const int count = std::min(MOST_BLOCKS, end - g);
+      for (int b = 0; b < count; ++b) {
+        const Group& group = plan_.groups[g + b];
+        blocks[b] = {group.rows, laid_ + group.first * words_, laid_sums_ + group.first * sums_,
+                     results + (long)b * ROW_GROUP * PW};
+      }
+      panel.multiply(blocks, count, tile);
+      for (int b = 0; b < count; ++b)
+        for (int r = 0; r < blocks[b].rows; ++r) each(plan_.groups[g + b].first + r, blocks[b].sums + r * PW);
+    }
+  }
+
+  // A panel of gates and ups of one expert.
+  void first(int expert, long p, float* tile, float* results) {
+    switch (a_.activation) {
+      case SILU: return first_of<SILU>(expert, p, tile, results);
+      case GELU_TANH: return first_of<GELU_TANH>(expert, p, tile, results);
+      case CLIPPED_SWISH: return first_of<CLIPPED_SWISH>(expert, p, tile, results);
+    }
+  }
+
+  template <int kind>
+  void first_of(int expert, long p, float* tile, float* results) {
+    const uint8_t* at = a_.packed_gate_up + (expert * first_.panels + p) * first_.panel_bytes;
+    const long inner = a_.down.in_features, column = p * VL;
+    vf gate_bias = vf{}, up_bias = vf{};
+    if (a_.gate_up_bias) {
+      const float* bias = a_.gate_up_bias + expert * 2 * inner + column;
+      gate_bias = load_upto(bias, inner - column), up_bias = load_upto(bias + inner, inner - column);
+    }
+    multiply(expert, Panel(a_.gate_up, first_, a_.gate_up_table, at), tile, results, [&](long slot, const float* sums) {
+      const float scale = scales_[slot];
+      store(h_ + slot * inner_ + column,
+            gated<kind>(load(sums) * scale + gate_bias, load(sums + VL) * scale + up_bias, a_.alpha, a_.limit));
+    });
+  }
+
+  // A panel of the outputs of one expert, weighted.
+  void second(int expert, long p, float* tile, float* results) {
+    const uint8_t* at = a_.packed_down + (expert * second_.panels + p) * second_.panel_bytes;
+    const long hidden = a_.down.out_features, column = p * PW;
+    vf low = vf{}, high = vf{};
+    if (a_.down_bias) {
+      const float* bias = a_.down_bias + expert * hidden + column;
+      low = load_upto(bias, hidden - column);
+      if (column + VL < hidden) high = load_upto(bias + VL, hidden - column - VL);
+    }
+    multiply(expert, Panel(a_.down, second_, a_.down_table, at), tile, results, [&](long slot, const float* sums) {
+      float* to = y_ + slot * hidden_ + column;
+      const float weight = plan_.weight[slot], scale = scales_[slot];
+      store(to, (load(sums) * scale + low) * weight), store(to + VL, (load(sums + VL) * scale + high) * weight);
+    });
+  }
+
+  // A token's row of the output.
+  void finish(long t) const {
+    switch (a_.dtype) {
+      case 0: return finish_as<float>(t);
+      case 1: return finish_as<bf16>(t);
+      default: return finish_as<f16>(t);
+    }
+  }
+
+  template <class T>
+  void finish_as(long t) const {
+    const long hidden = a_.down.out_features;
+    const int32_t* slots = plan_.slot.data() + t * a_.top_k;
+    const T* residual = a_.residual ? (const T*)a_.residual + (from_ + t) * a_.residual_stride : nullptr;
+    T* out = (T*)a_.out + (from_ + t) * hidden;
+    for (long d = 0; d < hidden; d += VL) {
+      vf y = residual ? load_upto(residual + d, hidden - d) : vf{};
+      for (int k = 0; k < a_.top_k; ++k)
+        if (slots[k] >= 0) y += load(y_ + slots[k] * hidden_ + d);
+      store_upto(out + d, y, hidden - d);
+    }
+  }
+
+  const QuantizedExperts& a_;
+  const Plan& plan_;
+  const PackedLayout first_, second_;
+  const long from_, count_, inner_, hidden_, words_, sums_;  // words_, sums_: of a row, laid out
+  float *h_, *y_, *scales_;
+  Word* laid_;
+  Sum* laid_sums_;
+};
+
+template <class I>
+void run(const QuantizedExperts& a) {
+  static thread_local Plan plan;
+  static thread_local Scratch memory;
+  const long step = std::max<long>(1, MOST_SLOTS / a.top_k);
+  for (long from = 0; from < a.tokens; from += step) {
+    const long count = std::min(step, a.tokens - from);
+    plan.make(a.ids, a.weights, a.top_k, a.experts, from, count);
+    Run<I> part(a, plan, memory, from, count);
+    std::atomic<long> next[2] = {{0}, {0}};
+    parallel(a.threads, [&](const Team& team) {
+      static thread_local Scratch scratch;
+      part.work(team, next, scratch);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" void baton_quantized_experts(const QuantizedExperts* a) {
+  a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
+}

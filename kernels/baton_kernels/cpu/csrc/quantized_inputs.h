@@ -1,0 +1,144 @@
+// Rows of inputs as the products with quantized weights read them: in the order and with the gaps of the weights'
+// groups, some rows side by side, and their sums by segment, which zeros of weights are multiplied with.
+#pragma once
+#include <type_traits>
+
+#include "quantized_products.h"
+
+namespace baton {
+
+// Where a row of inputs comes from.
+struct InputRow {
+  const void* at;
+  const int32_t* order;  // or null: where each input lies
+  int32_t dtype;
+};
+
+// An input row as float32 with the gaps of groups: [all_steps * inputs].
+class LaidRow {
+ public:
+  explicit LaidRow(const PackedLayout& layout) : layout_(layout) {
+    const long padded = layout.all_steps() * layout.inputs, natural = round_up(layout.in_features, VL);
+    gaps_ = layout.groups > 1 && layout.group % layout.inputs;
+    values_ = scratch().get<float>(padded + VL + natural + VL);
+    natural_ = values_ + padded + VL;
+  }
+
+  const float* fill(const InputRow& row) {
+    switch (row.dtype) {
+      case 0: return from((const float*)row.at, row.order);
+      case 1: return from((const bf16*)row.at, row.order);
+      default: return from((const f16*)row.at, row.order);
+    }
+  }
+
+ private:
+  static Scratch& scratch() {
+    static thread_local Scratch memory;
+    return memory;
+  }
+
+  template <class T>
+  const float* from(const T* x, const int32_t* order) {
+    const long n = layout_.in_features, padded = layout_.all_steps() * layout_.inputs;
+    float* natural = order || gaps_ ? natural_ : values_;
+    for (long i = 0; i < n; i += VL) store_upto(natural + i, load_upto(x + i, n - i), n - i);
+    if (gaps_) std::fill(values_, values_ + padded, 0.0f);
+    else std::fill(values_ + n, values_ + padded, 0.0f);
+    if (natural == values_) return values_;
+    const long stride = layout_.group_steps * layout_.inputs;
+    for (long g = 0; g < layout_.groups; ++g) {
+      float* to = values_ + g * stride;
+      const long first = g * layout_.group, count = std::min(layout_.group, n - first);
+      for (long i = 0; i < count; ++i) to[i] = natural[order ? order[first + i] : first + i];
+    }
+    return values_;
+  }
+
+  const PackedLayout& layout_;
+  bool gaps_;
+  float *values_, *natural_;
+};
+
+// Inputs as float32. A block of rows: [all_steps * inputs][rows].
+struct FloatInputs {
+  using Word = float;
+  using Sum = float;
+
+  static long words(const PackedLayout& a, int) { return a.all_steps() * a.inputs; }
+
+  // Row r of `rows`; returns what its outputs are multiplied with.
+  static float put(const PackedLayout& a, int, const float* x, float, int r, int rows, float* out, float* sums) {
+    const long n = words(a, 0);
+    for (long i = 0; i < n; ++i) out[i * rows + r] = x[i];
+    const long segments = segments_of(a);
+    for (long i = 0; i < segments; ++i) {
+      const Segment segment = segment_of(a, i);
+      const float* from = x + segment.at * a.inputs;
+      float sum = 0;
+      for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
+      sums[i * rows + r] = sum;
+    }
+    return 1.0f;
+  }
+};
+
+// Inputs rounded to int8. A block of rows: [all_steps][words of a step][rows].
+struct Int8Inputs {
+  using Word = uint32_t;
+  using Sum = int32_t;
+
+  static long words(const PackedLayout& a, int form) {
+    return a.all_steps() * (form == INT8 ? Dot8::WORDS : Dot4::WORDS);
+  }
+
+  // scale: of all rows, or 0: the row's largest magnitude is 127.
+  static float put(const PackedLayout& a, int form, const float* x, float scale, int r, int rows, uint32_t* out,
+                   int32_t* sums) {
+    static thread_local Scratch memory;
+    const long n = a.all_steps() * a.inputs;
+    int8_t* q = memory.get<int8_t>(n);
+    const float damage = round(x, n, scale, q);
+    if (form == INT8) {
+      spread<Dot8>(q, a.all_steps(), 4, r, rows, out);
+    } else {
+      spread<Dot4>(q, a.all_steps(), 8, r, rows, out);
+    }
+    const long segments = segments_of(a);
+    for (long i = 0; i < segments; ++i) {
+      const Segment segment = segment_of(a, i);
+      const int8_t* from = q + segment.at * a.inputs;
+      int32_t sum = 0;
+      for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
+      sums[i * rows + r] = sum;
+    }
+    return scale + damage;
+  }
+
+ private:
+  // Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
+  static float round(const float* x, long n, float& scale, int8_t* q) {
+    vf most = vf{}, damage = vf{};
+    for (long i = 0; i < n; i += VL) {
+      const vf v = load_upto(x + i, n - i);
+      most = vmax(most, vmax(v, -v)), damage += v * 0.0f;
+    }
+    if (scale == 0) scale = largest(most) / 127.0f;
+    const float inverse = scale > 1e-37f && scale < 1e37f ? 1.0f / scale : 0.0f;
+    for (long i = 0; i < n; ++i) {
+      const float v = x[i] * inverse, low = v > -127.0f ? v : -127.0f, bounded = low < 127.0f ? low : 127.0f;
+      const float shifted = bounded + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which is in the low bits
+      int32_t bits;
+      std::memcpy(&bits, &shifted, 4);
+      q[i] = (int8_t)(bits - 0x4b400000);
+    }
+    return sum(damage);
+  }
+
+  template <class D>
+  static void spread(const int8_t* q, long steps, long inputs, int r, int rows, uint32_t* out) {
+    for (long s = 0; s < steps; ++s) D::words(q + s * inputs, out + s * D::WORDS * rows + r, rows);
+  }
+};
+
+}  // namespace baton

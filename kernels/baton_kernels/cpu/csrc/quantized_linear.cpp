@@ -1,0 +1,132 @@
+// Linear layers with quantized weights (quantized.h), inputs as they are or rounded to int8 by the token.
+#include "quantized_multiply.h"
+
+namespace baton {
+namespace {
+
+constexpr int PRIVATE_ROWS = 16;                     // up to here, each thread lays the inputs out for itself
+constexpr long ROW_BLOCKS = 10;                      // blocks of rows that are laid out at a time
+constexpr long MOST_ROWS = ROW_BLOCKS * ROW_GROUP;
+
+// The arguments of one call; laid out as the ctypes structure QuantizedCall. Strides in elements.
+struct QuantizedLinear {
+  QuantizedShape shape;
+  const void* x;
+  const uint8_t* packed;
+  const float *table, *bias;  // bias: or null
+  const int32_t* order;       // or null: which input each column of the weight multiplies
+  const void* residual;       // added to the result, or null
+  void* out;
+  int64_t rows, x_stride, residual_stride, out_stride;
+  int32_t dtype, int8_inputs, threads;
+  float scale;  // of int8 inputs, or 0: each row has its own
+};
+
+template <class I>
+class Run {
+ public:
+  using Word = typename I::Word;
+  using Sum = typename I::Sum;
+
+  explicit Run(const QuantizedLinear& a)
+      : a_(a),
+        layout_(a.shape),
+        words_(round_up(I::words(layout_, a.shape.form) * ROW_GROUP, 16)),
+        sums_(round_up(segments_of(layout_) * ROW_GROUP, 16)) {}
+
+  // Bytes of the inputs of most rows, laid out.
+  size_t input_bytes() const {
+    const size_t blocks = Blocks(std::min<long>(a_.rows, MOST_ROWS)).count;
+    return blocks * (words_ * sizeof(Word) + sums_ * sizeof(Sum)) + MOST_ROWS * sizeof(float);
+  }
+
+  // Run by every thread of the team; `shared` is null where each lays the inputs out for itself.
+  void work(const Team& team, uint8_t* shared, Scratch& scratch) const {
+    const size_t tile_size = SEGMENT_INPUTS * PW, results_size = MOST_ROWS * PW;
+    float* tile = scratch.get<float>(tile_size + results_size + (shared ? 0 : input_bytes() / 4 + 16));
+    float* results = tile + tile_size;
+    uint8_t* inputs = shared ? shared : (uint8_t*)(results + results_size);
+    for (long first = 0; first < a_.rows; first += MOST_ROWS) {
+      const Blocks blocks(std::min(MOST_ROWS, a_.rows - first));
+      float* scales = (float*)inputs;
+      Word* words = (Word*)(scales + MOST_ROWS);
+      Sum* sums = (Sum*)(words + blocks.count * words_);
+      RowBlock<I> laid[ROW_BLOCKS];
+      for (long b = 0; b < blocks.count; ++b)
+        laid[b] = {blocks.size(b), words + b * words_, sums + b * sums_, results + blocks.begin(b) * PW};
+      const auto lay = [&](long b) {
+        LaidRow row(layout_);
+        for (int r = 0; r < blocks.size(b); ++r) {
+          const long at = blocks.begin(b) + r;
+          scales[at] = I::put(layout_, a_.shape.form, row.fill(input(first + at)), a_.scale, r, blocks.size(b),
+                              words + b * words_, sums + b * sums_);
+        }
+      };
+      if (shared) {
+        team.share(blocks.count, lay);
+        team.barrier();
+      } else {
+        for (long b = 0; b < blocks.count; ++b) lay(b);
+      }
+      team.share(layout_.panels, [&](long p) {
+        const Panel panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
+        panel.multiply(laid, (int)blocks.count, tile);
+        for (long r = 0; r < blocks.rows; ++r) finish(first + r, p * PW, scales[r], results + r * PW);
+      });
+      if (shared) team.barrier();
+    }
+  }
+
+ private:
+  InputRow input(long row) const {
+    const long width = a_.dtype == 0 ? 4 : 2;
+    return {(const uint8_t*)a_.x + row * a_.x_stride * width, a_.order, a_.dtype};
+  }
+
+  void finish(long row, long column, float scale, const float* sums) const {
+    switch (a_.dtype) {
+      case 0: return finish_as<float>(row, column, scale, sums);
+      case 1: return finish_as<bf16>(row, column, scale, sums);
+      default: return finish_as<f16>(row, column, scale, sums);
+    }
+  }
+
+  // Columns `column` to column + PW of a row of the output: bias and residual added, rounded once.
+  template <class T>
+  void finish_as(long row, long column, float scale, const float* sums) const {
+    const long width = std::min<long>(PW, a_.shape.out_features - column);
+    T* to = (T*)a_.out + row * a_.out_stride + column;
+    const T* residual = a_.residual ? (const T*)a_.residual + row * a_.residual_stride + column : nullptr;
+    for (long c = 0; c < width; c += VL) {
+      vf y = load(sums + c) * scale;
+      if (a_.bias) y += load_upto(a_.bias + column + c, width - c);
+      if (residual) y += load_upto(residual + c, width - c);
+      store_upto(to + c, y, width - c);
+    }
+  }
+
+  const QuantizedLinear& a_;
+  const PackedLayout layout_;
+  const long words_, sums_;  // of a block of rows
+};
+
+template <class I>
+void run(const QuantizedLinear& a) {
+  static thread_local Scratch inputs;
+  if (a.rows == 0) return;
+  const Run<I> work(a);
+  uint8_t* shared = a.rows > PRIVATE_ROWS ? inputs.get<uint8_t>(work.input_bytes()) : nullptr;
+  parallel(a.threads, [&](const Team& team) {
+    static thread_local Scratch scratch;
+    work.work(team, shared, scratch);
+  });
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" void baton_quantized_linear(const QuantizedLinear* a) {
+  a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
+}

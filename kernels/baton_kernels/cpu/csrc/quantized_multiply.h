@@ -1,0 +1,223 @@
+// A panel of quantized weights times rows of inputs, in blocks of a register tile each.
+#pragma once
+#include "expert_plan.h"
+#include "quantized_inputs.h"
+
+namespace baton {
+
+// Some rows of inputs as FloatInputs or Int8Inputs puts them, and the sums for a panel [rows][PW].
+template <class I>
+struct RowBlock {
+  int rows;
+  const typename I::Word* x;
+  const typename I::Sum* input_sums;  // [segments][rows]
+  float* sums;
+};
+
+#define BATON_FEW_ROWS(call) \
+  case 1: return call(1);    \
+  case 2: return call(2);    \
+  case 3: return call(3);    \
+  case 4: return call(4);
+#if defined(BATON_AVX512)
+#define BATON_BLOCK_ROWS(call)                                                                        \
+  BATON_FEW_ROWS(call)                                                                                \
+  case 5: return call(5);                                                                             \
+  case 6: return call(6);                                                                             \
+  case 7: return call(7);                                                                             \
+  case 8: return call(8);                                                                             \
+  case 9: return call(9);                                                                             \
+  case 10: return call(10);                                                                           \
+  case 11: return call(11);                                                                           \
+  case 12: return call(12);
+#elif defined(__AVX2__)
+#define BATON_BLOCK_ROWS(call) \
+  BATON_FEW_ROWS(call)         \
+  case 5: return call(5);      \
+  case 6: return call(6);
+#else
+#define BATON_BLOCK_ROWS(call) BATON_FEW_ROWS(call)
+#endif
+
+// One panel of a weight.
+class Panel {
+ public:
+  Panel(const QuantizedShape& shape, const PackedLayout& layout, const float* table, const uint8_t* at)
+      : shape_(shape), layout_(layout), table_(table), at_(at) {}
+
+  // sums = inputs times this panel, for each block. tile: memory for SEGMENT_INPUTS * PW floats.
+  void multiply(const RowBlock<Int8Inputs>* blocks, int count, float*) const {
+    clear(blocks, count);
+    const long segments = segments_of(layout_), bytes = segment_steps(layout_) * (long)sizeof(vu) * 2;
+    const long at_once = std::max<long>(1, CACHED / std::min(bytes, layout_.group_steps * (long)sizeof(vu) * 2));
+    for (long first = 0; first < segments; first += at_once)
+      for (int b = 0; b < count; ++b)
+        for (long i = first; i < std::min(segments, first + at_once); ++i) add(i, blocks[b]);
+  }
+
+  void multiply(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
+    switch (shape_.form) {
+      case INT8: return multiply_floats<INT8>(blocks, count, tile);
+      case INT4: return multiply_floats<INT4>(blocks, count, tile);
+      case FP8: return multiply_floats<FP8>(blocks, count, tile);
+      default: return multiply_floats<TABLE>(blocks, count, tile);
+    }
+  }
+
+ private:
+  static constexpr long CACHED = 16 * 1024;  // bytes of a panel that stay in the first-level cache
+
+  template <class I>
+  static void clear(const RowBlock<I>* blocks, int count) {
+    for (int b = 0; b < count; ++b) std::fill(blocks[b].sums, blocks[b].sums + blocks[b].rows * PW, 0.0f);
+  }
+
+  const uint8_t* head(const Segment& segment) const { return at_ + segment.group * layout_.group_bytes; }
+  const vu* weights(const Segment& segment) const {
+    return (const vu*)(head(segment) + layout_.head) + segment.first * 2;
+  }
+
+  void add(long index, const RowBlock<Int8Inputs>& block) const {
+    const Segment segment = segment_of(layout_, index);
+    switch (block.rows) {
+#define BATON_ADD(R) shape_.form == INT8 ? add_rows<Dot8, R>(segment, index, block) : add_rows<Dot4, R>(segment, index, block)
+      BATON_BLOCK_ROWS(BATON_ADD)
+#undef BATON_ADD
+    }
+  }
+
+  template <class D, int R>
+  void add_rows(const Segment& segment, long index, const RowBlock<Int8Inputs>& block) const {
+    vi products[R][2] = {};
+    const vu* values = weights(segment);
+    D::template add<R>(block.x + segment.at * D::WORDS * R, values, segment.steps, (const char*)values + QUANTIZED_AHEAD,
+                       products);
+    const Numbers numbers(head(segment), shape_);
+    const int32_t* input_sums = block.input_sums + index * R;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        float* to = block.sums + r * PW + v * VL;
+        vf exact;
+        if (shape_.own_zeros) {
+          exact = __builtin_convertvector(products[r][v], vf) - numbers.zero[v] * (float)input_sums[r];
+        } else {
+          exact = __builtin_convertvector(products[r][v] - shape_.zero * input_sums[r], vf);
+        }
+        store(to, load(to) + numbers.scale[v] * exact);
+      }
+  }
+
+  // Few rows: each value is unpacked in registers. Many: a segment is unpacked once for all blocks.
+  template <int form>
+  void multiply_floats(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
+    clear(blocks, count);
+    const Values<form> values(table_);
+    const long segments = segments_of(layout_);
+    for (long i = 0; i < segments; ++i) {
+      const Segment segment = segment_of(layout_, i);
+      if (count == 1) {
+        add_few(values, segment, i, blocks[0]);
+        continue;
+      }
+      unpack(values, segment, tile);
+      for (int b = 0; b < count; ++b) add_tile(tile, segment, blocks[b]);
+    }
+  }
+
+  template <int form>
+  void add_few(const Values<form>& values, const Segment& segment, long index, const RowBlock<FloatInputs>& b) const {
+    switch (b.rows) {
+#define BATON_ADD(R) add_few_rows<form, R>(values, segment, index, b)
+      BATON_BLOCK_ROWS(BATON_ADD)
+#undef BATON_ADD
+    }
+  }
+
+  template <int form, int R>
+  void add_few_rows(const Values<form>& values, const Segment& segment, long index,
+                    const RowBlock<FloatInputs>& block) const {
+    constexpr int INPUTS = inputs_per_step(form);
+    vf products[R][2] = {};
+    const vu* at = weights(segment);
+    const float* x = block.x + segment.at * INPUTS * R;
+    for (long s = 0; s < segment.steps; ++s, at += 2, x += INPUTS * R) {
+      for (size_t line = 0; line < sizeof(vu) * 2; line += 64)
+        __builtin_prefetch((const char*)at + QUANTIZED_AHEAD + line, 0, 3);
+      const vu low = at[0], high = at[1];
+#pragma GCC unroll 8
+      for (int j = 0; j < INPUTS; ++j) {
+        const vf first = values(low, j), second = values(high, j);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          const vf inputs = splat(x[j * R + r]);
+          products[r][0] += inputs * first, products[r][1] += inputs * second;
+        }
+      }
+    }
+    const Numbers numbers(head(segment), shape_);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) {
+        float* to = block.sums + r * PW + v * VL;
+        vf exact = products[r][v];
+        if (has_zeros(form)) exact -= (numbers.zero[v] - Values<form>::BASE) * block.input_sums[index * R + r];
+        store(to, load(to) + numbers.scale[v] * exact);
+      }
+  }
+
+  template <int form>
+  void unpack(const Values<form>& values, const Segment& segment, float* tile) const {
+    constexpr int INPUTS = inputs_per_step(form);
+    const Numbers numbers(head(segment), shape_);
+    const vu* at = weights(segment);
+    for (long s = 0; s < segment.steps; ++s, at += 2)
+#pragma GCC unroll 8
+      for (int j = 0; j < INPUTS; ++j, tile += PW)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          vf value = values(at[v], j);
+          if (has_zeros(form)) value -= numbers.zero[v] - Values<form>::BASE;
+          store(tile + v * VL, value * numbers.scale[v]);
+        }
+  }
+
+  void add_tile(const float* tile, const Segment& segment, const RowBlock<FloatInputs>& block) const {
+    switch (block.rows) {
+#define BATON_ADD(R) add_tile_rows<R>(tile, segment, block)
+      BATON_BLOCK_ROWS(BATON_ADD)
+#undef BATON_ADD
+    }
+  }
+
+  template <int R>
+  void add_tile_rows(const float* tile, const Segment& segment, const RowBlock<FloatInputs>& block) const {
+    const long inputs = segment.steps * layout_.inputs;
+    const float* x = block.x + segment.at * layout_.inputs * R;
+    vf sums[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) sums[r][0] = load(block.sums + r * PW), sums[r][1] = load(block.sums + r * PW + VL);
+    for (long k = 0; k < inputs; ++k, tile += PW, x += R) {
+      const vf low = load(tile), high = load(tile + VL);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) sums[r][0] += splat(x[r]) * low, sums[r][1] += splat(x[r]) * high;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) store(block.sums + r * PW, sums[r][0]), store(block.sums + r * PW + VL, sums[r][1]);
+  }
+
+  const QuantizedShape& shape_;
+  const PackedLayout& layout_;
+  const float* table_;
+  const uint8_t* at_;
+};
+
+// Rows in blocks of a register tile each, as even as they come.
+struct Blocks {
+  long rows, count;
+  explicit Blocks(long n) : rows(n), count(ceil_div(n, ROW_GROUP)) {}
+  long begin(long b) const { return rows * b / count; }
+  int size(long b) const { return (int)(begin(b + 1) - begin(b)); }
+};
+
+}  // namespace baton

@@ -1,0 +1,191 @@
+"""Mixtures of experts with quantized weights; as :mod:`baton_kernels.experts`, the weights staying packed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
+from baton_kernels.quantized_linear import multiplies_integers
+from baton_kernels.quantized_packing import PackedWeights, QuantizedShape, address
+from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.row_wise import Activation, gated_reference
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedExpertWeights:
+    """The gated MLPs of E experts.
+
+    Attributes:
+        gate_up: E weights [2 * inner, hidden], gates first; ``down`` E weights [hidden, inner].
+        gate_up_bias: [E, 2 * inner], gates first, or ``None``; ``down_bias`` [E, hidden] likewise.
+
+    Raises:
+        ValueError: Numbers of experts or shapes that do not fit each other, or one bias without the other.
+    """
+
+    gate_up: Sequence[QuantizedWeight]
+    down: Sequence[QuantizedWeight]
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.gate_up or len(self.gate_up) != len(self.down):
+            raise ValueError(f"{len(self.gate_up)} gate_up and {len(self.down)} down make no experts")
+        if (self.gate_up_bias is None) != (self.down_bias is None):
+            raise ValueError("one of both products has a bias")
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            if (gate_up.rows, gate_up.columns) != (2 * down.columns, down.rows):
+                raise ValueError(
+                    f"gate_up [{gate_up.rows}, {gate_up.columns}] does not fit down [{down.rows}, {down.columns}]"
+                )
+
+
+def quantized_experts_reference(
+    experts: QuantizedExpertWeights,
+    activation: Activation,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    activations: ActivationScheme = EXACT,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return the weighted sum of the chosen experts' outputs [T, hidden], and ``residual``, in ``dtype``.
+
+    Arguments as :func:`baton_kernels.experts.experts_reference`; inputs of both products are rounded as
+    ``activations`` say.
+    """
+    out = torch.zeros(x.shape, dtype=dtype) if residual is None else residual.to(dtype)
+    for index in ids.unique().tolist():
+        if not 0 <= index < len(experts.gate_up):
+            continue
+        tokens, choices = torch.where(ids == index)
+        gate_up, down = (each[index].dequantize().to(dtype) for each in (experts.gate_up, experts.down))
+        inner = activations.round(x[tokens]).to(dtype) @ gate_up.T
+        if experts.gate_up_bias is not None:
+            inner = inner + experts.gate_up_bias[index].to(dtype)
+        outputs = activations.round(gated_reference(inner, activation)).to(dtype) @ down.T
+        if experts.down_bias is not None:
+            outputs = outputs + experts.down_bias[index].to(dtype)
+        out = out.index_add(0, tokens, outputs * weights[tokens, choices, None].to(dtype))
+    return out
+
+
+class PlainQuantizedExperts:
+    """The definition in torch, in float32."""
+
+    def __init__(
+        self, experts: QuantizedExpertWeights, activation: Activation, activations: ActivationScheme = EXACT
+    ) -> None:
+        self.name, self.hidden = "torch", experts.down[0].rows
+        self._experts, self._activation, self._activations = experts, activation, activations
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`baton_kernels.experts.CpuExperts`."""
+        given = (self._experts, self._activation, x, ids, weights, residual, self._activations)
+        return quantized_experts_reference(*given, dtype=torch.float32).to(x.dtype)
+
+
+class QuantizedExpertsCall(ctypes.Structure):
+    """The C structure ``QuantizedExperts``; see ``csrc/quantized_experts.cpp``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, QuantizedShape) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "packed_gate_up", "packed_down")),
+        *((name, ctypes.c_void_p) for name in ("gate_up_table", "down_table", "gate_up_order", "down_order")),
+        *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("tokens", "x_stride", "residual_stride")),
+        *((name, ctypes.c_int32) for name in ("top_k", "experts", "dtype", "activation", "int8_inputs", "threads")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    ]
+
+
+class CpuQuantizedExperts:
+    """The C++ operator for the experts of one layer, in any of the float types; sums in float32, rounded once.
+
+    Raises:
+        ValueError: Inputs would be rounded in a way that the operator does not know (see
+            :func:`make_quantized_experts`), or experts differ in form.
+    """
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        experts: QuantizedExpertWeights,
+        activation: Activation,
+        activations: ActivationScheme = EXACT,
+    ) -> None:
+        if not _is_native(experts, activations):
+            raise ValueError("the operator rounds inputs to int8 by the token, or not at all")
+        integers = activations.type is ActivationType.INT8
+        self._run = library.quantized.experts
+        self._gate_up = PackedWeights(library, experts.gate_up, gated=True)
+        self._down = PackedWeights(library, experts.down)
+        self.hidden = experts.down[0].rows
+        self.nbytes = self._gate_up.packed.numel() + self._down.packed.numel()
+        self.name = f"{library.instructions} {'int8' if integers else 'exact'}"
+        self._biases = [
+            None if bias is None else bias.detach().float().contiguous()
+            for bias in (experts.gate_up_bias, experts.down_bias)
+        ]
+        self._call = QuantizedExpertsCall(
+            gate_up=self._gate_up.shape,
+            down=self._down.shape,
+            packed_gate_up=self._gate_up.packed.data_ptr(),
+            packed_down=self._down.packed.data_ptr(),
+            gate_up_table=address(self._gate_up.table),
+            down_table=address(self._down.table),
+            gate_up_order=address(self._gate_up.order),
+            down_order=address(self._down.order),
+            gate_up_bias=address(self._biases[0]),
+            down_bias=address(self._biases[1]),
+            experts=len(experts.down),
+            activation=activation.kind,
+            int8_inputs=integers,
+            alpha=activation.alpha,
+            limit=activation.limit,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`baton_kernels.experts.CpuExperts`."""
+        out = x.new_empty(len(x), self.hidden)
+        call = self._call
+        call.x, call.ids, call.weights, call.out = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        call.tokens, call.x_stride, call.top_k = len(x), x.stride(0), ids.shape[1]
+        call.dtype = DTYPE_CODES[x.dtype]
+        if residual is None:
+            call.residual = None
+        else:
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        call.threads = torch.get_num_threads()
+        self._run(ctypes.byref(call))
+        return out
+
+
+def make_quantized_experts(
+    library: CpuLibrary | None,
+    experts: QuantizedExpertWeights,
+    activation: Activation,
+    activations: ActivationScheme = EXACT,
+) -> CpuQuantizedExperts | PlainQuantizedExperts:
+    """Return the fastest operator for experts; the plain one where the C++ one does not round inputs that way."""
+    if library is None or experts.down[0].values.device.type != "cpu" or not _is_native(experts, activations):
+        return PlainQuantizedExperts(experts, activation, activations)
+    return CpuQuantizedExperts(library, experts, activation, activations)
+
+
+def _is_native(experts: QuantizedExpertWeights, activations: ActivationScheme) -> bool:
+    if activations.type is ActivationType.NONE:
+        return True
+    both = (experts.gate_up[0], experts.down[0])
+    return activations.scale is None and all(multiplies_integers(each, activations) for each in both)

@@ -1,0 +1,125 @@
+"""Plain weights into the quantized forms, rounded to nearest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from baton_kernels.quantized_weights import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    TableWeight,
+    join,
+    pack_nibbles,
+)
+
+INT4_GROUP = 64
+NF4_GROUP = 64
+_TILE_ELEMENTS = 1 << 22
+"""Of a weight that are float32 at a time."""
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The values of NormalFloat4 (Dettmers et al., QLoRA, 2023, appendix E)."""
+
+
+def quantize_int8(weight: torch.Tensor) -> Int8Weight:
+    """Quantize a weight [rows, columns] with a scale per row: its largest magnitude becomes 127."""
+
+    def tile(part: torch.Tensor) -> Int8Weight:
+        scales = _or_one(part.abs().amax(1, keepdim=True) / 127)
+        return Int8Weight((part / scales).round().clamp(-127, 127).to(torch.int8), scales)
+
+    parts = [tile(part) for part in _tiles(weight)]
+    return Int8Weight(torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts]))
+
+
+def quantize_int4(weight: torch.Tensor, group: int = INT4_GROUP) -> Int4Weight:
+    """Quantize a weight [rows, columns] with a scale per group: what is largest in magnitude becomes -8.
+
+    Scales are rounded to float16. A group that does not divide the columns becomes the largest divisor of both.
+
+    Raises:
+        ValueError: An odd number of columns.
+    """
+    group = _fitting(weight, group)
+
+    def tile(part: torch.Tensor) -> QuantizedWeight:
+        grouped = part.view(len(part), -1, group)
+        largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
+        scales = _short(largest / -8)
+        values = ((grouped / scales[..., None]).round() + 8).clamp(0, 15)
+        return Int4Weight(pack_nibbles(values.view(part.shape)), scales, torch.full_like(scales, 8.0))
+
+    joined = join([tile(part) for part in _tiles(weight)])
+    assert isinstance(joined, Int4Weight)
+    return joined
+
+
+def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """Quantize a weight [rows, columns] to e4m3 with a scale per row: its largest magnitude becomes 448."""
+    values, scales = [], []
+    for part in _tiles(weight):
+        scales.append(_or_one(part.abs().amax(1, keepdim=True) / 448))
+        values.append((part / scales[-1]).clamp(-448, 448).to(torch.float8_e4m3fn))
+    return Fp8Weight(torch.cat(values), torch.cat(scales), (1, weight.shape[1]))
+
+
+def quantize_nf4(weight: torch.Tensor, group: int = NF4_GROUP) -> TableWeight:
+    """Quantize a weight [rows, columns] to NormalFloat4 with a scale per group, as :func:`quantize_int4` else."""
+    group, table = _fitting(weight, group), torch.tensor(NF4)
+    bounds = (table[1:] + table[:-1]) / 2
+
+    def tile(part: torch.Tensor) -> QuantizedWeight:
+        grouped = part.view(len(part), -1, group)
+        scales = _short(grouped.abs().amax(-1))
+        values = torch.bucketize(grouped / scales[..., None], bounds)
+        return TableWeight(pack_nibbles(values.view(part.shape)), table, scales)
+
+    joined = join([tile(part) for part in _tiles(weight)])
+    assert isinstance(joined, TableWeight)
+    return joined
+
+
+def _tiles(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Some rows at a time, float32."""
+    rows = max(1, _TILE_ELEMENTS // weight.shape[1])
+    for part in weight.split(rows):
+        yield part.detach().float()
+
+
+def _fitting(weight: torch.Tensor, group: int) -> int:
+    if weight.shape[1] % 2:
+        raise ValueError(f"{weight.shape[1]} columns cannot be packed in pairs")
+    return math.gcd(group, weight.shape[1])
+
+
+def _or_one(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _short(scales: torch.Tensor) -> torch.Tensor:
+    """Rounded to float16 where that has all of its bits; 1 for 0."""
+    short = scales.half().float()
+    magnitude = scales.abs()
+    return _or_one(torch.where((magnitude >= 2**-14) & (magnitude < 65504), short, scales))
