@@ -13,6 +13,9 @@ computes ten times as fast in torch: compare with it there.
 those of engines that ran in turns.
 ``--rivals`` adds vLLM's CPU build, OpenVINO GenAI and llama.cpp for the Llama, each in a process and a virtual
 environment of its own, which is made at first use (several GB in ``--rivals-folder``).
+``--quantization`` adds Baton with the checkpoint quantized at load, head included: int8 and int4 with inputs in int8;
+int8-exact, int4-exact, fp8 and nf4 with inputs as they are. Its rivals have quantized weights too (``llama_cpp_q8_0``,
+``openvino_int4``, ...). Its figures have a file of their own.
 
 Mixed load (Baton alone, ``benchmarks/mixed_load.py``): the time between tokens of four streams beside two prompts of
 2,000 tokens that are always under way. Its figures have a file of their own.
@@ -20,6 +23,7 @@ Mixed load (Baton alone, ``benchmarks/mixed_load.py``): the time between tokens 
     python benchmarks/engine.py --threads 2 --write
     python benchmarks/engine.py --models llama,gemma3,qwen3_moe,gpt_oss,deepseek_v3 --engines baton generate --write
     python benchmarks/engine.py --engines baton --rivals --write
+    python benchmarks/engine.py --quantization int8,int4,int4-exact --models llama,llama_1b --engines baton --write
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +52,7 @@ import numpy as np
 import torch
 import transformers
 from benchmarks.engine_parts.models import FAMILIES, BenchmarkModel, write_model
-from benchmarks.engine_parts.rivals import RIVALS, Rival
+from benchmarks.engine_parts.rivals import PLAIN, RIVALS, Rival
 from benchmarks.mixed_load import measure_mixed_load
 
 from baton.config import EngineConfig
@@ -62,12 +67,23 @@ RESULT, FAMILIES_RESULT, RIVALS_RESULT = (
     RESULTS / name for name in ("engine.json", "engine_families.json", "engine_rivals.json")
 )
 RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
+QUANTIZED_RESULT = RESULT.with_name("engine_quantized.json")
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
 CONTEXT, NEW_TOKENS = 512, 64
 WARM_CONTEXT, WARM_TOKENS = 64, 8
 AIMS = {"prefill_512": 1.5, "prefill_2048": 1.5, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
 MIXED_LOAD = "mixed_load"
 ITL_SLO_MS = 100.0
+
+QUANTIZATIONS = {
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    "int8-exact": ("int8", "none"),
+    "int4-exact": ("int4", "none"),
+    "fp8": ("fp8", "none"),
+    "nf4": ("nf4", "none"),
+}
+"""Weights, and how their inputs are rounded."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 TRANSFORMERS = ("generate", "generate_float32", "generate_batch")
@@ -86,15 +102,16 @@ def main() -> int:
             if set(args.workloads) & set(AIMS):
                 results[name] = run(args, folder, model)
                 print_table(name, results[name])
-            if MIXED_LOAD in args.workloads and name == "llama":
+            if MIXED_LOAD in args.workloads and name == "llama" and not args.quantization:
                 options = {"slo_ms": args.itl_slo_ms, "threads": args.threads, "prompts": args.prompts}
                 ways = measure_mixed_load(folder, model.vocab_size, **options)
                 parameters = {"benchmark": "mixed_load", "parameters": model.parameters}
                 write(args, MIXED_RESULT, {**parameters, **ways, "machine": machine()})
-    if args.models is not None:
-        before = json.loads(FAMILIES_RESULT.read_text())["models"] if FAMILIES_RESULT.exists() else {}
+    if args.models is not None or args.quantization:
+        path = QUANTIZED_RESULT if args.quantization else FAMILIES_RESULT
+        before = json.loads(path.read_text())["models"] if path.exists() else {}
         models = {**before, **{name: merged(before.get(name, {}), result) for name, result in results.items()}}
-        write(args, FAMILIES_RESULT, {"benchmark": "engine_families", "models": models})
+        write(args, path, {"benchmark": path.stem, "models": models})
     elif results:
         path = RESULT if args.rivals is None else RIVALS_RESULT
         before = json.loads(path.read_text()) if path.exists() else {}
@@ -136,18 +153,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="mixed load: long prompts per way")
     parser.add_argument("--engines", nargs="*", choices=("baton", *TRANSFORMERS), default=None)
     parser.add_argument("--models", type=model_names, default=None, help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--quantization", type=quantizations, default=[], help=f"of {', '.join(QUANTIZATIONS)}")
     parser.add_argument(
-        "--rivals", nargs="*", choices=sorted(RIVALS), default=None, help="all of them if none is named"
+        "--rivals", nargs="*", choices=sorted(RIVALS), default=None, help=f"if none is named: {', '.join(PLAIN)}"
     )
     parser.add_argument("--rivals-folder", type=Path, default=RIVALS_FOLDER, help=f"default {RIVALS_FOLDER}")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that it runs")
     parser.add_argument("--write", action="store_true", help=f"write files in {RESULTS}")
     args = parser.parse_args()
-    if args.rivals is not None and args.models is not None:
-        parser.error("--rivals run the Llama alone")
+    if args.rivals is not None and any(not name.startswith("llama") for name in args.models or []):
+        parser.error("--rivals run Llamas alone")
     if args.clock == "cpu" and (args.threads > 1 or "generate_batch" in (args.engines or ["generate_batch"])):
         parser.error("--clock cpu is for one thread (what waits for another one counts), and not for generate_batch")
     return args
+
+
+def quantizations(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - set(QUANTIZATIONS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(QUANTIZATIONS)}")
+    return names
 
 
 def model_names(text: str) -> list[str]:
@@ -160,8 +185,10 @@ def model_names(text: str) -> list[str]:
 def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[str, Any]:
     """Load the engines, and measure every workload with each of them, taking turns."""
     names = list(args.engines or ["baton", "generate", "generate_batch"])
+    names += [f"baton_{name}" for name in args.quantization]
     makers = {
         "baton": make_baton,
+        **{f"baton_{name}": partial(make_baton, quantization=name) for name in args.quantization},
         "generate": make_generate,
         "generate_float32": partial(make_generate, dtype=torch.float32),
         "generate_batch": make_generate_batch,
@@ -173,7 +200,7 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
     with contextlib.ExitStack() as stack:
         for name in names:
             engines[name], details[name] = makers[name](folder, args)
-        for name in [] if args.rivals is None else args.rivals or RIVALS:
+        for name in [] if args.rivals is None else args.rivals or PLAIN:
             rival = stack.enter_context(Rival(name, args.rivals_folder, Path(folder), args.threads, args.clock))
             engines[name], details[name] = rival.measure, rival.details
         print("engines are loaded", file=sys.stderr, flush=True)
@@ -203,8 +230,7 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
         "engines": details,
         "tokens_per_s": {name: {w: statistics.median(v) for w, v in speeds[name].items()} for name in engines},
         "spread": {name: {w: [min(v), max(v)] for w, v in speeds[name].items()} for name in engines},
-        **{f"ratio_to_{name}": ratios(speeds, name, statistics.median) for name in engines if name != "baton"},
-        **{f"ratio_of_best_to_{name}": ratios(speeds, name, max) for name in engines if name != "baton"},
+        **all_ratios(speeds),
         "aims_ratio_to_generate": AIMS,
         "machine": {**machine(), "load_before": load_before, "load_after": os.getloadavg()[0]},
     }
@@ -235,10 +261,17 @@ def one(measure: Measure, workload: str, prompts: list[list[int]]) -> float:
     return sum(begin < at <= end for sequence in times for at in sequence) / (end - begin)
 
 
-def make_baton(folder: str, args: argparse.Namespace) -> tuple[Measure, dict[str, Any]]:
+def make_baton(
+    folder: str, args: argparse.Namespace, quantization: str | None = None
+) -> tuple[Measure, dict[str, Any]]:
     config = EngineConfig(
         model=folder, threads=args.threads, kv_blocks=64 * (CONTEXT + NEW_TOKENS) // 16, prefix_caching=False
     )
+    if quantization is not None:
+        weights, activations = QUANTIZATIONS[quantization]
+        config = replace(
+            config, quantization=weights, quantized_activations=activations, quantization_ignore=(r"\.(gate|router)$",)
+        )
     engine, clock = build_engine(config), CLOCKS[args.clock]
     counter = iter(range(10**9))
 
@@ -326,12 +359,28 @@ def make_generate_batch(folder: str, args: argparse.Namespace) -> tuple[Measure,
     return measure, {"version": transformers.__version__, "attention": model.config._attn_implementation}
 
 
+def is_other(name: str) -> bool:
+    return name != "baton" and not name.startswith("baton_")
+
+
+def all_ratios(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Baton's speeds by those of others, and those of quantized weights by all of theirs and by bfloat16's."""
+    found = {}
+    for base in filter(is_other, speeds):
+        found[f"ratio_to_{base}"] = ratios(speeds, "baton", base, statistics.median)
+        found[f"ratio_of_best_to_{base}"] = ratios(speeds, "baton", base, max)
+    for name in (name for name in speeds if name.startswith("baton_")):
+        for base in (base for base in speeds if base == "baton" or is_other(base)):
+            found[f"ratio_of_{name}_to_{base}"] = ratios(speeds, name, base, statistics.median)
+    return found
+
+
 def ratios(
-    speeds: dict[str, dict[str, list[float]]], base: str, of: Callable[[list[float]], float]
+    speeds: dict[str, dict[str, list[float]]], name: str, base: str, of: Callable[[list[float]], float]
 ) -> dict[str, float]:
-    if "baton" not in speeds or base not in speeds:
+    if name not in speeds or base not in speeds:
         return {}
-    return {workload: round(of(values) / of(speeds[base][workload]), 2) for workload, values in speeds["baton"].items()}
+    return {workload: round(of(values) / of(speeds[base][workload]), 2) for workload, values in speeds[name].items()}
 
 
 def machine() -> dict[str, Any]:
@@ -352,15 +401,16 @@ def machine() -> dict[str, Any]:
 def print_table(model: str, result: dict[str, Any]) -> None:
     speeds = result["tokens_per_s"]
     names = list(speeds)
-    others = [name for name in names if f"ratio_to_{name}" in result and name != "baton"]
+    others = {key.removeprefix("ratio_").replace("to_", "x ", 1): key for key in result if key.startswith("ratio_")}
+    columns = {name: result[key] for name, key in others.items() if "best" not in name and result[key]}
     millions, threads = result["active_parameters"] / 1e6, result["settings"]["threads"]
     clock = result["settings"]["clock"]
     print(f"\n{model}, {millions:.0f}M active parameters, bfloat16, {threads} threads, tokens/s of {clock} time")
-    print(f"{'workload':14}" + "".join(f"{name:>16}" for name in names) + "".join(f"{'x ' + x:>18}" for x in others))
+    print(f"{'workload':14}" + "".join(f"{name:>18}" for name in names))
     for workload in next(iter(speeds.values()), {}):
-        row = f"{workload:14}" + "".join(f"{speeds[name][workload]:16.1f}" for name in names)
-        ratios_ = (result[f"ratio_to_{name}"].get(workload) for name in others)
-        print(row + "".join(" " * 18 if ratio is None else f"{ratio:18.2f}" for ratio in ratios_))
+        print(f"{workload:14}" + "".join(f"{speeds[name][workload]:18.1f}" for name in names))
+    for name, found in columns.items():
+        print(f"{name:40}" + "  ".join(f"{workload} {ratio:.2f}" for workload, ratio in found.items()))
 
 
 if __name__ == "__main__":

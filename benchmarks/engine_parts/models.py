@@ -38,6 +38,16 @@ COMMON: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama_1b": (
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {

@@ -1,4 +1,7 @@
-"""llama.cpp with bfloat16 weights; see ``rivals.py``. Runs in an environment of its own."""
+"""llama.cpp with bfloat16, q8_0 or q4_0 weights; see ``rivals.py``. Runs in an environment of its own.
+
+Its library is the one that xllamacpp brings along.
+"""
 
 import ctypes
 import json
@@ -9,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
+import xllamacpp
 
-folder, work, threads = sys.argv[1:]
+folder, work, threads, weights = sys.argv[1:]
 clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
 CONTEXT, SEQUENCES, BATCH = 32 * 1024, 32, 2048
 LAYER = {
@@ -26,6 +29,7 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+DTYPE = gguf.GGMLQuantizationType[weights.upper()]
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -72,27 +76,83 @@ def convert(to: Path) -> None:
             writer.add_tensor(f"{target}.weight", (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(tensor).view(np.uint8)
-            writer.add_tensor(f"{target}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            if weights != "bf16":
+                raw = gguf.quants.quantize((tensor.astype(np.uint32) << 16).view(np.float32), DTYPE)
+            writer.add_tensor(f"{target}.weight", raw, raw_dtype=DTYPE)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+class Batch(ctypes.Structure):
+    """``llama_batch``."""
+
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.POINTER(ctypes.c_float)),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+class Options(ctypes.Structure):
+    """``llama_context_params``, and ``llama_model_params``, of this very version, with room behind them."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max")),
+        ("between", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_int32) for name in ("n_threads", "n_threads_batch")),
+        ("rest", ctypes.c_uint8 * 105),
+        ("kv_unified", ctypes.c_bool),
+        ("behind", ctypes.c_uint8 * 370),
+    )
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def LOG(level: int, text: bytes, _: int) -> None:
+    """Keep llama.cpp's log from standard output."""
+
+
+def load_library() -> ctypes.CDLL:
+    """llama.cpp's C interface."""
+    (path,) = Path(xllamacpp.__file__).parent.glob("xllamacpp*.so")
+    library = ctypes.CDLL(str(path))
+    pointers = ("llama_model_load_from_file", "llama_init_from_model", "llama_model_get_vocab", "llama_get_memory")
+    for name in pointers:
+        library[name].restype = ctypes.c_void_p
+    for name in ("llama_context_default_params", "llama_model_default_params"):
+        getattr(library, name).restype = Options
+    library.llama_batch_init.restype = Batch
+    library.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
+    return library
+
+
 class Engine:
     """The sequences of a request, decoded side by side."""
 
     def __init__(self, path: Path) -> None:
-        llama_cpp.llama_backend_init()
-        model_options = llama_cpp.llama_model_default_params()
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_options)
-        options = llama_cpp.llama_context_default_params()
+        llama = self.llama = load_library()
+        llama.llama_log_set(LOG, None)
+        llama.llama_backend_init()
+        model = ctypes.c_void_p(
+            llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+        )
+        options = llama.llama_context_default_params()
+        if (options.n_ctx, options.n_batch, options.n_ubatch, options.n_threads) != (512, 2048, 512, 4):
+            raise RuntimeError("llama_context_params lies elsewhere in this version")
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = CONTEXT, BATCH, 512, SEQUENCES
         options.n_threads = options.n_threads_batch = int(threads)
         options.kv_unified = True
-        self.context = llama_cpp.llama_init_from_model(self.model, options)
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self.context = ctypes.c_void_p(llama.llama_init_from_model(model, options))
+        if llama.llama_n_ctx_seq(self.context) != CONTEXT:
+            raise RuntimeError("kv_unified lies elsewhere in this version")
+        self.memory = ctypes.c_void_p(llama.llama_get_memory(self.context))
+        self.vocab = llama.llama_vocab_n_tokens(ctypes.c_void_p(llama.llama_model_get_vocab(model)))
+        self.batch = llama.llama_batch_init(BATCH, 0, 1)
 
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
         """Run (token, position, sequence, wants logits); returns the best tokens of those that want some."""
@@ -101,18 +161,18 @@ class Engine:
         for i, (token, position, sequence, wanted) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
             batch.seq_id[i][0], batch.logits[i] = sequence, wanted
-        if llama_cpp.llama_decode(self.context, batch) != 0:
+        if self.llama.llama_decode(self.context, batch) != 0:
             raise RuntimeError("llama_decode failed")
         found = []
         for i, row in enumerate(rows):
             if row[3]:
-                logits = llama_cpp.llama_get_logits_ith(self.context, i)
+                logits = self.llama.llama_get_logits_ith(self.context, i)
                 found.append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
         return found
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """Prompts in batches, then all sequences side by side."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        self.llama.llama_memory_clear(self.memory, True)
         begin = clock()
         rows = [
             (token, position, sequence, position == len(prompt) - 1)
@@ -137,11 +197,10 @@ class Engine:
 
 
 def main() -> None:
-    llama_cpp.llama_log_set(ctypes.cast(None, llama_cpp.llama_log_callback), None)
     path = Path(work) / "model.gguf"
     convert(path)
     engine = Engine(path)
-    print("RIVAL " + json.dumps({"version": llama_cpp.__version__, "weights": "bf16", "threads": threads}), flush=True)
+    print("RIVAL " + json.dumps({"version": xllamacpp.__version__, "weights": weights, "threads": threads}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         print("RIVAL " + json.dumps(engine.generate(request["prompts"], request["new_tokens"])), flush=True)

@@ -11,21 +11,24 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-folder, work, threads = sys.argv[1:]
+folder, work, threads, weights = sys.argv[1:]
 clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
 
 
 def main() -> None:
     converted = Path(work) / "model"
     export = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", folder]
-    export += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(converted)]
+    export += ["--task", "text-generation-with-past", "--weight-format", weights, str(converted)]
     subprocess.run(export, check=True, stdout=sys.stderr)
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2, 2048, 32
     scheduler.enable_prefix_caching = False
     settings = {"INFERENCE_NUM_THREADS": int(threads), "INFERENCE_PRECISION_HINT": "bf16"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", settings)
-    print("RIVAL " + json.dumps({"version": openvino_genai.__version__, "threads": threads}), flush=True)
+    print(
+        "RIVAL " + json.dumps({"version": openvino_genai.__version__, "weights": weights, "threads": threads}),
+        flush=True,
+    )
     counter = iter(range(10**9))
     for line in sys.stdin:
         request = json.loads(line)

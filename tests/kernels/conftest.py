@@ -16,6 +16,12 @@ def library() -> CpuLibrary:
     return load_library(variants[0])
 
 
+@pytest.fixture(params=[each.name for each in runnable_variants()])
+def build(request: pytest.FixtureRequest) -> CpuLibrary:
+    """Every build of the operators that this processor can run."""
+    return load_library(next(each for each in runnable_variants() if each.name == request.param))
+
+
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.quantized import FORMS, make
 
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
@@ -15,10 +16,7 @@ from baton_kernels.quantized_experts import (
     quantized_experts_reference,
 )
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
-from tests.kernels.test_quantized_linear import build
-from tests.kernels.test_quantized_weights import FORMS, make
 
-__all__ = ["build"]
 HIDDEN, INNER, EXPERTS = 96, 48, 5
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.quantized import FORMS, make
 
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
@@ -17,7 +18,6 @@ from baton_kernels.quantized_linear import (
 )
 from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
-from tests.kernels.test_quantized_weights import FORMS, make
 
 SCHEMES = {
     "exact": EXACT,
@@ -26,11 +26,6 @@ SCHEMES = {
     "fp8": ActivationScheme(ActivationType.FP8),
 }
 ROWS = [1, 2, 3, 5, 8, 13, 17, 61, 130]
-
-
-@pytest.fixture(params=[each.name for each in runnable_variants()])
-def build(request: pytest.FixtureRequest) -> CpuLibrary:
-    return load_library(next(each for each in runnable_variants() if each.name == request.param))
 
 
 def inputs(rows: int, columns: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

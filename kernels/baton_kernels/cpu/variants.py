@@ -32,7 +32,12 @@ class Variant:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _X86_64 = (
-    Variant("x86-64-v4-bf16", _AVX512 | {"avx512_bf16"}, "x86-64-v4", features=("avx512bf16", "amx-tile", "amx-bf16")),
+    Variant(
+        "x86-64-v4-bf16",
+        _AVX512 | {"avx512_bf16", "avx512_vnni"},
+        "x86-64-v4",
+        features=("avx512bf16", "avx512vnni", "amx-tile", "amx-bf16", "amx-int8"),
+    ),
     Variant("x86-64-v4", _AVX512, "x86-64-v4"),
     Variant("x86-64-v3", _AVX2, "x86-64-v3"),
     Variant("x86-64", frozenset(), "x86-64"),
