@@ -131,9 +131,12 @@ class Compilers:
         """Return the flags for a library's instruction set."""
         if not library.march:
             return []
+        arm = library.march.startswith("armv8")
+        if not self.zig and arm:
+            return ["-march=" + "+".join((library.march, *library.features))]
         if not self.zig:
             return [f"-march={library.march}", *(f"-m{each}" for each in library.features)]
-        name = "generic" if library.march == "armv8-a" else library.march
+        name = "generic" if arm else library.march
         return ["-mcpu=" + "+".join((name, *library.features)).replace("-", "_")]
 
 

@@ -104,6 +104,7 @@ class QuantizedExpertsCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("tokens", "x_stride", "residual_stride")),
         *((name, ctypes.c_int32) for name in ("top_k", "experts", "dtype", "activation", "int8_inputs", "threads")),
+        *((name, ctypes.c_int32) for name in ("amx", "unused")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     ]
 
@@ -150,6 +151,7 @@ class CpuQuantizedExperts:
             experts=len(experts.down),
             activation=activation.kind,
             int8_inputs=integers,
+            amx=library.amx,
             alpha=activation.alpha,
             limit=activation.limit,
         )

@@ -101,7 +101,7 @@ class QuantizedCall(ctypes.Structure):
         ("shape", QuantizedShape),
         *((name, ctypes.c_void_p) for name in ("x", "packed", "table", "bias", "order", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "residual_stride", "out_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "int8_inputs", "threads")),
+        *((name, ctypes.c_int32) for name in ("dtype", "int8_inputs", "threads", "amx")),
         ("scale", ctypes.c_float),
     ]
 
@@ -132,6 +132,7 @@ class CpuQuantizedLinear:
             bias=address(self._bias),
             out_stride=self.out_features,
             int8_inputs=integers,
+            amx=library.amx,
             scale=activations.scale if integers and activations.scale is not None else 0.0,
         )
 

@@ -23,9 +23,12 @@ from baton_kernels.row_wise import SILU, CpuGatedMul, CpuRmsNorm, gated_referenc
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 INSTRUCTIONS = {
     "x86-64-v4-bf16": "avx512-bf16",
+    "x86-64-v4-vnni": "avx512-vnni",
     "x86-64-v4": "avx512",
+    "x86-64-v3-vnni": "avx2-vnni",
     "x86-64-v3": "avx2",
     "x86-64": "plain",
+    "armv8.2-a-dotprod": "neon-dotprod",
     "armv8-a": "neon",
 }
 """What each build says of itself."""

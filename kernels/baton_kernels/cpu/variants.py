@@ -15,7 +15,7 @@ class Variant:
         name: Part of the library's file name.
         needs: What the processor must have, as ``/proc/cpuinfo`` names it.
         march: Architecture, as ``-march`` names it.
-        features: What is switched on beside, as ``-m`` names it.
+        features: What is switched on beside, as ``-m`` names it, or, on Arm, what stands behind ``march``.
     """
 
     name: str
@@ -38,11 +38,17 @@ _X86_64 = (
         "x86-64-v4",
         features=("avx512bf16", "avx512vnni", "amx-tile", "amx-bf16", "amx-int8"),
     ),
+    Variant("x86-64-v4-vnni", _AVX512 | {"avx512_vnni"}, "x86-64-v4", features=("avx512vnni",)),
     Variant("x86-64-v4", _AVX512, "x86-64-v4"),
+    Variant("x86-64-v3-vnni", _AVX2 | {"avx_vnni"}, "x86-64-v3", features=("avxvnni",)),
     Variant("x86-64-v3", _AVX2, "x86-64-v3"),
     Variant("x86-64", frozenset(), "x86-64"),
 )
-VARIANTS = {"x86_64": _X86_64, "aarch64": (Variant("armv8-a", frozenset(), "armv8-a"),)}
+_AARCH64 = (
+    Variant("armv8.2-a-dotprod", frozenset({"asimddp"}), "armv8.2-a", features=("dotprod",)),
+    Variant("armv8-a", frozenset(), "armv8-a"),
+)
+VARIANTS = {"x86_64": _X86_64, "aarch64": _AARCH64}
 """By machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
 
 
@@ -57,4 +63,5 @@ def _cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+    flags = (line for line in lines if line.startswith(("flags", "Features")))  # x86, Arm
+    return next((frozenset(line.split(":", 1)[1].split()) for line in flags), frozenset())

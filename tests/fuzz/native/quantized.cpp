@@ -19,7 +19,7 @@ struct Linear {  // as quantized_linear.cpp has it
     const void *residual;
     void *out;
     int64_t rows, x_stride, residual_stride, out_stride;
-    int32_t dtype, int8_inputs, threads;
+    int32_t dtype, int8_inputs, threads, amx;
     float scale;
 };
 
@@ -35,13 +35,14 @@ struct Experts {  // as quantized_experts.cpp has it
     const void *residual;
     void *out;
     int64_t tokens, x_stride, residual_stride;
-    int32_t top_k, experts, dtype, activation, int8_inputs, threads;
+    int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, unused;
     float alpha, limit;
 };
 
 }  // namespace
 
 extern "C" {
+int baton_amx_ready();
 int64_t baton_quantized_packed_size(const Shape *a);
 void baton_quantized_pack(const Shape *a, const uint8_t *values, const float *scales, const float *zeros, uint8_t *packed);
 void baton_quantized_linear(const Linear *a);
@@ -107,6 +108,7 @@ void linear(Choices &from) {
     if (from.flag()) call.residual = residual.get();
     call.dtype = dtype, call.threads = number(from, 1, 2), call.int8_inputs = form < 2 && from.flag();
     call.scale = from.flag() ? 0.01f : 0.0f;
+    call.amx = from.flag() && baton_amx_ready();
     baton_quantized_linear(&call);
     // fp8 has values that are no numbers, which come out as large ones
     if (dtype != 2) REQUIRE(finite(result, dtype));
@@ -136,6 +138,7 @@ void experts(Choices &from) {
     if (from.flag()) call.residual = residual.get();
     call.dtype = dtype, call.activation = number(from, 0, 2), call.int8_inputs = form < 2 && from.flag();
     call.threads = number(from, 1, 2), call.alpha = 1.702f, call.limit = 7.0f;
+    call.amx = from.flag() && baton_amx_ready();
     baton_quantized_experts(&call);
     if (dtype == 0) REQUIRE(finite(result, dtype));
 }

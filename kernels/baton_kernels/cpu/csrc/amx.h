@@ -1,9 +1,15 @@
-// Intel's tile multiplier (AMX): 16 x 16 sums of 32 products of bfloat16 each per instruction, sums in float32.
+// Intel's tile multiplier (AMX): 16 x 16 sums of 32 products of bfloat16, or 64 of int8, per
+// instruction.
 #pragma once
 #include "vec.h"
 
-#if defined(BATON_AVX512_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(BATON_AMX_EMULATION)  // a header that has the instructions' functions, for tests without such a processor
 #define BATON_AMX 1
+#include BATON_AMX_EMULATION
+#elif defined(BATON_AVX512_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define BATON_AMX 1
+#endif
+#if defined(BATON_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -71,10 +77,10 @@ inline void amx_step4(const void* a, long a_stride, const void* b, long b_stride
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// Whether the processor has tiles and multiplies bfloat16 in them.
+// Whether the processor has tiles and multiplies bfloat16 and int8 in them; all that have tiles do.
 inline bool amx_present() {
   unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
 }
 
 // Ask the kernel for the tiles' registers, which it keeps for those who ask; for the whole process.

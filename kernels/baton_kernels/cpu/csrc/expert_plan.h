@@ -25,8 +25,9 @@ struct Plan {
   std::vector<float> weight;
   std::vector<Group> groups;
 
-  // Tokens from..from+count; all_ids and all_weights: [tokens][top_k].
-  void make(const int32_t* all_ids, const float* all_weights, int top_k, int experts, long from, long count) {
+  // Of tokens from..from+count; all_ids and all_weights: [tokens][top_k]; most: rows of a group.
+  void make(const int32_t* all_ids, const float* all_weights, int top_k, int experts, long from, long count,
+            int most = ROW_GROUP) {
     const long total = count * top_k;
     const int32_t* ids = all_ids + from * top_k;
     begins.assign(experts + 1, 0), first_group.assign(experts + 1, 0);
@@ -35,7 +36,7 @@ struct Plan {
     for (long i = 0; i < total; ++i)
       if (known(i)) ++begins[ids[i] + 1];
     for (int e = 0; e < experts; ++e) {
-      const int rows = begins[e + 1], parts = (rows + ROW_GROUP - 1) / ROW_GROUP;
+      const int rows = begins[e + 1], parts = (rows + most - 1) / most;
       begins[e + 1] += begins[e];
       first_group[e] = (int32_t)groups.size();
       if (rows) active.push_back(e);

@@ -82,12 +82,12 @@ struct Numbers {
   }
 };
 
-// A stretch of a panel's steps that share scales; as float32 it stays in the first-level cache.
+// A stretch of a panel's steps that share scales; it stays in the first-level cache.
 struct Segment {
   long group, first, steps, at;  // first: step of its group; at: of the panel
 };
 
-constexpr long SEGMENT_INPUTS = 4096 / PW;
+constexpr long SEGMENT_INPUTS = 16 * 1024 / PW;
 
 constexpr long segment_steps(const PackedLayout& a) { return SEGMENT_INPUTS / a.inputs; }
 

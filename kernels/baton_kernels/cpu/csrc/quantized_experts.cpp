@@ -1,6 +1,7 @@
 // A mixture of experts (experts.cpp) with quantized weights: the rows of all experts as in quantized_linear.cpp, inputs
 // of both products as they are or rounded to int8.
 #include "activation.h"
+#include "quantized_amx.h"
 #include "quantized_multiply.h"
 
 namespace baton {
@@ -22,7 +23,7 @@ struct QuantizedExperts {
   const void* residual;                                   // added to the result, or null
   void* out;                                              // [tokens][hidden]
   int64_t tokens, x_stride, residual_stride;
-  int32_t top_k, experts, dtype, activation, int8_inputs, threads;
+  int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, unused;
   float alpha, limit;
 };
 
@@ -31,6 +32,7 @@ class Run {
  public:
   using Word = typename I::Word;
   using Sum = typename I::Sum;
+  using Multiplier = typename PanelOf<I>::Type;
 
   Run(const QuantizedExperts& a, const Plan& plan, Scratch& memory, long from, long count)
       : a_(a),
@@ -41,23 +43,23 @@ class Run {
         count_(count),
         inner_(round_up(a.down.in_features, VL)),
         hidden_(second_.panels * PW),
-        words_(std::max(I::words(first_, a.gate_up.form), I::words(second_, a.down.form))),
-        sums_(std::max(segments_of(first_), segments_of(second_))) {
-    const long slots = (long)plan.token.size();
-    h_ = memory.get<float>(slots * (inner_ + hidden_ + words_ + sums_ + 1) + 16);
+        words_(round_up(std::max(I::words(first_, a.gate_up.form), I::words(second_, a.down.form)) * I::ROWS, 64)),
+        sums_(round_up(std::max(segments_of(first_), segments_of(second_)) * I::ROWS, 16)) {
+    const long slots = round_up((long)plan.token.size(), 16), groups = (long)plan.groups.size();
+    h_ = memory.get<float>(slots * (inner_ + hidden_ + 1) + groups * (words_ * sizeof(Word) / 4 + sums_));
     y_ = h_ + slots * inner_;
     scales_ = y_ + slots * hidden_;
     laid_ = (Word*)(scales_ + slots);
-    laid_sums_ = (Sum*)(laid_ + slots * words_);
+    laid_sums_ = (Sum*)(laid_ + groups * words_);
   }
 
   void work(const Team& team, std::atomic<long>* next, Scratch& scratch) {
-    const size_t tile_size = SEGMENT_INPUTS * PW;
-    float* tile = scratch.get<float>(tile_size + MOST_BLOCKS * ROW_GROUP * PW);
-    float* results = tile + tile_size;
+    [[maybe_unused]] const typename Multiplier::Guard guard{};
+    float* tile = scratch.get<float>(Multiplier::MEMORY + MOST_BLOCKS * I::ROWS * PW);
+    float* results = tile + Multiplier::MEMORY;
     const long groups = (long)plan_.groups.size(), active = (long)plan_.active.size();
     team.share(groups, [&](long g) {
-      lay(plan_.groups[g], first_, a_.gate_up, [&](long slot) { return token(slot); });
+      lay(g, first_, a_.gate_up, [&](long slot) { return token(slot); });
     });
     team.barrier();
     take(next[0], active * first_.panels, [&](long i) {
@@ -65,7 +67,7 @@ class Run {
     });
     team.barrier();
     team.share(groups, [&](long g) {
-      lay(plan_.groups[g], second_, a_.down,
+      lay(g, second_, a_.down,
           [&](long slot) { return InputRow{h_ + slot * inner_, a_.down_order, 0}; });
     });
     team.barrier();
@@ -83,24 +85,24 @@ class Run {
   }
 
   template <class F>
-  void lay(const Group& group, const PackedLayout& layout, const QuantizedShape& shape, F row_of) {
+  void lay(long g, const PackedLayout& layout, const QuantizedShape& shape, F row_of) {
+    const Group& group = plan_.groups[g];
     LaidRow row(layout);
     for (int r = 0; r < group.rows; ++r)
       scales_[group.first + r] = I::put(layout, shape.form, row.fill(row_of(group.first + r)), 0.0f, r, group.rows,
-                                        laid_ + group.first * words_, laid_sums_ + group.first * sums_);
+                                        laid_ + g * words_, laid_sums_ + g * sums_);
   }
 
   // Call each(slot, sums [PW]) for the rows of an expert, multiplied with a panel.
   template <class F>
-  void multiply(int expert, const Panel& panel, float* tile, float* results, F each) {
+  void multiply(int expert, const Multiplier& panel, float* tile, float* results, F each) {
     const int end = plan_.first_group[expert + 1];
     for (int g = plan_.first_group[expert]; g < end; g += MOST_BLOCKS) {
       RowBlock<I> blocks[MOST_BLOCKS];
       const int count = std::min(MOST_BLOCKS, end - g);
       for (int b = 0; b < count; ++b) {
-        const Group& group = plan_.groups[g + b];
-        blocks[b] = {group.rows, laid_ + group.first * words_, laid_sums_ + group.first * sums_,
-                     results + (long)b * ROW_GROUP * PW};
+        blocks[b] = {plan_.groups[g + b].rows, laid_ + (g + b) * words_, laid_sums_ + (g + b) * sums_,
+                     results + (long)b * I::ROWS * PW};
       }
       panel.multiply(blocks, count, tile);
       for (int b = 0; b < count; ++b)
@@ -126,7 +128,7 @@ class Run {
       const float* bias = a_.gate_up_bias + expert * 2 * inner + column;
       gate_bias = load_upto(bias, inner - column), up_bias = load_upto(bias + inner, inner - column);
     }
-    multiply(expert, Panel(a_.gate_up, first_, a_.gate_up_table, at), tile, results, [&](long slot, const float* sums) {
+    multiply(expert, Multiplier(a_.gate_up, first_, a_.gate_up_table, at), tile, results, [&](long slot, const float* sums) {
       const float scale = scales_[slot];
       store(h_ + slot * inner_ + column,
             gated<kind>(load(sums) * scale + gate_bias, load(sums + VL) * scale + up_bias, a_.alpha, a_.limit));
@@ -143,7 +145,7 @@ class Run {
       low = load_upto(bias, hidden - column);
       if (column + VL < hidden) high = load_upto(bias + VL, hidden - column - VL);
     }
-    multiply(expert, Panel(a_.down, second_, a_.down_table, at), tile, results, [&](long slot, const float* sums) {
+    multiply(expert, Multiplier(a_.down, second_, a_.down_table, at), tile, results, [&](long slot, const float* sums) {
       float* to = y_ + slot * hidden_ + column;
       const float weight = plan_.weight[slot], scale = scales_[slot];
       store(to, (load(sums) * scale + low) * weight), store(to + VL, (load(sums + VL) * scale + high) * weight);
@@ -176,7 +178,7 @@ class Run {
   const QuantizedExperts& a_;
   const Plan& plan_;
   const PackedLayout first_, second_;
-  const long from_, count_, inner_, hidden_, words_, sums_;  // words_, sums_: of a row, laid out
+  const long from_, count_, inner_, hidden_, words_, sums_;  // words_, sums_: of a group, laid out
   float *h_, *y_, *scales_;
   Word* laid_;
   Sum* laid_sums_;
@@ -189,7 +191,7 @@ void run(const QuantizedExperts& a) {
   const long step = std::max<long>(1, MOST_SLOTS / a.top_k);
   for (long from = 0; from < a.tokens; from += step) {
     const long count = std::min(step, a.tokens - from);
-    plan.make(a.ids, a.weights, a.top_k, a.experts, from, count);
+    plan.make(a.ids, a.weights, a.top_k, a.experts, from, count, I::ROWS);
     Run<I> part(a, plan, memory, from, count);
     std::atomic<long> next[2] = {{0}, {0}};
     parallel(a.threads, [&](const Team& team) {
@@ -205,5 +207,11 @@ void run(const QuantizedExperts& a) {
 using namespace baton;
 
 extern "C" void baton_quantized_experts(const QuantizedExperts* a) {
+#if defined(BATON_AMX)
+  if (a->amx && a->tokens * a->top_k >= a->experts * AMX_LEAST_ROWS) {
+    if (a->int8_inputs) return run<AmxInt8Inputs>(*a);
+    if (a->dtype == 1) return run<AmxBf16Inputs>(*a);
+  }
+#endif
   a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
 }

@@ -1,8 +1,7 @@
 // Rows of inputs as the products with quantized weights read them: in the order and with the gaps of the weights'
 // groups, some rows side by side, and their sums by segment, which zeros of weights are multiplied with.
 #pragma once
-#include <type_traits>
-
+#include "expert_plan.h"
 #include "quantized_products.h"
 
 namespace baton {
@@ -60,14 +59,18 @@ class LaidRow {
   float *values_, *natural_;
 };
 
+// Kinds of laid out inputs have: Word and Sum, types of inputs and of sums of a segment's; ROWS of a block at most;
+// words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs are
+// multiplied with. Sums are [segments][rows].
+
 // Inputs as float32. A block of rows: [all_steps * inputs][rows].
 struct FloatInputs {
   using Word = float;
   using Sum = float;
+  static constexpr int ROWS = ROW_GROUP;
 
   static long words(const PackedLayout& a, int) { return a.all_steps() * a.inputs; }
 
-  // Row r of `rows`; returns what its outputs are multiplied with.
   static float put(const PackedLayout& a, int, const float* x, float, int r, int rows, float* out, float* sums) {
     const long n = words(a, 0);
     for (long i = 0; i < n; ++i) out[i * rows + r] = x[i];
@@ -87,9 +90,29 @@ struct FloatInputs {
 struct Int8Inputs {
   using Word = uint32_t;
   using Sum = int32_t;
+  static constexpr int ROWS = ROW_GROUP;
 
   static long words(const PackedLayout& a, int form) {
     return a.all_steps() * (form == INT8 ? Dot8::WORDS : Dot4::WORDS);
+  }
+
+  // Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
+  static float round(const float* x, long n, float& scale, int8_t* q) {
+    vf most = vf{}, damage = vf{};
+    for (long i = 0; i < n; i += VL) {
+      const vf v = load_upto(x + i, n - i);
+      most = vmax(most, vmax(v, -v)), damage += v * 0.0f;
+    }
+    if (scale == 0) scale = largest(most) / 127.0f;
+    const float inverse = scale > 1e-37f && scale < 1e37f ? 1.0f / scale : 0.0f;
+    for (long i = 0; i < n; ++i) {
+      const float v = x[i] * inverse, low = v > -127.0f ? v : -127.0f, bounded = low < 127.0f ? low : 127.0f;
+      const float shifted = bounded + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which is in the low bits
+      int32_t bits;
+      std::memcpy(&bits, &shifted, 4);
+      q[i] = (int8_t)(bits - 0x4b400000);
+    }
+    return sum(damage);
   }
 
   // scale: of all rows, or 0: the row's largest magnitude is 127.
@@ -116,25 +139,6 @@ struct Int8Inputs {
   }
 
  private:
-  // Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
-  static float round(const float* x, long n, float& scale, int8_t* q) {
-    vf most = vf{}, damage = vf{};
-    for (long i = 0; i < n; i += VL) {
-      const vf v = load_upto(x + i, n - i);
-      most = vmax(most, vmax(v, -v)), damage += v * 0.0f;
-    }
-    if (scale == 0) scale = largest(most) / 127.0f;
-    const float inverse = scale > 1e-37f && scale < 1e37f ? 1.0f / scale : 0.0f;
-    for (long i = 0; i < n; ++i) {
-      const float v = x[i] * inverse, low = v > -127.0f ? v : -127.0f, bounded = low < 127.0f ? low : 127.0f;
-      const float shifted = bounded + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which is in the low bits
-      int32_t bits;
-      std::memcpy(&bits, &shifted, 4);
-      q[i] = (int8_t)(bits - 0x4b400000);
-    }
-    return sum(damage);
-  }
-
   template <class D>
   static void spread(const int8_t* q, long steps, long inputs, int r, int rows, uint32_t* out) {
     for (long s = 0; s < steps; ++s) D::words(q + s * inputs, out + s * D::WORDS * rows + r, rows);

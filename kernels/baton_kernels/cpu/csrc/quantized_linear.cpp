@@ -1,12 +1,12 @@
 // Linear layers with quantized weights (quantized.h), inputs as they are or rounded to int8 by the token.
+#include "quantized_amx.h"
 #include "quantized_multiply.h"
 
 namespace baton {
 namespace {
 
 constexpr int PRIVATE_ROWS = 16;                     // up to here, each thread lays the inputs out for itself
-constexpr long ROW_BLOCKS = 10;                      // blocks of rows that are laid out at a time
-constexpr long MOST_ROWS = ROW_BLOCKS * ROW_GROUP;
+constexpr long MOST_BLOCKS = 10;                     // of rows that are laid out at a time
 
 // The arguments of one call; laid out as the ctypes structure QuantizedCall. Strides in elements.
 struct QuantizedLinear {
@@ -18,8 +18,8 @@ struct QuantizedLinear {
   const void* residual;       // added to the result, or null
   void* out;
   int64_t rows, x_stride, residual_stride, out_stride;
-  int32_t dtype, int8_inputs, threads;
-  float scale;  // of int8 inputs, or 0: each row has its own
+  int32_t dtype, int8_inputs, threads, amx;
+  float scale;   // of int8 inputs, or 0: each row has its own
 };
 
 template <class I>
@@ -27,33 +27,36 @@ class Run {
  public:
   using Word = typename I::Word;
   using Sum = typename I::Sum;
+  using Multiplier = typename PanelOf<I>::Type;
+  static constexpr long MOST_ROWS = MOST_BLOCKS * I::ROWS, SCALES = round_up(MOST_ROWS, 16);
 
   explicit Run(const QuantizedLinear& a)
       : a_(a),
         layout_(a.shape),
-        words_(round_up(I::words(layout_, a.shape.form) * ROW_GROUP, 16)),
-        sums_(round_up(segments_of(layout_) * ROW_GROUP, 16)) {}
+        words_(round_up(I::words(layout_, a.shape.form) * I::ROWS, 64)),
+        sums_(round_up(segments_of(layout_) * I::ROWS, 64)) {}
 
   // Bytes of the inputs of most rows, laid out.
   size_t input_bytes() const {
-    const size_t blocks = Blocks(std::min<long>(a_.rows, MOST_ROWS)).count;
-    return blocks * (words_ * sizeof(Word) + sums_ * sizeof(Sum)) + MOST_ROWS * sizeof(float);
+    const size_t blocks = Blocks(std::min<long>(a_.rows, MOST_ROWS), I::ROWS).count;
+    return SCALES * sizeof(float) + blocks * (words_ * sizeof(Word) + sums_ * sizeof(Sum));
   }
 
   // Run by every thread of the team; `shared` is null where each lays the inputs out for itself.
   void work(const Team& team, uint8_t* shared, Scratch& scratch) const {
-    const size_t tile_size = SEGMENT_INPUTS * PW, results_size = MOST_ROWS * PW;
-    float* tile = scratch.get<float>(tile_size + results_size + (shared ? 0 : input_bytes() / 4 + 16));
-    float* results = tile + tile_size;
+    [[maybe_unused]] const typename Multiplier::Guard guard{};
+    const size_t results_size = MOST_ROWS * PW;
+    float* memory = scratch.get<float>(Multiplier::MEMORY + results_size + (shared ? 0 : input_bytes() / 4 + 16));
+    float* results = memory + Multiplier::MEMORY;
     uint8_t* inputs = shared ? shared : (uint8_t*)(results + results_size);
     for (long first = 0; first < a_.rows; first += MOST_ROWS) {
-      const Blocks blocks(std::min(MOST_ROWS, a_.rows - first));
+      const Blocks blocks(std::min(MOST_ROWS, a_.rows - first), I::ROWS);
       float* scales = (float*)inputs;
-      Word* words = (Word*)(scales + MOST_ROWS);
+      Word* words = (Word*)(scales + SCALES);
       Sum* sums = (Sum*)(words + blocks.count * words_);
-      RowBlock<I> laid[ROW_BLOCKS];
+      RowBlock<I> laid[MOST_BLOCKS];
       for (long b = 0; b < blocks.count; ++b)
-        laid[b] = {blocks.size(b), words + b * words_, sums + b * sums_, results + blocks.begin(b) * PW};
+        laid[b] = {blocks.size(b), words + b * words_, sums + b * sums_, results + b * I::ROWS * PW};
       const auto lay = [&](long b) {
         LaidRow row(layout_);
         for (int r = 0; r < blocks.size(b); ++r) {
@@ -69,9 +72,13 @@ class Run {
         for (long b = 0; b < blocks.count; ++b) lay(b);
       }
       team.share(layout_.panels, [&](long p) {
-        const Panel panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
-        panel.multiply(laid, (int)blocks.count, tile);
-        for (long r = 0; r < blocks.rows; ++r) finish(first + r, p * PW, scales[r], results + r * PW);
+        const Multiplier panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
+        panel.multiply(laid, (int)blocks.count, memory);
+        for (long b = 0; b < blocks.count; ++b)
+          for (long r = 0; r < laid[b].rows; ++r) {
+            const long at = blocks.begin(b) + r;
+            finish(first + at, p * PW, scales[at], laid[b].sums + r * PW);
+          }
       });
       if (shared) team.barrier();
     }
@@ -128,5 +135,11 @@ void run(const QuantizedLinear& a) {
 using namespace baton;
 
 extern "C" void baton_quantized_linear(const QuantizedLinear* a) {
+#if defined(BATON_AMX)
+  if (a->amx && a->rows >= AMX_LEAST_ROWS) {
+    if (a->int8_inputs) return run<AmxInt8Inputs>(*a);
+    if (a->dtype == 1) return run<AmxBf16Inputs>(*a);  // others would lose what they have beyond bfloat16
+  }
+#endif
   a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
 }

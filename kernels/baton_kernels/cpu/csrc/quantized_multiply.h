@@ -1,6 +1,5 @@
 // A panel of quantized weights times rows of inputs, in blocks of a register tile each.
 #pragma once
-#include "expert_plan.h"
 #include "quantized_inputs.h"
 
 namespace baton {
@@ -13,6 +12,8 @@ struct RowBlock {
   const typename I::Sum* input_sums;  // [segments][rows]
   float* sums;
 };
+
+constexpr long TILE_INPUTS = 4096 / PW;  // of a panel as float32, which stay in the first-level cache
 
 #define BATON_FEW_ROWS(call) \
   case 1: return call(1);    \
@@ -42,10 +43,13 @@ struct RowBlock {
 // One panel of a weight.
 class Panel {
  public:
+  using Guard = int;                                    // what a thread holds while it multiplies
+  static constexpr size_t MEMORY = TILE_INPUTS * PW;  // floats
+
   Panel(const QuantizedShape& shape, const PackedLayout& layout, const float* table, const uint8_t* at)
       : shape_(shape), layout_(layout), table_(table), at_(at) {}
 
-  // sums = inputs times this panel, for each block. tile: memory for SEGMENT_INPUTS * PW floats.
+  // sums = inputs times this panel, for each block. tile: MEMORY.
   void multiply(const RowBlock<Int8Inputs>* blocks, int count, float*) const {
     clear(blocks, count);
     const long segments = segments_of(layout_), bytes = segment_steps(layout_) * (long)sizeof(vu) * 2;
@@ -64,9 +68,7 @@ class Panel {
     }
   }
 
- private:
-  static constexpr long CACHED = 16 * 1024;  // bytes of a panel that stay in the first-level cache
-
+ protected:
   template <class I>
   static void clear(const RowBlock<I>* blocks, int count) {
     for (int b = 0; b < count; ++b) std::fill(blocks[b].sums, blocks[b].sums + blocks[b].rows * PW, 0.0f);
@@ -76,6 +78,25 @@ class Panel {
   const vu* weights(const Segment& segment) const {
     return (const vu*)(head(segment) + layout_.head) + segment.first * 2;
   }
+
+  // Add products of weights, which are less by `base`, with inputs to a vector of sums.
+  void scale(const Numbers& numbers, vi products, int32_t input_sum, int base, int v, float* to) const {
+    vf exact;
+    if (shape_.own_zeros) {
+      exact = __builtin_convertvector(products, vf) - (numbers.zero[v] - (float)base) * (float)input_sum;
+    } else {
+      exact = __builtin_convertvector(products - (shape_.zero - base) * input_sum, vf);
+    }
+    store(to, load(to) + numbers.scale[v] * exact);
+  }
+
+  const QuantizedShape& shape_;
+  const PackedLayout& layout_;
+  const float* table_;
+  const uint8_t* at_;
+
+ private:
+  static constexpr long CACHED = 16 * 1024;  // bytes of a panel that stay in the first-level cache
 
   void add(long index, const RowBlock<Int8Inputs>& block) const {
     const Segment segment = segment_of(layout_, index);
@@ -93,20 +114,11 @@ class Panel {
     D::template add<R>(block.x + segment.at * D::WORDS * R, values, segment.steps, (const char*)values + QUANTIZED_AHEAD,
                        products);
     const Numbers numbers(head(segment), shape_);
-    const int32_t* input_sums = block.input_sums + index * R;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        float* to = block.sums + r * PW + v * VL;
-        vf exact;
-        if (shape_.own_zeros) {
-          exact = __builtin_convertvector(products[r][v], vf) - numbers.zero[v] * (float)input_sums[r];
-        } else {
-          exact = __builtin_convertvector(products[r][v] - shape_.zero * input_sums[r], vf);
-        }
-        store(to, load(to) + numbers.scale[v] * exact);
-      }
+      for (int v = 0; v < 2; ++v)
+        scale(numbers, products[r][v], block.input_sums[index * R + r], D::BASE, v, block.sums + r * PW + v * VL);
   }
 
   // Few rows: each value is unpacked in registers. Many: a segment is unpacked once for all blocks.
@@ -121,8 +133,13 @@ class Panel {
         add_few(values, segment, i, blocks[0]);
         continue;
       }
-      unpack(values, segment, tile);
-      for (int b = 0; b < count; ++b) add_tile(tile, segment, blocks[b]);
+      constexpr long STEPS = TILE_INPUTS / inputs_per_step(form);
+      for (long s = 0; s < segment.steps; s += STEPS) {
+        const long steps = std::min(STEPS, segment.steps - s);
+        const Segment part = {segment.group, segment.first + s, steps, segment.at + s};
+        unpack(values, part, tile);
+        for (int b = 0; b < count; ++b) add_tile(tile, part, blocks[b]);
+      }
     }
   }
 
@@ -205,19 +222,20 @@ class Panel {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) store(block.sums + r * PW, sums[r][0]), store(block.sums + r * PW + VL, sums[r][1]);
   }
-
-  const QuantizedShape& shape_;
-  const PackedLayout& layout_;
-  const float* table_;
-  const uint8_t* at_;
 };
 
-// Rows in blocks of a register tile each, as even as they come.
+// Rows in blocks of at most so many, as even as they come.
 struct Blocks {
   long rows, count;
-  explicit Blocks(long n) : rows(n), count(ceil_div(n, ROW_GROUP)) {}
+  Blocks(long n, int most) : rows(n), count(ceil_div(n, most)) {}
   long begin(long b) const { return rows * b / count; }
   int size(long b) const { return (int)(begin(b + 1) - begin(b)); }
+};
+
+// The panel that multiplies inputs of a kind.
+template <class I>
+struct PanelOf {
+  using Type = Panel;
 };
 
 }  // namespace baton

@@ -37,7 +37,14 @@ inline uint32_t word_of(const int8_t* q) {
   return word;
 }
 
-#if !defined(__AVX2__)
+#if defined(__ARM_FEATURE_DOTPROD)
+// Sums of products of signed bytes: 8-bit weights are less 128.
+constexpr int BYTE_BASE = 128;
+inline vi add_quads(vi sum, vu a, vu b) { return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b); }
+#elif defined(__AVX2__)
+constexpr int BYTE_BASE = 0;
+#else
+constexpr int BYTE_BASE = 0;
 // Four bytes of each column, unsigned, times four signed bytes.
 inline vi add_quads(vi sum, vu a, uint32_t b) {
   for (int j = 0; j < 4; ++j) sum += (vi)(a >> 8 * j & 255) * (int32_t)(int8_t)(b >> 8 * j);
@@ -46,8 +53,9 @@ inline vi add_quads(vi sum, vu a, uint32_t b) {
 inline vi add_quads(vi sum, vu a, vu b) { return add_quads(sum, a, b[0]); }
 #endif
 
-// WORDS: 32-bit words of a row's inputs per step, which lie `apart` from each other.
+// WORDS: 32-bit words of a row's inputs per step, which lie `apart` from each other. BASE: what weights are less by.
 struct Dot8 {
+  static constexpr int BASE = BYTE_BASE;
 #if defined(__AVX2__) && !defined(BATON_VNNI)
   static constexpr int WORDS = 2;  // inputs 0 and 2, 1 and 3, in 16 bits: sums of pairs of bytes could saturate
   static void words(const int8_t* q, uint32_t* out, long apart) {
@@ -57,6 +65,8 @@ struct Dot8 {
   static constexpr int WORDS = 1;
   static void words(const int8_t* q, uint32_t* out, long) { *out = word_of(q); }
 #endif
+
+  static constexpr uint32_t SIGN = BYTE_BASE * 0x01010101u;
 
   // sums[R][2] += x[steps][WORDS][R] * weights[steps][2]
   template <int R>
@@ -78,8 +88,8 @@ struct Dot8 {
 #else
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        const vu inputs = splat_word(x[r]);
-        sums[r][0] = add_quads(sums[r][0], weights[0], inputs), sums[r][1] = add_quads(sums[r][1], weights[1], inputs);
+        const vu inputs = splat_word(x[r]), low = weights[0] ^ SIGN, high = weights[1] ^ SIGN;
+        sums[r][0] = add_quads(sums[r][0], low, inputs), sums[r][1] = add_quads(sums[r][1], high, inputs);
       }
       x += R;
 #endif
@@ -88,7 +98,7 @@ struct Dot8 {
 };
 
 struct Dot4 {
-  static constexpr int WORDS = 2;
+  static constexpr int BASE = 0, WORDS = 2;
   static void words(const int8_t* q, uint32_t* out, long apart) { out[0] = word_of(q), out[apart] = word_of(q + 4); }
 
   static vu half_of(vu weights, int half) { return (half ? weights >> 4 : weights) & 0x0f0f0f0fu; }

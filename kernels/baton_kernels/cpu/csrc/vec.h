@@ -8,6 +8,8 @@
 #include <limits>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace baton {
@@ -20,6 +22,8 @@ constexpr int VL = 16, NV = 4, MR = 6;
 constexpr int VL = 8, NV = 2, MR = 6;
 #elif defined(__aarch64__)
 constexpr int VL = 4, NV = 4, MR = 6;
+#elif defined(BATON_AMX_EMULATION)
+constexpr int VL = 16, NV = 4, MR = 6;
 #else
 constexpr int VL = 4, NV = 2, MR = 4;
 #endif
@@ -44,7 +48,7 @@ struct f16 {
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.4426950408889634f;
 
-inline long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
+constexpr long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 inline vf splat(float x) { return x - vf{}; }
 inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 inline vf vmax(vf a, vf b) {

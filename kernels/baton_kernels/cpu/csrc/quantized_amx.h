@@ -1,0 +1,226 @@
+// Many rows of inputs times a panel of quantized weights in AMX's tiles: in integers, inputs rounded to int8, or, weights
+// unpacked, in bfloat16.
+#pragma once
+#include "amx.h"
+#include "quantized_multiply.h"
+
+#if defined(BATON_AMX)
+namespace baton {
+
+static_assert(PW == 32, "a panel is two tiles wide");
+
+constexpr int AMX_BLOCK = 32;         // rows of a block: two tiles
+constexpr long AMX_LEAST_ROWS = 16;   // fewer are read from memory as fast without tiles
+constexpr long CHUNK_BYTES = 64;      // of a row of inputs in a tile
+constexpr long CHUNK = AMX_BLOCK * CHUNK_BYTES;
+
+// Tiles of inputs for the segments of a panel: each ends its last one with zeros. UNIT: bytes of an input.
+template <int UNIT>
+struct Chunks {
+  static constexpr long INPUTS = CHUNK_BYTES / UNIT;
+
+  static long of(const PackedLayout& a, const Segment& segment) { return ceil_div(segment.steps * a.inputs, INPUTS); }
+
+  // Call each(segment, its index, its first chunk); returns all chunks.
+  template <class F>
+  static long visit(const PackedLayout& a, F each) {
+    const long segments = segments_of(a);
+    long first = 0;
+    for (long i = 0; i < segments; ++i) {
+      const Segment segment = segment_of(a, i);
+      each(segment, i, first);
+      first += of(a, segment);
+    }
+    return first;
+  }
+};
+
+// Inputs in int8: [chunks][32 rows][64]. Sums as Int8Inputs.
+struct AmxInt8Inputs {
+  using Word = uint8_t;
+  using Sum = int32_t;
+  using Tiles = Chunks<1>;
+  static constexpr int ROWS = AMX_BLOCK;
+
+  static long words(const PackedLayout& a, int) {
+    return Tiles::visit(a, [](const Segment&, long, long) {}) * CHUNK / ROWS;
+  }
+
+  static float put(const PackedLayout& a, int, const float* x, float scale, int r, int rows, uint8_t* out,
+                   int32_t* sums) {
+    static thread_local Scratch memory;
+    int8_t* q = memory.get<int8_t>(a.all_steps() * a.inputs);
+    const float damage = Int8Inputs::round(x, a.all_steps() * a.inputs, scale, q);
+    Tiles::visit(a, [&](const Segment& segment, long i, long first) {
+      const long count = segment.steps * a.inputs, chunks = Tiles::of(a, segment);
+      const int8_t* from = q + segment.at * a.inputs;
+      int32_t sum = 0;
+      for (long k = 0; k < count; ++k) sum += from[k];
+      sums[i * rows + r] = sum;
+      for (long c = 0; c < chunks; ++c) {
+        uint8_t* to = out + (first + c) * CHUNK + r * CHUNK_BYTES;
+        const long some = std::min(CHUNK_BYTES, count - c * CHUNK_BYTES);
+        std::memcpy(to, from + c * CHUNK_BYTES, some);
+        std::memset(to + some, 0, CHUNK_BYTES - some);
+      }
+    });
+    return scale + damage;
+  }
+};
+
+// Inputs in bfloat16: [chunks][32 rows][32].
+struct AmxBf16Inputs {
+  using Word = bf16;
+  using Sum = int32_t;  // none
+  using Tiles = Chunks<2>;
+  static constexpr int ROWS = AMX_BLOCK;
+
+  static long words(const PackedLayout& a, int) {
+    return Tiles::visit(a, [](const Segment&, long, long) {}) * CHUNK / ROWS / 2;
+  }
+
+  static float put(const PackedLayout& a, int, const float* x, float, int r, int, bf16* out, int32_t*) {
+    Tiles::visit(a, [&](const Segment& segment, long, long first) {
+      const long count = segment.steps * a.inputs, chunks = Tiles::of(a, segment);
+      const float* from = x + segment.at * a.inputs;
+      for (long c = 0; c < chunks; ++c) {
+        bf16* to = out + ((first + c) * CHUNK + r * CHUNK_BYTES) / 2;
+        for (long k = 0; k < Tiles::INPUTS; k += VL) {
+          const long at = c * Tiles::INPUTS + k;
+          store(to + k, at < count ? load_upto(from + at, count - at) : vf{});
+        }
+      }
+    });
+    return 1.0f;
+  }
+};
+
+// As Panel, for blocks of up to 32 rows, whose sums have room for 32.
+class AmxPanel : public Panel {
+ public:
+  using Guard = AmxTiles;
+  static constexpr size_t MEMORY = SEGMENT_INPUTS * PW / 2 + AMX_BLOCK * PW;
+  using Panel::Panel;
+
+  void multiply(const RowBlock<AmxInt8Inputs>* blocks, int count, float* memory) const {
+    clear(blocks, count);
+    int32_t* products = (int32_t*)memory;
+    uint8_t* unpacked = (uint8_t*)(products + AMX_BLOCK * PW);
+    Chunks<1>::visit(layout_, [&](const Segment& segment, long index, long first) {
+      const long chunks = Chunks<1>::of(layout_, segment);
+      const uint8_t* weights = bytes(segment, chunks, unpacked);
+      for (int b = 0; b < count; ++b) {
+        const uint8_t* x = blocks[b].x + first * CHUNK;
+        amx_fence();
+        amx_zero4();
+        for (long c = 0; c < chunks; ++c) {
+          _tile_loadd(4, x + c * CHUNK, CHUNK_BYTES);
+          _tile_loadd(5, x + c * CHUNK + CHUNK / 2, CHUNK_BYTES);
+          _tile_loadd(6, weights + c * 16 * PW * 4, PW * 4);
+          _tile_loadd(7, weights + c * 16 * PW * 4 + 64, PW * 4);
+          _tile_dpbsud(0, 4, 6);
+          _tile_dpbsud(1, 4, 7);
+          _tile_dpbsud(2, 5, 6);
+          _tile_dpbsud(3, 5, 7);
+        }
+        amx_store4((float*)products, PW * 4);
+        amx_fence();
+        add(segment, products, blocks[b], blocks[b].input_sums + index * blocks[b].rows);
+      }
+    });
+  }
+
+  void multiply(const RowBlock<AmxBf16Inputs>* blocks, int count, float* memory) const {
+    switch (shape_.form) {
+      case INT8: return multiply_floats<INT8>(blocks, count, memory);
+      case INT4: return multiply_floats<INT4>(blocks, count, memory);
+      case FP8: return multiply_floats<FP8>(blocks, count, memory);
+      default: return multiply_floats<TABLE>(blocks, count, memory);
+    }
+  }
+
+ private:
+  // A segment's values as bytes: [16 * chunks][32 columns][4 inputs].
+  const uint8_t* bytes(const Segment& segment, long chunks, uint8_t* unpacked) const {
+    const vu* from = weights(segment);
+    if (shape_.form == INT8 && segment.steps % 16 == 0) return (const uint8_t*)from;
+    vu* to = (vu*)unpacked;
+    for (long s = 0; s < segment.steps; ++s, from += 2) {
+      if (shape_.form == INT8) {
+        to[2 * s] = from[0], to[2 * s + 1] = from[1];
+      } else {
+        for (int v = 0; v < 2; ++v)
+          to[4 * s + v] = Dot4::half_of(from[v], 0), to[4 * s + 2 + v] = Dot4::half_of(from[v], 1);
+      }
+    }
+    const long filled = segment.steps * (shape_.form == INT8 ? 2 : 4);
+    for (long i = filled; i < chunks * 32; ++i) to[i] = vu{};
+    return unpacked;
+  }
+
+  void add(const Segment& segment, const int32_t* products, const RowBlock<AmxInt8Inputs>& block,
+           const int32_t* input_sums) const {
+    const Numbers numbers(head(segment), shape_);
+    for (int r = 0; r < block.rows; ++r)
+      for (int v = 0; v < 2; ++v) {
+        vi whole;
+        std::memcpy(&whole, products + r * PW + v * VL, sizeof whole);
+        scale(numbers, whole, input_sums[r], 0, v, block.sums + r * PW + v * VL);
+      }
+  }
+
+  template <int form>
+  void multiply_floats(const RowBlock<AmxBf16Inputs>* blocks, int count, float* memory) const {
+    const Values<form> values(table_);
+    Chunks<2>::visit(layout_, [&](const Segment& segment, long index, long first) {
+      const long chunks = Chunks<2>::of(layout_, segment);
+      pairs(values, segment, chunks, (vu*)memory);
+      for (int b = 0; b < count; ++b) {
+        const uint8_t* x = (const uint8_t*)(blocks[b].x) + first * CHUNK;
+        amx_fence();
+        if (index == 0)
+          amx_zero4();
+        else
+          amx_load4(blocks[b].sums, PW * 4);
+        for (long c = 0; c < chunks; ++c)
+          amx_step4(x + c * CHUNK, CHUNK_BYTES, (const uint8_t*)memory + c * 16 * PW * 4, PW * 4);
+        amx_store4(blocks[b].sums, PW * 4);
+        amx_fence();
+      }
+    });
+  }
+
+  // A segment as pairs of bfloat16: [16 * chunks][32 columns][2 inputs].
+  template <int form>
+  void pairs(const Values<form>& values, const Segment& segment, long chunks, vu* to) const {
+    constexpr int INPUTS = inputs_per_step(form);
+    const Numbers numbers(head(segment), shape_);
+    const vu* from = weights(segment);
+    const auto rounded = [&](int v, vu bits, int j) {
+      vf value = values(bits, j);
+      if (has_zeros(form)) value -= numbers.zero[v] - Values<form>::BASE;
+      const vu whole = (vu)(value * numbers.scale[v]);
+      return whole + (0x7fff + (whole >> 16 & 1));
+    };
+    for (long s = 0; s < segment.steps; ++s, from += 2)
+#pragma GCC unroll 4
+      for (int j = 0; j < INPUTS; j += 2)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v)
+          *to++ = rounded(v, from[v], j) >> 16 | (rounded(v, from[v], j + 1) & 0xffff0000u);
+    const long filled = segment.steps * INPUTS;
+    for (long i = filled; i < chunks * 32; ++i) *to++ = vu{};
+  }
+};
+
+template <>
+struct PanelOf<AmxInt8Inputs> {
+  using Type = AmxPanel;
+};
+template <>
+struct PanelOf<AmxBf16Inputs> {
+  using Type = AmxPanel;
+};
+
+}  // namespace baton
+#endif
