@@ -62,7 +62,7 @@ def quantized_experts_reference(
     ``activations`` say.
     """
     out = torch.zeros(x.shape, dtype=dtype) if residual is None else residual.to(dtype)
-    for index in ids.unique().tolist():
+    for index in sorted(set(ids.flatten().tolist())):
         if not 0 <= index < len(experts.gate_up):
             continue
         tokens, choices = torch.where(ids == index)

@@ -104,8 +104,8 @@ def quantize_nf4(weight: torch.Tensor, group: int = NF4_GROUP) -> TableWeight:
 def _tiles(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """Some rows at a time, float32."""
     rows = max(1, _TILE_ELEMENTS // weight.shape[1])
-    for part in weight.split(rows):
-        yield part.detach().float()
+    for start in range(0, len(weight), rows):
+        yield weight[start : start + rows].detach().float()
 
 
 def _fitting(weight: torch.Tensor, group: int) -> int:
