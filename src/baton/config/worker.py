@@ -38,6 +38,21 @@ class EngineConfig:
     model: str = option("models/baton-tiny", "model: a local path or a hub name")
     served_model_name: str = option("", "name clients use for the model; default: the last part of --model")
     dtype: str = option("auto", "weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = option(
+        "none",
+        "quantize the weights of linear layers and experts while a plain checkpoint is loaded: int8 and fp8 (a scale "
+        "per output channel), int4 and nf4 (per 64 inputs); a checkpoint that is quantized needs no flag",
+        choices=("none", "int8", "int4", "fp8", "nf4"),
+    )
+    quantization_ignore: tuple[str, ...] = option(
+        ("lm_head", r"\.gate$", r"\.router$"), "regular expressions of modules that --quantization leaves as they are"
+    )
+    quantized_activations: str = option(
+        "auto",
+        "inputs of quantized weights: auto (as the checkpoint says), none (multiplied exactly), int8 (rounded with a "
+        "scale per token: faster)",
+        choices=("auto", "none", "int8"),
+    )
     device: str = option("cpu", "torch device, e.g. cpu, cuda:0")
     threads: int = option(1, "intra-op threads of each process on a CPU")
     tp: int = option(1, "tensor parallelism: processes that share each layer's heads")

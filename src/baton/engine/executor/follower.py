@@ -42,7 +42,7 @@ class Follower:
     def __init__(self, config: EngineConfig, spec: ShardSpec) -> None:
         torch.set_num_threads(config.threads)
         self.communicator = Communicator(spec)
-        self._runner = ModelRunner(config, load_whole(config), self.communicator)
+        self._runner = ModelRunner(config, load_whole(config, hold=False), self.communicator)
         self._steps: StepBuffer | None = None
 
     def answer(self, message: Message, descriptors: list[int]) -> Message:

@@ -17,7 +17,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.executor.self_check import TOLERANCE, SelfCheck
+from baton.engine.executor.self_check import SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
@@ -72,7 +72,7 @@ class InProcessExecutor:
         layout = KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype)
         found = Fingerprint.of(
             model=config.model_name,
-            model_digest=model_digest(model.folder, model.files),
+            model_digest=model_digest(model.folder, model.files) + model.identity,
             rope=rope_digest(model.text_config.to_dict()),
             layout=layout,
         )
@@ -91,7 +91,7 @@ class InProcessExecutor:
         All ranks together are compared with the model as it was before it was divided.
         """
         model, error = whole.model, self._generic_error(check)
-        if not error < TOLERANCE[model.dtype]:
+        if not error < check.tolerance:
             field, figures = self._refused_field, f"attention {self.attention_backend}, relative error {error:.2g}"
             if len(self.shards) > 1:
                 why = f"cannot be divided over {field}: its logits differ from those of the whole"

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.models.quirks import has_experts, original_length
+from baton.engine.quantization.modules import exact_inputs
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.runner.model_runner import WholeModel
 
@@ -76,6 +77,7 @@ class SelfCheck:
         self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
         self._near, self._expected = near, [_reference(whole, tokens, 0) for tokens in near]
         self._worst_offset, self._near_error = 0, 0.0
+        self._rounding = self._of_rounded_inputs(whole) if model.rounds_inputs else 0.0
         self._steps = _near_steps(near, self._expected, self._blocks_of)
         far_tokens = generator.integers(0, self._vocab_size, FAR_TOKENS)
         for start in self._far:
@@ -93,6 +95,21 @@ class SelfCheck:
             before = [filled[i % len(filled)] for i in range(position // block_size)]
             rows.append((tokens[index : index + 1], position, [*before, own + index]))
         return _batch(rows[::-1]) if rows else None
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error of transformers' modules over a paged pool."""
+        return max(TOLERANCE[self._dtype], 2 * self._rounding)
+
+    def _of_rounded_inputs(self, whole: WholeModel) -> float:
+        """What rounding of layers' inputs to 8 bits costs.
+
+        Sums that differ in their last bits round to other numbers now and then, and all that follows rounds otherwise:
+        two right ways to compute differ by as much as either differs from exact inputs.
+        """
+        with exact_inputs(whole.model.module):
+            exact = [_reference(whole, tokens, 0) for tokens in self._near]
+        return self._overall([_errors(got, want) for got, want in zip(self._expected, exact, strict=True)])
 
     def generic_error(self, forward: Forward) -> float:
         """Return the error of transformers' modules over the paged pool; infinite if there are NaNs.
@@ -117,7 +134,7 @@ class SelfCheck:
         """
         parts = [part for step in self._steps if not step.offset for part in self._errors(forward, step)]
         near = max(self._overall(parts), self._unrelated(parts))
-        allowed = 2 * self._near_error + SLACK[self._dtype]
+        allowed = 2 * (self._near_error + self._rounding) + SLACK[self._dtype]
         if not near <= allowed:
             return f"relative error {near:.2g}"
         if self._far_batch is None or self._far_logits is None:

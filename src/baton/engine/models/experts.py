@@ -6,6 +6,8 @@ The fused decoder runs whole mixtures (:class:`Mixture`). On the generic path th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.engine.models.quirks import Family, has_interleaved_experts
+from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.experts import CpuExperts, CpuRouting, ExpertWeights, Routing, Scoring
 from baton_kernels.linear import PackedLinear, PlainLinear
+from baton_kernels.quantized_experts import QuantizedExpertWeights, make_quantized_experts
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
 
+log = logging.getLogger(__name__)
+
+RunExperts = Callable[..., torch.Tensor]
+"""Takes x, ids, weights and residual or ``None``; see :class:`baton_kernels.experts.CpuExperts`."""
 DTYPES = {torch.float32, torch.bfloat16}
 """Of weights that the operator takes."""
 
@@ -37,30 +45,71 @@ def gated_activation(module: nn.Module) -> Activation | None:
     return GELU_TANH if torch.allclose(got, F.gelu(probe, approximate="tanh"), atol=1e-6) else None
 
 
-def expert_weights(module: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a module of experts; ``None``: it is none, or one of another layout or dtype."""
+def knows_experts(module: nn.Module) -> bool:
+    """Whether a module is one of experts, gated MLPs, whose weights are laid out as the operators take them."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.dim() != 3:
-        return None
-    if gate_up.dtype not in DTYPES or gate_up.device.type != "cpu":
-        return None
+        return False
     interleaved = has_interleaved_experts(module)
     # As transformers' decorator of such modules notes them.
     layout = {"is_transposed": interleaved, "is_concatenated": not interleaved, "has_bias": interleaved}
     if any(getattr(module, name, None) is not value for name, value in layout.items()):
-        return None
+        return False
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", True):
+        return False
+    return interleaved or gate_up.shape[1:] == (2 * down.shape[2], down.shape[1])
+
+
+def expert_weights(module: nn.Module) -> ExpertWeights | None:
+    """Return the weights of a module of experts; ``None``: it is none, or one of another layout or dtype."""
+    if not knows_experts(module):
         return None
-    if interleaved:
-        biases: Any = module
-        return ExpertWeights(gate_up, down, biases.gate_up_proj_bias, biases.down_proj_bias, interleaved=True)
-    if gate_up.shape[1:] != (2 * down.shape[2], down.shape[1]):
+    experts: Any = module
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if gate_up.dtype not in DTYPES or gate_up.device.type != "cpu":
         return None
+    if has_interleaved_experts(module):
+        return ExpertWeights(gate_up, down, experts.gate_up_proj_bias, experts.down_proj_bias, interleaved=True)
     return ExpertWeights(gate_up, down)
 
 
-def pack_experts(module: nn.Module, library: CpuLibrary) -> CpuExperts | None:
+class ExpertsByDefinition:
+    """Quantized experts as their module computes them."""
+
+    def __init__(self, module: QuantizedExpertsModule) -> None:
+        self._module = module
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`baton_kernels.experts.CpuExperts`."""
+        out: torch.Tensor = self._module(x, ids, weights)
+        return out if residual is None else out.add_(residual)
+
+
+def pack_quantized_experts(module: QuantizedExpertsModule, library: CpuLibrary) -> RunExperts:
+    """Return the operator of quantized experts, which from then on keep no weights of their own."""
+    first, second = module.activations
+    biases = module.biases()
+    gate_up_bias, down_bias = (None, None) if biases is None else (biases[0].flatten(1), biases[1])
+    if first == second:
+        parts = ([held.get() for held in module.gate_up], [held.get() for held in module.down])
+        try:
+            weights = QuantizedExpertWeights(*parts, gate_up_bias, down_bias)
+            made = make_quantized_experts(library, weights, module.activation, first)
+        except ValueError as error:
+            log.info("quantized experts run by their definition: %s", error)
+        else:
+            for held in module.weights:
+                held.release()
+            return made
+    return ExpertsByDefinition(module)
+
+
+def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
     """Return the operator for a module of experts; ``None``: it is none that the operator can run."""
+    if isinstance(module, QuantizedExpertsModule):
+        return pack_quantized_experts(module, library)
     weights, activation = expert_weights(module), gated_activation(module)
     return None if weights is None or activation is None else CpuExperts(library, weights, activation)
 
@@ -68,7 +117,7 @@ def pack_experts(module: nn.Module, library: CpuLibrary) -> CpuExperts | None:
 class PackedExperts(nn.Module):
     """Stands in for a module of experts; has no weights, so that code which looks for them fails loudly."""
 
-    def __init__(self, experts: CpuExperts) -> None:
+    def __init__(self, experts: RunExperts) -> None:
         super().__init__()
         self._experts = experts
 
@@ -81,7 +130,7 @@ class Mixture:
     """A whole mixture of experts: router, experts, and a gated MLP that all tokens go through, if there is one."""
 
     def __init__(
-        self, router: PackedLinear, routing: CpuRouting, experts: CpuExperts, shared: Any, *, wide_router: bool
+        self, router: PackedLinear, routing: CpuRouting, experts: RunExperts, shared: Any, *, wide_router: bool
     ) -> None:
         self._router, self._routing, self._experts, self._shared = router, routing, experts, shared
         self._wide_router = wide_router
@@ -95,7 +144,7 @@ class Mixture:
 
 
 def make_mixture(
-    router: Any, experts: CpuExperts, shared: Any, family: Family, library: CpuLibrary, make: Any
+    router: Any, experts: RunExperts, shared: Any, family: Family, library: CpuLibrary, make: Any
 ) -> Mixture:
     """Put a mixture together.
 

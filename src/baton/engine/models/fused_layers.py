@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from baton.engine.models.experts import Mixture, gated_activation, make_mixture, pack_experts
-from baton.engine.models.generic import MakeLinear
+from baton.engine.models.generic import MakeLinear, SideBySide, join_quantized, pack_quantized
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, SpanningNorm, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, LATENT_ATTENTION_PARTS, MLP_PARTS, Family
+from baton.engine.quantization.modules import QuantizedModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import (
@@ -145,7 +146,8 @@ def known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any], Famil
     names = {name for name, _ in stack.named_children()} if stack is not None else set()
     need(names == {"embed_tokens", "layers", "norm", "rotary_emb"}, "another stack")
     assert stack is not None
-    need(not ranks.has_head or type(getattr(model.module, "lm_head", None)) is nn.Linear, "another head")
+    head: Any = getattr(model.module, "lm_head", None)
+    need(not ranks.has_head or type(head) in {nn.Linear, QuantizedModule}, "another head")
     embedding = stack.embed_tokens
     scaled = isinstance(embedding, nn.Embedding) and hasattr(embedding, "embed_scale")
     need(not ranks.is_first_stage or scaled or type(embedding) is nn.Embedding, "another embedding")
@@ -253,8 +255,11 @@ class LayerMaker:
         return CpuRmsNorm(self._library, module.weight, _eps(module), self._family.norm_offset)
 
     def linear(self, module: Any) -> PackedLinear:
-        """Make a linear layer of a plain one."""
-        return self._make(*_weights(module))
+        """Make a linear layer of a plain or a quantized one."""
+        inner = unreduced(module)
+        return (
+            pack_quantized(inner, self._library) if isinstance(inner, QuantizedModule) else self._make(*_weights(inner))
+        )
 
     def _named_norm(self, layer: Any, name: str) -> CpuRmsNorm | None:
         return self.norm(getattr(layer, name)) if name else None
@@ -267,6 +272,9 @@ class LayerMaker:
         return self._join([getattr(module, name) for name in names])
 
     def _join(self, modules: list[Any]) -> PackedLinear:
+        if any(isinstance(module, QuantizedModule) for module in modules):
+            joined = join_quantized(modules, self._library)
+            return SideBySide([self.linear(module) for module in modules]) if joined is None else joined
         weights, biases = zip(*map(_weights, modules), strict=True)
         present = [bias for bias in biases if bias is not None]
         need(len(present) in {0, len(biases)}, "some projections have a bias and some none")

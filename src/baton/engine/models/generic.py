@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,15 @@ from baton.engine.models.experts import PackedExperts, pack_experts
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
+from baton.engine.quantization.modules import QuantizedModule, held_weights
 from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
+from baton_kernels.quantized_linear import make_quantized_linear
+from baton_kernels.quantized_weights import join
+
+log = logging.getLogger(__name__)
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
 """Makes a layer of weight [out, in] and bias [out] or ``None``."""
@@ -191,9 +197,9 @@ class PackedModule(nn.Module):
 
 
 def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None) -> dict[str, nn.Module]:
-    """Replace every plain ``nn.Linear`` below a module by a packed one, and experts by the operator where there is one.
+    """Replace every ``nn.Linear`` below a module by a packed one, and experts by the operator where there is one.
 
-    A tied head gets a packed copy of its own.
+    A tied head gets a packed copy of its own. Quantized weights are in memory once: as the operators have them.
 
     Returns:
         The replaced modules by their names, for :func:`restore_modules`.
@@ -201,7 +207,9 @@ def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None
     replaced: dict[str, nn.Module] = {}
     for name, child in list(module.named_modules()):
         packed: nn.Module | None = None
-        if type(child) is nn.Linear and name and make is not PlainLinear:
+        if isinstance(child, QuantizedModule):
+            packed = PackedModule(pack_quantized(child, library))
+        elif type(child) is nn.Linear and name and make is not PlainLinear:
             packed = PackedModule(make(child.weight, child.bias))
         elif library is not None and (experts := pack_experts(child, library)) is not None:
             packed = PackedExperts(experts)
@@ -212,6 +220,47 @@ def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None
 
 
 def restore_modules(module: nn.Module, replaced: dict[str, nn.Module]) -> None:
-    """Undo :func:`pack_modules`."""
+    """Undo :func:`pack_modules`; quantized weights that are not in memory are read again."""
     for name, child in replaced.items():
         module.set_submodule(name, child)
+    for held in held_weights(module):
+        held.hold()
+
+
+class SideBySide:
+    """Layers of one input that cannot be one: their outputs stand one after the other."""
+
+    def __init__(self, parts: list[PackedLinear]) -> None:
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+        self._parts = parts
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`baton_kernels.linear.PackedLinear`."""
+        out = torch.cat([part(x) for part in self._parts], dim=1)
+        return out if residual is None else out.add_(residual)
+
+
+def join_quantized(modules: list[nn.Module], library: CpuLibrary | None) -> PackedLinear | None:
+    """Return one operator for quantized layers of one input; ``None``: they are quantized in different ways."""
+    quantized = [module for module in modules if isinstance(module, QuantizedModule)]
+    biases: list[torch.Tensor] = [module.bias for module in quantized if module.bias is not None]
+    activations = quantized[0].activations
+    if len(quantized) != len(modules) or len(biases) not in {0, len(modules)}:
+        return None
+    if any(module.activations != activations for module in quantized):
+        return None
+    try:
+        weight = join([module.held.get() for module in quantized])
+    except ValueError as error:
+        log.info("quantized layers stay apart: %s", error)
+        return None
+    for module in quantized:
+        module.held.release()
+    return make_quantized_linear(library, weight, torch.cat(biases) if biases else None, activations)
+
+
+def pack_quantized(module: QuantizedModule, library: CpuLibrary | None) -> PackedLinear:
+    """Return the operator of a quantized layer, which from then on keeps no weight of its own."""
+    packed = make_quantized_linear(library, module.held.get(), module.bias, module.activations)
+    module.held.release()
+    return packed

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
 from baton.engine.models.checkpoint import WeightFile, weight_files
+from baton.engine.models.quantized_loader import load_quantized
 from baton.engine.models.quirks import DRAFT_MODELS, unserved_layers
+from baton.engine.models.tensors import TensorFiles
+from baton.engine.quantization.base import StoredWeight
+from baton.engine.quantization.modules import held_weights, rounds_inputs
+from baton.engine.quantization.online import identity, quantized_at_load, with_activations
+from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import model_directory, read_json
 
@@ -41,10 +47,18 @@ class LoadedModel:
     dtype: str
     device: torch.device
     eos_token_ids: frozenset[int]
+    identity: str = ""
+    """What decides its numbers beside the files: how it was quantized at load, and other activations than theirs."""
+    rounds_inputs: bool = False
+    """Whether inputs of some layers are rounded to 8 bits."""
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     """Load a decoder-only model whose attention can be replaced.
+
+    Args:
+        config: Of the engine.
+        hold: Whether quantized weights are in memory then; else they are read whenever they are used.
 
     Raises:
         ConfigError: No such model, a damaged checkpoint, an architecture that is unknown or cannot be served, or a
@@ -59,16 +73,39 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_class = _model_class(hf_config, raw)
     architecture = model_class.__name__
     files = weight_files(folder)
-    module = _load_weights(folder, hf_config, config, architecture).to(device).eval()
+    quantized = quantization_config(raw)
+    if quantized is not None and config.quantization != "none":
+        why = f"the checkpoint is quantized already (quant_method {quantized.get('quant_method')!r})"
+        raise ConfigError(f"quantization {config.quantization}: {why}", field="quantization")
+    if quantized is None and config.quantization == "none":
+        module = _load_weights(folder, hf_config, config, architecture)
+    else:
+        module = _load_quantized(files, hf_config, config, model_class, quantized)
+    module = module.to(device).eval()
     module.requires_grad_(requires_grad=False)
+    try:
+        for held in held_weights(module) if hold else ():
+            held.hold()
+    except ValueError as error:
+        raise _not_loaded(error, folder, architecture) from error
     dtype = next((name for name, value in TORCH_DTYPES.items() if value == module.dtype), None)
     if dtype is None:
         raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
     if dtype == "float16" and device.type == "cpu":
         log.warning("float16 is slow on a CPU: use --dtype bfloat16 or float32")
     text_config = module.config.get_text_config(decoder=True)
+    eos_token_ids = _eos_token_ids(folder, text_config)
     return LoadedModel(
-        module, text_config, architecture, folder, files, dtype, device, _eos_token_ids(folder, text_config)
+        module,
+        text_config,
+        architecture,
+        folder,
+        files,
+        dtype,
+        device,
+        eos_token_ids,
+        identity=identity(config),
+        rounds_inputs=rounds_inputs(module),
     )
 
 
@@ -138,11 +175,54 @@ def _load_weights(folder: Path, hf_config: Any, config: EngineConfig, architectu
                 output_loading_info=True,
             )
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"weights of {architecture} in {str(folder)!r} cannot be loaded: {reason}", field="model"
-        ) from error
+        raise _not_loaded(error, folder, architecture) from error
     module, info = loaded
+    _check_complete(info, folder, architecture)
+    return module
+
+
+def _load_quantized(
+    files: list[WeightFile], hf_config: Any, config: EngineConfig, model_class: Any, quantized: dict[str, Any] | None
+) -> Any:
+    """Load a checkpoint that is quantized, or that is to be."""
+    source, folder = TensorFiles(files), files[0].path.parent
+    for holder in (hf_config, hf_config.get_text_config(decoder=True)):
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config  # or transformers would ask for packages that read it
+    stored = quantized_at_load(config, source) if quantized is None else stored_weights(quantized, source)
+    stored = with_activations(stored, config.quantized_activations)
+    dtype = TORCH_DTYPES.get(config.dtype) or _stated_dtype(hf_config, source, stored)
+    packed = _device(config.device).type == "cpu"
+    if not packed:
+        log.warning("device %s: quantized weights are dequantized to %s, and inputs not rounded", config.device, dtype)
+    try:
+        with quiet_transformers():
+            module, info = load_quantized(model_class, hf_config, source, stored, dtype, packed=packed)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _not_loaded(error, folder, model_class.__name__) from error
+    _check_complete(info, folder, model_class.__name__)
+    return module
+
+
+def _stated_dtype(hf_config: Any, source: TensorFiles, stored: list[StoredWeight]) -> torch.dtype:
+    """The dtype of what is not quantized: the configuration's, or that of the first such tensor."""
+    stated = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(decoder=True), "dtype", None)
+    if stated in TORCH_DTYPES.values():
+        return cast(torch.dtype, stated)
+    quantized = {name for weight in stored for name in weight.tensors}
+    dtypes = (source.dtype(name) for name in source.names() if name not in quantized)
+    return next((dtype for dtype in dtypes if dtype in TORCH_DTYPES.values()), torch.bfloat16)
+
+
+def _not_loaded(error: Exception, folder: Path, architecture: str) -> ConfigError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError(f"weights of {architecture} in {str(folder)!r} cannot be loaded: {reason}", field="model")
+
+
+def _check_complete(info: dict[str, Any], folder: Path, architecture: str) -> None:
+    """Refuse a checkpoint that lacks parameters, or has others."""
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
             names = sorted(str(name) for name in info[kind])
@@ -151,7 +231,6 @@ def _load_weights(folder: Path, hf_config: Any, config: EngineConfig, architectu
                 f"e.g. {names[0]}",
                 field="model",
             )
-    return module
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:

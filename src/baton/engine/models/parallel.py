@@ -15,7 +15,7 @@ import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,10 +34,14 @@ from baton.engine.models.quirks import (
     has_interleaved_experts,
     needed_across_stages,
 )
+from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, held_weights
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec, head_range, layer_range
 from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 
+Linear = nn.Linear | QuantizedModule
+LINEARS = {nn.Linear, QuantizedModule}
+"""Layers that are divided; a class of its own may compute something else."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a stage."""
 
@@ -204,27 +208,27 @@ class _Splitter:
             elif name in KEY_VALUE_PROJECTIONS:
                 _keep_rows(self._linear(child, name), kv_heads, of)
             elif name == "o_proj":
-                _keep_columns(self._linear(child, name), heads, spec.num_heads, first=self._shard.tp_rank == 0)
+                self._keep_columns(path, self._linear(child, name), heads, spec.num_heads)
                 setattr(module, name, Reduced(child, self._reduce))
             elif name == JOINED_PROJECTION:
                 self._joined_attention(module, self._linear(child, name), spec, heads, kv_heads)
             elif name in HEAD_NORMS:
                 self._head_norm(module, name, spec, *((heads, spec.num_heads) if name[0] == "q" else (kv_heads, of)))
-            elif name not in WHOLE_PROJECTIONS and next(child.parameters(), None) is not None:
+            elif name not in WHOLE_PROJECTIONS and _has_weights(child):
                 raise self._refuse(f"its attention has a {name}")
         separate = found & QUERY_PROJECTIONS and found & KEY_VALUE_PROJECTIONS
         if "o_proj" not in found or not (separate or JOINED_PROJECTION in found):
             raise self._refuse(f"its attention has only {', '.join(sorted(found))}")
 
     def _joined_attention(
-        self, module: Any, linear: nn.Linear, spec: AttentionSpec, heads: range, kv_heads: range
+        self, module: Any, linear: Linear, spec: AttentionSpec, heads: range, kv_heads: range
     ) -> None:
         """Queries, keys and values in one layer, one after the other (Phi-3)."""
         parts = ((heads, spec.num_heads, spec.k_dim), (kv_heads, spec.kv_heads, spec.k_dim))
         begin = 0
-        rows: list[int] = []
+        rows: list[range] = []
         for kept, count, dim in (*parts, (kv_heads, spec.kv_heads, spec.v_dim)):
-            rows += range(begin + kept.start * dim, begin + kept.stop * dim)
+            rows.append(range(begin + kept.start * dim, begin + kept.stop * dim))
             begin += count * dim
         if begin != linear.out_features:
             raise self._refuse(f"its {JOINED_PROJECTION} has {linear.out_features} outputs, not {begin}")
@@ -255,7 +259,9 @@ class _Splitter:
                 if not f"{prefix}{name}".startswith(attention):
                     self._apply(base, name, style)
         for name, module in list(base.named_modules()):
-            if has_interleaved_experts(module):
+            if isinstance(module, QuantizedExpertsModule):
+                self._quantized_experts(base, name, module)
+            elif has_interleaved_experts(module):
                 self._interleaved_experts(base, name, module)
 
     def _apply(self, base: nn.Module, name: str, style: str) -> None:
@@ -279,22 +285,22 @@ class _Splitter:
         elif style == "rowwise":
             linear = self._linear(target, name)
             share = _share(linear.in_features, shard, f"columns of {name}")
-            _keep_columns(linear, share, linear.in_features, first=shard.tp_rank == 0)
+            self._keep_columns(name, linear, share, linear.in_features)
             setattr(parent, leaf, Reduced(linear, self._reduce))
-        elif leaf in JOINED_MLP and type(target) is nn.Linear and all(hasattr(parent, name) for name in JOINED_MLP):
+        elif leaf in JOINED_MLP and type(target) in LINEARS and all(hasattr(parent, name) for name in JOINED_MLP):
             self._joined_mlp(parent, leaf, target)  # the plan leaves it whole
         elif style not in WHOLE_STYLES:
             raise self._refuse(f"its plan divides {name} in the way {style!r}")
 
-    def _joined_mlp(self, mlp: Any, leaf: str, linear: nn.Linear) -> None:
+    def _joined_mlp(self, mlp: Any, leaf: str, linear: Linear) -> None:
         """Gate and up in one layer, one after the other (Phi-3, GLM 4), and down."""
         inner = linear.in_features if leaf == "down_proj" else linear.out_features // 2
         kept = _share(inner, self._shard, f"columns of {leaf}")
         if leaf == "down_proj":
-            _keep_columns(linear, kept, inner, first=self._shard.tp_rank == 0)
+            self._keep_columns(leaf, linear, kept, inner)
             setattr(mlp, leaf, Reduced(linear, self._reduce))
         else:
-            _pick_rows(linear, [*kept, *range(inner + kept.start, inner + kept.stop)])
+            _pick_rows(linear, [kept, range(inner + kept.start, inner + kept.stop)])
 
     def _interleaved_experts(self, base: nn.Module, name: str, experts: Any) -> None:
         """GPT-OSS has no plan: experts [E, hidden, 2 * inner] with gate and up in turns, and biases."""
@@ -307,10 +313,35 @@ class _Splitter:
             experts.down_proj_bias = _parameter(torch.zeros_like(experts.down_proj_bias))
         base.set_submodule(name, Reduced(experts, self._reduce))
 
-    def _linear(self, module: Any, name: str) -> nn.Linear:
-        if type(module) is not nn.Linear:
+    def _quantized_experts(self, base: nn.Module, name: str, experts: QuantizedExpertsModule) -> None:
+        """Their plan names parameters, which they have not."""
+        inner = _share(experts.inner, self._shard, f"columns of {name}")
+        try:
+            experts.keep_inner(inner, first=self._shard.tp_rank == 0)
+        except ValueError as error:
+            raise self._refuse(f"{name}: {error}") from error
+        if not name.endswith(".inner"):  # as the plan's style for them has put them into a sum
+            base.set_submodule(name, Reduced(experts, self._reduce))
+
+    def _keep_columns(self, name: str, linear: Linear, units: range, count: int) -> None:
+        """Keep some of ``count`` equal groups of a layer's inputs; only the first rank adds the bias."""
+        each = linear.in_features // count
+        kept = range(units.start * each, units.stop * each)
+        if isinstance(linear, QuantizedModule):
+            try:
+                linear.keep_columns(kept)
+            except ValueError as error:
+                raise self._refuse(f"{name}: {error} that share a scale") from error
+        else:
+            linear.weight = _parameter(linear.weight[:, kept.start : kept.stop])
+            linear.in_features = len(kept)
+        if self._shard.tp_rank:
+            linear.register_parameter("bias", None)
+
+    def _linear(self, module: Any, name: str) -> Linear:
+        if type(module) not in LINEARS:
             raise self._refuse(f"its {name} is no plain linear layer")
-        return module
+        return cast(Linear, module)
 
     def _refuse(self, why: str) -> ConfigError:
         return ConfigError(f"{self._model.architecture} cannot be divided over tp: {why}", field="tp")
@@ -323,31 +354,25 @@ def _share(count: int, shard: ShardSpec, what: str) -> range:
     return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
 
 
-def _keep_rows(linear: nn.Linear, units: range, count: int) -> None:
+def _keep_rows(linear: Linear, units: range, count: int) -> None:
     """Keep some of ``count`` equal groups of a layer's outputs."""
     each = linear.out_features // count
-    rows = slice(units.start * each, units.stop * each)
-    linear.weight = _parameter(linear.weight[rows])
-    if linear.bias is not None:
-        linear.bias = _parameter(linear.bias[rows])
-    linear.out_features = len(linear.weight)
+    _pick_rows(linear, [range(units.start * each, units.stop * each)])
 
 
-def _pick_rows(linear: nn.Linear, rows: list[int]) -> None:
-    """Keep some of a layer's outputs."""
-    linear.weight = _parameter(linear.weight[rows])
-    if linear.bias is not None:
-        linear.bias = _parameter(linear.bias[rows])
-    linear.out_features = len(rows)
+def _pick_rows(linear: Linear, ranges: list[range]) -> None:
+    """Keep ranges of a layer's outputs, one after the other."""
+    if isinstance(linear, QuantizedModule):
+        linear.keep_rows(ranges)
+        return
+    for name, whole in (("weight", linear.weight), ("bias", linear.bias)):
+        if whole is not None:
+            setattr(linear, name, _parameter(torch.cat([whole[each.start : each.stop] for each in ranges])))
+    linear.out_features = sum(map(len, ranges))
 
 
-def _keep_columns(linear: nn.Linear, units: range, count: int, *, first: bool) -> None:
-    """Keep some of ``count`` equal groups of a layer's inputs; only the first rank adds the bias."""
-    each = linear.in_features // count
-    linear.weight = _parameter(linear.weight[:, units.start * each : units.stop * each])
-    linear.in_features = linear.weight.shape[1]
-    if not first:
-        linear.register_parameter("bias", None)
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or bool(held_weights(module))
 
 
 def _parameter(part: torch.Tensor) -> nn.Parameter:

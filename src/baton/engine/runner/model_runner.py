@@ -23,6 +23,7 @@ from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
+from baton.engine.quantization.modules import held_weights
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -68,13 +69,17 @@ class WholeModel:
     groups: tuple[LayerGroup, ...]
 
 
-def load_whole(config: EngineConfig) -> WholeModel:
+def load_whole(config: EngineConfig, *, hold: bool = True) -> WholeModel:
     """Load a model and find out what its attention is.
+
+    Args:
+        config: Of the engine.
+        hold: Whether all quantized weights are held in memory: not for ranks that keep a part.
 
     Raises:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
-    model = load_model(config)
+    model = load_model(config, hold=hold)
     specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
     specs = compress(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -121,6 +126,8 @@ class ModelRunner:
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
         self._vocab_size = int(whole.model.text_config.vocab_size)
         self._share = divide(whole.model, whole.specs, communicator)
+        for held in held_weights(whole.model.module):
+            held.hold()
         self._operators = cpu_operators(config, whole.model.device)
         context = AttentionContext(whole.model.device, self._operators)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
@@ -136,13 +143,15 @@ class ModelRunner:
         self._scratch_blocks = 0
         self._arena: Arena | None = None
         self._replaced: dict[str, torch.nn.Module] = {}
+        self._packed_linears = config.packed_linears
 
     @property
     def packs(self) -> bool:
         """Whether some of the modules' linears or experts have faster operators here."""
         if self._make is not PlainLinear:
             return True
-        return self._operators is not None and any(map(expert_weights, self._generic.module.modules()))
+        quantized = self._packed_linears and bool(held_weights(self._generic.module))
+        return self._operators is not None and (quantized or any(map(expert_weights, self._generic.module.modules())))
 
     @property
     def may_fuse(self) -> bool:
@@ -158,11 +167,11 @@ class ModelRunner:
         """
         if path is ExecutionPath.FUSED:
             return self._fuse()
+        self._decoder = self._generic  # or its weights would be in memory twice
         restore_modules(self._generic.module, self._replaced)
         self._replaced = {}
         if path is ExecutionPath.PACKED:
             self._replaced = pack_modules(self._generic.module, self._make, self._operators)
-        self._decoder = self._generic
         return ""
 
     def _fuse(self) -> str:

@@ -1,0 +1,132 @@
+"""``quant_method: fp8``: float8_e4m3fn weights with scales per tensor, output channel or block.
+
+Three conventions are in use: DeepSeek-V3's (``weight_block_size``, ``weight_scale_inv``: despite its name what values
+are multiplied by), that of per-tensor checkpoints (``weight_scale``, with ``input_scale`` where ``activation_scheme``
+is static), and ``fbgemm_fp8`` (``weight_scale`` per output channel). Which weights are quantized is told by their type.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from baton.engine.quantization.base import (
+    StoredWeight,
+    TensorSource,
+    config_error,
+    field_of,
+    need_shape,
+    need_tensor,
+    read_scales,
+    tensor_error,
+)
+from baton_kernels.quantized_activations import ActivationScheme, ActivationType
+from baton_kernels.quantized_weights import Fp8Weight
+
+FP8 = torch.float8_e4m3fn
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+
+
+def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
+    """See the module's docstring.
+
+    Raises:
+        ConfigError: The configuration or a tensor is not as the format has it.
+    """
+    scheme = field_of(config, "activation_scheme", str, "dynamic")
+    if scheme not in {"dynamic", "static"}:
+        raise config_error("activation_scheme", f"must be dynamic or static, got {scheme!r}")
+    size = field_of(config, "weight_block_size", list, None)
+    if size is not None and (len(size) != 2 or any(type(side) is not int or side < 1 for side in size)):
+        raise config_error("weight_block_size", f"must be two sizes, got {size!r}")
+    if size is not None and scheme == "static":
+        raise config_error("activation_scheme", "blocks have dynamic activation scales only, got 'static'")
+    found = []
+    for name in source.names():
+        if not name.endswith(".weight") or source.dtype(name) is not FP8:
+            continue
+        shape = fp8_shape(source, name)
+        scale = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in source), name + SCALE_SUFFIXES[-1])
+        inputs = name.removesuffix("weight") + "input_scale"
+        block = fp8_block(source, name, scale, None if size is None else (size[0], size[1]))
+        activations = ActivationScheme(ActivationType.FP8, group=_input_group(size, shape))
+        if scheme == "static":
+            activations = ActivationScheme(ActivationType.FP8, static_scale(source, name, inputs))
+        tensors = tuple(tensor for tensor in (name, scale, inputs) if tensor in source)
+        read = partial(read_fp8_weight, source, name, scale, block)
+        found.append(StoredWeight(name, shape, tensors, read, activations=activations))
+    return found
+
+
+def fp8_shape(source: TensorSource, name: str) -> tuple[int, int]:
+    """Return rows and columns of a weight.
+
+    Raises:
+        ConfigError: It is no matrix.
+    """
+    shape = source.shape(name)
+    if len(shape) != 2 or 0 in shape:
+        raise tensor_error(source, name, f"must be [rows, columns], is {list(shape)}")
+    return shape[0], shape[1]
+
+
+def fp8_block(source: TensorSource, name: str, scale: str, size: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the rows and columns that share a scale.
+
+    Args:
+        source: The checkpoint.
+        name: Of the weight.
+        scale: Of its scales.
+        size: Of blocks, where the configuration names one; else scales are per tensor or output channel.
+
+    Raises:
+        ConfigError: There are no scales, or others.
+    """
+    need_tensor(source, scale, name, *SCALE_TYPES)
+    rows, columns = fp8_shape(source, name)
+    if size is not None:
+        height, width = min(size[0], rows), min(size[1], columns)
+        need_shape(source, scale, (-(-rows // height), -(-columns // width)))
+        return height, width
+    # A tensor with one row is in both ways the same.
+    if need_shape(source, scale, (), (1,), (1, 1), (rows,), (rows, 1)) in {(rows,), (rows, 1)}:
+        return 1, columns
+    return rows, columns
+
+
+def read_fp8_weight(source: TensorSource, name: str, scale: str, block: tuple[int, int], _: int = 0) -> Fp8Weight:
+    """Read a weight.
+
+    Raises:
+        ConfigError: A value is no number, or a scale cannot be one.
+    """
+    values = source.read(name)
+    if bool((values.view(torch.uint8) & 127 == 127).any()):
+        raise tensor_error(source, name, "a value is no number")
+    rows, columns = values.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    return Fp8Weight(values, read_scales(source, scale).reshape(blocks), block)
+
+
+def static_scale(source: TensorSource, owner: str, name: str) -> float:
+    """Return the scale of a layer's inputs.
+
+    Raises:
+        ConfigError: There is none, or it cannot be one.
+    """
+    need_tensor(source, name, owner, *SCALE_TYPES)
+    need_shape(source, name, (), (1,))
+    scale = float(read_scales(source, name).item())
+    if scale < 0:
+        raise tensor_error(source, name, f"a scale of inputs is {scale}")
+    return scale
+
+
+def _input_group(size: list[int] | None, shape: tuple[int, int]) -> int:
+    """Inputs that share a dynamic scale: as many as columns of a block, where these divide the row."""
+    if size is None or shape[1] % size[1]:
+        return 0
+    return 0 if size[1] == shape[1] else int(size[1])

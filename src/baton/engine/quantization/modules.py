@@ -1,0 +1,246 @@
+"""Modules that stand in for transformers' linear layers and experts where the weights are quantized.
+
+They keep a weight's form and compute by its definition. Faster operators are made of the form, which is dropped then:
+it can be read once more (:meth:`QuantizedModule.hold`), should the operator have to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.engine.quantization.parts import own, pick_rows
+from baton_kernels.quantized_activations import EXACT, ActivationScheme
+from baton_kernels.quantized_linear import PlainQuantizedLinear
+from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.row_wise import Activation, gated_reference
+
+ReadWeight = Callable[[], QuantizedWeight]
+Change = Callable[[QuantizedWeight], QuantizedWeight]
+
+
+def multiply(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
+) -> torch.Tensor:
+    """Return the layer's output [tokens, rows] of x [tokens, columns], by the definition."""
+    if not len(x):
+        return x.new_empty(0, weight.rows)
+    return PlainQuantizedLinear(weight, bias, activations)(x)
+
+
+class HeldWeight:
+    """A weight that can be dropped and read again, with what is kept of it.
+
+    Args:
+        read: Reads it.
+    """
+
+    def __init__(self, read: ReadWeight) -> None:
+        self._read = read
+        self._changes: list[Change] = []
+        self._weight: QuantizedWeight | None = None
+
+    def get(self) -> QuantizedWeight:
+        """Return the weight: the one that is held, or read for this once."""
+        if self._weight is not None:
+            return self._weight
+        weight = self._read()
+        for change in self._changes:
+            weight = own(change(weight))
+        return weight
+
+    def hold(self) -> None:
+        """Keep the weight in memory."""
+        self._weight = self.get()
+
+    def release(self) -> None:
+        """Drop the weight from memory."""
+        self._weight = None
+
+    def change(self, change: Change) -> None:
+        """Hold what a function makes of the weight, now and whenever it is read again.
+
+        Raises:
+            ValueError: The function refuses it.
+        """
+        self._weight = own(change(self.get()))
+        self._changes.append(change)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held."""
+        return 0 if self._weight is None else self._weight.nbytes
+
+
+class QuantizedModule(nn.Module):
+    """Stands in for an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly.
+
+    Args:
+        read: Reads the weight [out_features, in_features].
+        linear: What it stands in for; the bias is taken from it.
+        activations: How inputs are rounded.
+    """
+
+    def __init__(self, read: ReadWeight, linear: nn.Linear, activations: ActivationScheme) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.activations = activations
+        self.held = HeldWeight(read)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take x [..., in_features], return [..., out_features]."""
+        out = multiply(x.reshape(-1, self.in_features), self.held.get(), self.bias, self.activations)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def keep_rows(self, ranges: Sequence[range]) -> None:
+        """Keep ranges of outputs, one after the other."""
+        self.held.change(partial(pick_rows, ranges=ranges))
+        self.out_features = sum(map(len, ranges))
+        if self.bias is not None:
+            kept = torch.cat([self.bias[each.start : each.stop] for each in ranges])
+            self.bias = nn.Parameter(kept.detach(), requires_grad=False)
+
+    def keep_columns(self, kept: range) -> None:
+        """Keep a range of inputs.
+
+        Raises:
+            ValueError: A group of columns that share a scale would be cut.
+        """
+        self.held.change(_columns(kept))
+        self.in_features = len(kept)
+
+
+class QuantizedExpertsModule(nn.Module):
+    """Stands in for a module of experts, gated MLPs; has no weights, so that code which looks for them fails loudly.
+
+    Args:
+        gate_up: Reads an expert's weight [2 * inner, hidden], gates first; one each.
+        down: Reads an expert's weight [hidden, inner]; one each.
+        inner: Columns of ``down``.
+        activation: Between the two.
+        activations: How inputs of both are rounded.
+        biases: [E, 2 * inner] and [E, hidden], or ``None``.
+        interleaved: Whether gates and ups stand in turns in the first of the biases.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[ReadWeight],
+        down: Sequence[ReadWeight],
+        inner: int,
+        activation: Activation,
+        activations: tuple[ActivationScheme, ActivationScheme],
+        biases: tuple[nn.Parameter, nn.Parameter] | None = None,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate_up = [HeldWeight(read) for read in gate_up]
+        self.down = [HeldWeight(read) for read in down]
+        self.inner, self.activation, self.activations, self._interleaved = inner, activation, activations, interleaved
+        both = biases or (None, None)
+        self.gate_up_proj_bias: nn.Parameter | None
+        self.down_proj_bias: nn.Parameter | None
+        self.register_parameter("gate_up_proj_bias", both[0])
+        self.register_parameter("down_proj_bias", both[1])
+
+    @property
+    def weights(self) -> list[HeldWeight]:
+        """All of them."""
+        return [*self.gate_up, *self.down]
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the biases float32 [E, 2, inner], gates first, and [E, hidden], or ``None``."""
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            return None
+        both = self.gate_up_proj_bias.detach().float()
+        halves = torch.stack([both[:, ::2], both[:, 1::2]], 1) if self._interleaved else both.view(len(both), 2, -1)
+        return halves, self.down_proj_bias.detach().float()
+
+    def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Take hidden_states [T, hidden], ids and weights [T, top_k], return [T, hidden].
+
+        An id that is no expert's chooses none.
+        """
+        out = torch.zeros(hidden_states.shape)
+        biases = self.biases()
+        for expert in torch.unique(ids).tolist():
+            if not 0 <= expert < len(self.gate_up):
+                continue
+            tokens, choices = torch.where(ids == expert)
+            up_bias, down_bias = (None, None) if biases is None else (biases[0][expert].flatten(), biases[1][expert])
+            both = multiply(hidden_states[tokens], self.gate_up[expert].get(), up_bias, self.activations[0])
+            inner = gated_reference(both, self.activation)
+            made = multiply(inner, self.down[expert].get(), down_bias, self.activations[1])
+            out.index_add_(0, tokens, made.float() * weights[tokens, choices, None].float())
+        return out.to(hidden_states.dtype)
+
+    def keep_inner(self, kept: range, *, first: bool) -> None:
+        """Keep a range of the inner columns of all experts; only the first rank adds the biases of outputs.
+
+        Raises:
+            ValueError: A group of columns that share a scale would be cut.
+        """
+        rows = (kept, range(self.inner + kept.start, self.inner + kept.stop))
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            gate_up.change(partial(pick_rows, ranges=rows))
+            down.change(_columns(kept))
+        if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
+            both = self.gate_up_proj_bias.detach()
+            part = both[:, 2 * kept.start : 2 * kept.stop] if self._interleaved else _halves(both, kept)
+            self.gate_up_proj_bias = nn.Parameter(part.clone(), requires_grad=False)
+            if not first:
+                self.down_proj_bias = nn.Parameter(torch.zeros_like(self.down_proj_bias), requires_grad=False)
+        self.inner = len(kept)
+
+
+def held_weights(module: nn.Module) -> list[HeldWeight]:
+    """Return the quantized weights of a model."""
+    found: list[HeldWeight] = []
+    for child in module.modules():
+        if isinstance(child, QuantizedModule):
+            found.append(child.held)
+        elif isinstance(child, QuantizedExpertsModule):
+            found += child.weights
+    return found
+
+
+def rounds_inputs(module: nn.Module) -> bool:
+    """Whether a model has layers whose inputs are rounded."""
+    return any(child.activations not in {EXACT, (EXACT, EXACT)} for child in _quantized(module))
+
+
+@contextlib.contextmanager
+def exact_inputs(module: nn.Module) -> Iterator[None]:
+    """Have a model's layers take their inputs as they are."""
+    schemes = [(child, child.activations) for child in _quantized(module)]
+    try:
+        for child, _ in schemes:
+            child.activations = EXACT if isinstance(child, QuantizedModule) else (EXACT, EXACT)
+        yield
+    finally:
+        for child, activations in schemes:
+            child.activations = activations
+
+
+def _quantized(module: nn.Module) -> list[Any]:
+    return [child for child in module.modules() if isinstance(child, QuantizedModule | QuantizedExpertsModule)]
+
+
+def _columns(kept: range) -> Change:
+    def cut(weight: QuantizedWeight) -> QuantizedWeight:
+        return weight.cut_columns(kept.start, kept.stop)
+
+    return cut
+
+
+def _halves(both: torch.Tensor, kept: range) -> torch.Tensor:
+    inner = both.shape[1] // 2
+    return torch.cat([both[:, at + kept.start : at + kept.stop] for at in (0, inner)], 1)

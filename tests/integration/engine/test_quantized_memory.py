@@ -1,0 +1,40 @@
+"""At no time is there a plain copy of a quantized model: what loading one takes at most, and what stays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.checkpoints import make_checkpoint
+from tests.support.child_env import child_env
+from tests.support.quantized_checkpoints import quantize_checkpoint, read_tensors
+
+LAYERS, HIDDEN, INNER = 6, 768, 2048
+SLACK = 12 << 20
+"""Bytes of buffers that do not grow with the model: rotary tables, the self-check's scratch memory, the allocator's."""
+
+
+def loaded(tiny: Path, folder: Path, **options: str) -> dict[str, Any]:
+    arguments = [str(tiny), str(folder), *(f"{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "tests.support.load_memory", *arguments]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=child_env(), timeout=120).stdout
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16", "ct-w8a16"])
+def test_loading_takes_the_packed_size_and_a_layer(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": 512}
+    plain = make_checkpoint(tmp_path / "source", "llama", initializer_range=0.02, **sizes)
+    tiny = make_checkpoint(tmp_path / "tiny", "llama")
+    made = quantize_checkpoint(plain, tmp_path, name)
+    packed = sum(tensor.nbytes for tensor in read_tensors(made.folder).values())
+    layer = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+    found = loaded(tiny, made.folder, dtype="bfloat16")
+    assert found["how"].startswith("fused decoder")
+    assert found["peak"] <= 1.1 * packed + layer + SLACK, found
+    assert found["resident"] <= 1.1 * packed + SLACK, found
