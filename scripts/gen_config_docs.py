@@ -18,6 +18,8 @@ from baton.bench.serve import command as serve_command
 from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
+from baton.planner import command as planner
+from baton.planner.tuning import command as tuning
 from baton.worker.process import add_config_flags
 from baton_kvstore.bench import command as store_command
 from baton_kvstore.config import KVStoreConfig
@@ -46,6 +48,9 @@ COMMANDS = {
     "replay": command.add_parser,
     "storebench": store_command.add_parser,
     "prefixes": prefix_command.add_parser,
+    "profile": planner.add_profile_parser,
+    "plan": planner.add_plan_parser,
+    "tune": tuning.add_parser,
 }
 
 
@@ -76,7 +81,7 @@ def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    has_engine = name in ("up", "configshow", "offline")
+    has_engine = name in ("up", "configshow", "offline", "profile")
     engine = {item.name for item in dataclasses.fields(EngineConfig)} if has_engine else set()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.dest in engine:

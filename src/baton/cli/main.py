@@ -18,6 +18,8 @@ from baton.bench.serve import command as bench_serve
 from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.planner import command as planner
+from baton.planner.tuning import command as tuning
 from baton.version import __version__
 
 
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (status, chat, generate, drain, scale):
         command.add_parser(commands)
     _add_benchmarks(commands)
+    planner.add_profile_parser(commands)
+    planner.add_plan_parser(commands)
+    tuning.add_parser(commands)
     completion.add_parser(commands, parser)
     args = parser.parse_args(argv)
     name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])

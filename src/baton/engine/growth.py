@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sized
+from typing import Protocol
 
 import numpy as np
-
-from baton.engine.sequence import Sequence
 
 KEPT = 256
 """Outputs that are remembered."""
@@ -53,6 +53,34 @@ class OutputLengths:
         return min(limit, max(2 * done, UNKNOWN if len(known) < LEAST else 0, done + 1))
 
 
+class Growing(Protocol):
+    """What a forecast has to know of a sequence (:class:`baton.engine.sequence.Sequence` is one)."""
+
+    @property
+    def pinned(self) -> bool:
+        """It keeps its blocks for others when it ends."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated."""
+
+    @property
+    def max_output(self) -> int:
+        """Tokens that it may generate."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+
+    @property
+    def block_ids(self) -> Sized:
+        """Its blocks."""
+
+    @property
+    def all_blocks(self) -> Sized:
+        """Its blocks of all layer groups."""
+
+
 class BlockForecast:
     """The blocks that sequences will need until each of them has ended.
 
@@ -66,7 +94,7 @@ class BlockForecast:
         self._lengths, self._block_size, self._groups = lengths, block_size, groups
         self._needs: list[tuple[int, int, int]] = []
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Growing) -> None:
         """Count a sequence that has its blocks; those that keep them for others when they end neither grow nor end."""
         if not sequence.pinned:
             held = len(sequence.block_ids)
@@ -74,7 +102,7 @@ class BlockForecast:
             to_come, tokens, _ = self._need(sequence, held)
             self._needs.append((to_come, tokens - given_back * self._block_size, held - given_back))
 
-    def fits(self, sequence: Sequence, held: int, free: int) -> bool:
+    def fits(self, sequence: Growing, held: int, free: int) -> bool:
         """Whether a sequence can begin beside the others without any of them having to give its blocks back.
 
         What there is alone always fits: that it does was checked when it came.
@@ -98,7 +126,7 @@ class BlockForecast:
         most = (tokens.cumsum() + count * (remaining + size - 1)) // size
         return bool((most - blocks.sum()).max() <= free)
 
-    def _need(self, sequence: Sequence, held: int) -> tuple[int, int, int]:
+    def _need(self, sequence: Growing, held: int) -> tuple[int, int, int]:
         """Return the output tokens to come, the tokens that are there, and the blocks held of them."""
         done = sequence.num_output
         to_come = self._lengths.expected(done, sequence.max_output) - done

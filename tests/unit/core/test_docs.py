@@ -45,7 +45,8 @@ ROUTER = [f"baton {name}" for name in ("status", "chat", "generate", "drain", "s
 STORES = ["baton kvstore tenants", "baton kvstore clear"]
 ONE = ["baton up", "baton demo", "baton health", "baton explain", "baton completion"]
 CONFIG = ["baton config show", "baton config schema"]
-COMMANDS = [*SERVICES, *ONE, *CONFIG, *ROUTER, *STORES, *BENCHES]
+PLANNER = ["baton profile", "baton plan", "baton tune"]
+COMMANDS = [*SERVICES, *ONE, *CONFIG, *ROUTER, *STORES, *BENCHES, *PLANNER]
 SECTIONS = {
     "baton-router": ["router"],
     "baton-prefill": ["worker", "engine"],
@@ -67,6 +68,9 @@ SECTIONS = {
     "baton bench router": ["replay"],
     "baton bench prefixes": ["prefixes"],
     "baton bench store": ["storebench"],
+    "baton profile": ["profile", "engine"],
+    "baton plan": ["plan"],
+    "baton tune": ["tune"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
 

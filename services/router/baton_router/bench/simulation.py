@@ -14,29 +14,26 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
-import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from baton.api.v1 import common_pb2, events_pb2
+from baton.api.v1 import common_pb2
 from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest
 from baton.errors import ConfigError
-from baton.hashing import HASH_SCHEME, block_hashes, root_hash
-from baton.kv_cache.fingerprint import Fingerprint
-from baton.types import BlockHash, Epoch, InstanceId, PrefillPath, Role
+from baton.hashing import block_hashes, root_hash
+from baton.types import BlockHash, PrefillPath, Role
 from baton_router.bench.rivals import RIVALS, make_rival
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.bench.virtual_instance import VirtualInstance
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.registry.instance import Instance, InstanceInfo, Status
+from baton_router.registry.instance import Instance
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.speeds import Speeds
 
-_EPOCH = Epoch(b"replay".ljust(16))
 _LAYERS = 32
 """The last layer's share of a transfer is what layer-wise overlap cannot hide."""
 
@@ -94,16 +91,7 @@ class Hardware:
         return 0.001 + tokens * self.kv_bytes_per_token / (1e9 * self.gb_per_s)
 
 
-class _NoChannel:
-    """Leads nowhere: simulated instances are never called."""
-
-    def _no_method(self, *_: object, **__: object) -> None:
-        return None
-
-    unary_unary = unary_stream = stream_stream = _no_method
-
-
-class SimulatedInstance:
+class SimulatedInstance(VirtualInstance):
     """One instance: a queue of prompts, served one after the other, and a cache that forgets the least recently used.
 
     Args:
@@ -115,7 +103,7 @@ class SimulatedInstance:
     """
 
     def __init__(self, name: str, role: Role, index: PrefixIndex, now: Callable[[], float], hardware: Hardware) -> None:
-        self.role = role
+        super().__init__(name, role, index, now, hardware.kv_bytes_per_token)
         self.hardware = hardware
         self.queue: deque[Any] = deque()
         self.decoding = 0
@@ -123,13 +111,6 @@ class SimulatedInstance:
         self.num_requests = 0
         self.computed_tokens = 0
         self._cache: OrderedDict[BlockHash, None] = OrderedDict()
-        self._sequence = 0
-        events = EventApplier(index, now=now)
-        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), events)
-        self.instance.load.now = now
-        self.instance.info = _info(name, role, hardware)
-        self.instance.status = Status.READY
-        self._send([], [], snapshot=True)
 
     def held(self, hashes: Sequence[BlockHash]) -> int:
         """Return how many leading blocks it has."""
@@ -148,41 +129,7 @@ class SimulatedInstance:
         gone = []
         while self.hardware.cache_blocks and len(cache) > self.hardware.cache_blocks:
             gone.append(cache.popitem(last=False)[0])
-        self._send(new, gone)
-
-    def _send(self, new: Sequence[BlockHash], gone: Sequence[BlockHash], *, snapshot: bool = False) -> None:
-        batch = events_pb2.KvEventBatch(epoch=_EPOCH, sequence=self._sequence + 1, snapshot=snapshot)
-        if new:
-            batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=new, tier="device"))
-        if gone:
-            batch.events.add(removed=events_pb2.KvBlocksRemoved(block_hashes=gone, tier="device"))
-        if batch.events or snapshot:
-            self._sequence += 1
-            self.instance.events.apply(batch)
-
-
-def _info(name: str, role: Role, hardware: Hardware) -> InstanceInfo:
-    fingerprint = Fingerprint(
-        model="replay",
-        model_digest="0" * 64,
-        kv_dtype="bfloat16",
-        block_size=BLOCK_TOKENS,
-        layer_shapes=(),
-        block_bytes=BLOCK_TOKENS * hardware.kv_bytes_per_token,
-        hash_scheme=HASH_SCHEME,
-    )
-    return InstanceInfo(
-        instance_id=InstanceId(name),
-        role=role,
-        epoch=_EPOCH,
-        fingerprint=fingerprint,
-        num_blocks=2**31,
-        max_model_len=2**31,
-        model_name="replay",
-        model_path="",
-        vocab_size=2**32,
-        eos_token_ids=frozenset(),
-    )
+        self.send(new, gone)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,241 @@
+"""What ``baton plan`` predicts, and what ``baton up`` then does: TTFT, ITL and goodput of several ratios and rates.
+
+The demo model is profiled here (``baton profile``), what requests take beyond the engine is measured on an idle 1P1D,
+and 1P1D, 2P1D, 1P2D and 0P2D are predicted at 60 %, 95 % and 125 % of the goodput that the simulator finds for each.
+Then each is started with ``baton up -f`` and put under the same requests at the same times by ``baton bench serve``'s
+own code. Reported is every figure beside its prediction; it fails if the median error is above ``--within`` or another
+ratio than the predicted one is best.
+
+Instances on this machine share its cores, and so does whatever else runs here. By default steps are therefore paced
+(``benchmarks/planner_parts/paced_executor.py``): the model runs, everything around it is real, and a step takes a time
+that does not depend on the neighbours. ``--executor auto`` measures the model as fast as it goes; then predictions use
+processor sharing (``--cores``).
+
+    python benchmarks/planner.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from baton.bench.core.report import Record, machine_facts  # noqa: E402
+from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest  # noqa: E402
+from baton.bench.serve.arrivals import arrival_times  # noqa: E402
+from baton.bench.serve.options import ServeOptions  # noqa: E402
+from baton.bench.serve.prompts import PromptSource  # noqa: E402
+from baton.bench.serve.records import ServeRecord  # noqa: E402
+from baton.bench.serve.run import Benchmark  # noqa: E402
+from baton.cli.main import main as baton  # noqa: E402
+from baton.config.flags import AccessConfig  # noqa: E402
+from baton.planner.closed_form import bounds  # noqa: E402
+from baton.planner.cluster import cluster_yaml  # noqa: E402
+from baton.planner.command import make_router  # noqa: E402
+from baton.planner.profile import Profile  # noqa: E402
+from baton.planner.profiling.overheads import measure_overheads  # noqa: E402
+from baton.planner.search import Found, Goal, Search, limit_of, make_deployment  # noqa: E402
+from baton.planner.simulator.outcome import Outcome  # noqa: E402
+from baton.planner.simulator.simulation import Deployment  # noqa: E402
+from baton.planner.tuning.trials import deployment  # noqa: E402
+from baton.planner.workload import Workload  # noqa: E402
+
+MODEL = ROOT / "models" / "baton-tiny"
+RESULT = ROOT / "benchmarks" / "results" / "planner.json"
+RATIOS = ((1, 1), (2, 1), (1, 2), (0, 2))
+LOADS = {"below": 0.6, "near": 0.95, "above": 1.25}
+ISL, OSL = 256, 48
+SLOS = {"ttft": 1500.0, "itl": 100.0}
+FIGURES = ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p90_ms", "goodput")
+
+
+@contextlib.contextmanager
+def plugin() -> Iterator[None]:
+    """Have processes that are started meanwhile know the paced executor, as an installed package would."""
+    parts = ROOT / "benchmarks" / "planner_parts"
+    before = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        facts = Path(folder, "baton_paced-0.1.dist-info")
+        facts.mkdir()
+        (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-paced\nVersion: 0.1\n")
+        (facts / "entry_points.txt").write_text("[baton.executors]\npaced = paced_executor:PacedExecutor\n")
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(parts), *([before] if before else [])])
+        sys.path[:0] = [folder, str(parts)]
+        try:
+            yield
+        finally:
+            sys.path[:] = [path for path in sys.path if path not in (folder, str(parts))]
+            os.environ["PYTHONPATH"] = before or ""
+
+
+def flags(executor: str) -> tuple[str, ...]:
+    """Return the engine's flags, of profile and deployments alike."""
+    return ("--model", str(MODEL), "--executor", executor, "--dtype", "float32", "--kv-blocks", "2000")
+
+
+def options(url: str, rate: float, requests: int, seed: int) -> ServeOptions:
+    """Return a load."""
+    return ServeOptions(url=url, isl=ISL, osl=OSL, request_rate=rate, requests=requests, warmup=2, seed=seed)
+
+
+def workload(rate: float, requests: int, seed: int) -> Workload:
+    """Return what the benchmark will send, with its times."""
+    load = options("http://127.0.0.1:1", rate, requests, seed)
+    planned = PromptSource(load).requests(0)
+    times = arrival_times(load, planned, rate, 0) or []
+    found, name = [], 0
+    for each, at in zip(planned, times, strict=True):
+        blocks = -(-len(each.prompt) // BLOCK_TOKENS)
+        found.append(TraceRequest(1e3 * at, len(each.prompt), each.output_tokens, tuple(range(name, name + blocks))))
+        name += blocks
+    return Workload.of("benchmark", found)
+
+
+def predicted(outcome: Outcome) -> dict[str, float]:
+    """Return a simulation's figures."""
+    found = {}
+    for name in FIGURES[:4]:
+        metric, share, _ = name.split("_")
+        found[name] = outcome.percentile(metric, float(share[1:]))
+    return {**found, "goodput": outcome.goodput(SLOS)}
+
+
+def measured(url: str, rate: float, requests: int, seed: int) -> dict[str, float]:
+    """Put the load on a deployment; returns the same figures."""
+    records: list[Record] = []
+    Benchmark(options(url, rate, requests, seed), AccessConfig(), SLOS).run(records.append, lambda what, left: None)
+    load = next(each for each in records if isinstance(each, ServeRecord))
+    if load.failed or load.ttft_ms is None or load.itl_ms is None or load.goodput is None:
+        raise SystemExit(f"requests failed: {load.errors}")
+    return {
+        "ttft_p50_ms": load.ttft_ms.median,
+        "ttft_p90_ms": load.ttft_ms.p90,
+        "itl_p50_ms": load.itl_ms.median,
+        "itl_p90_ms": load.itl_ms.p90,
+        "goodput": load.goodput,
+    }
+
+
+def write_file(path: Path, deployment: Deployment, load: Workload) -> None:
+    """Write a deployment's file as ``baton plan --output`` does."""
+    found = Found(deployment, bounds(deployment, load, SLOS), None, None, None, None)
+    path.write_text(cluster_yaml(found, str(MODEL), SLOS, ["benchmarks/planner.py"]))
+
+
+def profile_model(folder: Path, executor: str) -> Profile:
+    """Run ``baton profile``, then measure what requests take beyond the engine on an idle 1P1D."""
+    path = folder / "profile.json"
+    if baton(["profile", *flags(executor), "--isl", str(ISL), "--repeats", "3", "--output", str(path)]):
+        raise SystemExit("baton profile failed")
+    profile = Profile.load(path)
+    goal = Goal(slos=SLOS, attainment=0.9, gpus=2)
+    engine = profile.engines[0]
+    fleet = make_deployment(profile, goal, (1, 1), (engine, engine))
+    write_file(folder / "1P1D.yaml", fleet, workload(1.0, 60, 0))
+    with deployment(folder / "1P1D.yaml", *flags(executor)) as url:
+        found = measure_overheads(
+            url, AccessConfig(), profile, make_router(), isl=ISL, step=lambda what, left: print(what, file=sys.stderr)
+        )
+    return dataclasses.replace(profile, overheads=found)
+
+
+def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Predict, measure, and return everything."""
+    profile = profile_model(folder, args.executor)
+    cores = None if args.executor == "paced" else float(args.cores)
+    goal = Goal(slos=SLOS, attainment=0.9, gpus=3, precision=0.02, cores=cores)
+    engine, rows = profile.engines[0], []
+    knees: dict[str, float] = {}
+    for ratio in RATIOS:
+        fleet = make_deployment(profile, goal, ratio, (engine, engine))
+        search = Search(workload(1.0, 400, args.seed), goal, make_router())
+        knee = search.goodput(fleet)
+        if knee.rate is None:
+            raise SystemExit(f"{fleet.ratio} keeps the targets at no rate")
+        knees[fleet.ratio] = knee.rate
+        print(f"{fleet.ratio}: goodput {knee.rate:.2f} requests/s; {limit_of(knee, goal)}", flush=True)
+        write_file(folder / f"{fleet.ratio}.yaml", fleet, search.workload)
+        with deployment(folder / f"{fleet.ratio}.yaml", *flags(args.executor)) as url:
+            for number, (load, share) in enumerate(LOADS.items()):
+                rate, seed = share * knee.rate, args.seed + number
+                requests = workload(rate, args.requests, seed)
+                expected = predicted(Search(requests, goal, make_router()).at(fleet, rate))
+                found = measured(url, rate, args.requests, seed)
+                errors = {name: round(expected[name] / found[name] - 1, 4) if found[name] else None for name in FIGURES}
+                rows.append(
+                    {"ratio": fleet.ratio, "load": load, "rate": round(rate, 3), "instances": sum(ratio),
+                     "predicted": {k: round(v, 2) for k, v in expected.items()},
+                     "measured": {k: round(v, 2) for k, v in found.items()}, "error": errors}
+                )  # fmt: skip
+                print_row(rows[-1])
+    return {"executor": args.executor, "isl": ISL, "osl": OSL, "slo_ms": SLOS, "requests": args.requests,
+            "machine": machine_facts(), "overheads": dataclasses.asdict(profile.overheads),
+            "knees": {name: round(rate, 3) for name, rate in knees.items()}, "rows": rows}  # fmt: skip
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Print a row: of each figure what was predicted and what was measured."""
+    cells = (f"{row['predicted'][name]:>9.1f} {row['measured'][name]:>9.1f}" for name in FIGURES)
+    print(
+        f"{row['ratio']:>5} {row['load']:>6} {row['rate']:>6.2f}" + "".join(f"{cell:>22}" for cell in cells), flush=True
+    )
+
+
+def judge(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the median error, and which ratio is best by prediction and by measurement."""
+    errors = [abs(error) for row in found["rows"] for error in row["error"].values() if error is not None]
+    by = {
+        figure: statistics.median(
+            abs(row["error"][figure]) for row in found["rows"] if row["error"][figure] is not None
+        )
+        for figure in FIGURES
+    }
+    best = {}
+    for kind in ("predicted", "measured"):
+        for name, share in (("goodput", lambda row: 1), ("goodput per instance", lambda row: row["instances"])):
+            goodputs = {row["ratio"]: 0.0 for row in found["rows"]}
+            for row in found["rows"]:
+                goodputs[row["ratio"]] = max(goodputs[row["ratio"]], row[kind]["goodput"] / share(row))
+            best[f"{kind} {name}"] = max(goodputs, key=lambda ratio: goodputs[ratio])
+    return {
+        "median_error": round(statistics.median(errors), 4),
+        "median_error_by_figure": {name: round(error, 4) for name, error in by.items()},
+        "best": best,
+    }
+
+
+def main() -> int:
+    """Compare; returns 1 if the predictions were wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--executor", choices=("paced", "auto"), default="paced", help="steps (default: paced)")
+    parser.add_argument("--requests", type=int, default=80, help="per run (default: 80)")
+    parser.add_argument("--cores", type=float, default=os.cpu_count(), help="of this machine, for --executor auto")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (default: 1)")
+    parser.add_argument("--within", type=float, default=0.25, help="largest median error (default: 0.25)")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    args = parser.parse_args()
+    print(" " * 20 + "".join(f"{name + ' pred. meas.':>22}" for name in FIGURES))
+    with plugin(), tempfile.TemporaryDirectory() as folder:
+        found = compare(args, Path(folder))
+    found |= judge(found)
+    print(json.dumps({name: found[name] for name in ("median_error", "median_error_by_figure", "best")}, indent=1))
+    if args.write:
+        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    best = found["best"]
+    right = all(best[f"predicted {name}"] == best[f"measured {name}"] for name in ("goodput", "goodput per instance"))
+    return int(found["median_error"] > args.within or not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

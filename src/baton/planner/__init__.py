@@ -1,0 +1,1 @@
+"""How many prefill and how many decode instances: measured speeds, a simulator, and a search over it."""

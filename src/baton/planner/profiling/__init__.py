@@ -1,0 +1,1 @@
+"""Where profiles come from: measured engines, links and deployments, or published figures."""

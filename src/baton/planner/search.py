@@ -1,0 +1,289 @@
+"""Which deployment serves most requests within the targets, per GPU.
+
+Goodput is DistServe's: the highest rate at which a share of the requests (90 %) keeps all targets. Candidates are all
+ratios and parallel shapes that use the GPUs up, and those without prefill instances. The closed forms say how much each
+can do at most; candidates are tried in that order, and one that could not beat the best is not simulated at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.bench.serve.knee import find_knee
+from baton.engine.step_budget import SLO_SHARE
+from baton.errors import ConfigError
+from baton.planner.closed_form import Bounds, bounds
+from baton.planner.profile import EngineProfile, Profile
+from baton.planner.simulator.outcome import Outcome
+from baton.planner.simulator.routing import MakeRouting
+from baton.planner.simulator.sequences import Speculation
+from baton.planner.simulator.simulation import Deployment, Simulation
+from baton.planner.workload import Workload
+
+_COARSE_REQUESTS = 300
+_COARSE_PRECISION = 0.1
+_FINALISTS = 4
+_IDLE_SHARE = 0.02
+"""Of a bound: a rate at which hardly two requests meet."""
+_IDLE_REQUESTS = 40
+_MOST_RATE = 1e6
+Step = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is wanted.
+
+    Attributes:
+        slos: Targets in milliseconds, by metric.
+        attainment: Share of the requests that must keep all of them.
+        gpus: To be used.
+        tps: Tensor-parallel sizes to try.
+        pps: Pipeline sizes to try.
+        policy: Of the router.
+        speculation: Of decode instances.
+        cores: Processors that all instances share; ``None``: each has its own.
+        threads: Of them that each instance keeps busy.
+        precision: Width of the bracket of a goodput, as a share of it.
+        seed: Of the router's choices.
+    """
+
+    slos: Mapping[str, float]
+    attainment: float
+    gpus: int
+    tps: tuple[int, ...] = (1,)
+    pps: tuple[int, ...] = (1,)
+    policy: str = "match_minus_load"
+    speculation: Speculation = dataclasses.field(default_factory=Speculation)
+    cores: float | None = None
+    threads: float = 1.0
+    precision: float = 0.03
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A deployment's goodput.
+
+    Attributes:
+        deployment: It.
+        bounds: What the closed forms say.
+        rate: Highest rate that kept the targets, requests per second; ``None``: none did.
+        kept: What happened at that rate.
+        broke_at: Lowest rate that did not.
+        broken: What happened there, until too many requests had failed.
+    """
+
+    deployment: Deployment
+    bounds: Bounds
+    rate: float | None
+    kept: Outcome | None
+    broke_at: float | None
+    broken: Outcome | None
+
+    @property
+    def per_gpu(self) -> float:
+        """Goodput per GPU."""
+        return (self.rate or 0.0) / self.deployment.devices
+
+
+def make_deployment(
+    profile: Profile, goal: Goal, ratio: tuple[int, int], engines: tuple[EngineProfile, EngineProfile]
+) -> Deployment:
+    """Return a deployment; its decode instances bound their steps as ``slo.itl-ms`` of a deployment's file has them."""
+    limits = profile.limits
+    if "itl" in goal.slos:
+        share = SLO_SHARE * goal.slos["itl"]
+        given = limits.step_budget_ms
+        limits = dataclasses.replace(limits, step_budget_ms=share if given is None else min(given, share))
+    return Deployment(
+        prefills=ratio[0],
+        decodes=ratio[1],
+        prefill=engines[0],
+        decode=engines[1],
+        limits=limits,
+        link=profile.link,
+        layers=profile.layers,
+        kv_bytes_per_token=profile.kv_bytes_per_token,
+        overheads=profile.overheads,
+        speculation=goal.speculation,
+        policy=goal.policy,
+        cores=goal.cores,
+        threads=goal.threads,
+    )
+
+
+def candidates(profile: Profile, goal: Goal) -> Iterator[Deployment]:
+    """Yield the deployments that use the GPUs as far as their instances' sizes allow."""
+    shapes = [profile.engine(tp, pp) for tp in goal.tps for pp in goal.pps if tp * pp <= goal.gpus]
+    engines = [engine for engine in shapes if engine is not None]
+    if not engines:
+        raise ConfigError(f"no shape of the model fits into {goal.gpus} GPUs with room for KV", field="gpus")
+    for decode in engines:
+        if (count := goal.gpus // decode.devices) >= 1:
+            yield make_deployment(profile, goal, (0, count), (decode, decode))
+    for prefill in engines:
+        for decode in engines:
+            for x in range(1, goal.gpus // prefill.devices + 1):
+                y = (goal.gpus - x * prefill.devices) // decode.devices
+                left = goal.gpus - x * prefill.devices - y * decode.devices
+                if y >= 1 and left < prefill.devices:
+                    yield make_deployment(profile, goal, (x, y), (prefill, decode))
+
+
+class Search:
+    """Simulates deployments under one workload.
+
+    Args:
+        workload: The requests.
+        goal: What is wanted.
+        make_routing: Makes routers.
+    """
+
+    def __init__(self, workload: Workload, goal: Goal, make_routing: MakeRouting) -> None:
+        self.workload, self.goal, self._make_routing = workload, goal, make_routing
+        self.simulated = 0
+
+    def at(self, deployment: Deployment, rate: float, workload: Workload | None = None) -> Outcome:
+        """Simulate a deployment at a rate, to the end."""
+        return self._simulate(deployment, rate, workload or self.workload, None)
+
+    def _simulate(self, deployment: Deployment, rate: float, workload: Workload, most_failed: int | None) -> Outcome:
+        self.simulated += 1
+        simulation = Simulation(
+            deployment, self._make_routing, slos=self.goal.slos, most_failed=most_failed, seed=self.goal.seed
+        )
+        return simulation.run(workload.requests, rate / workload.rate)
+
+    def goodput(
+        self, deployment: Deployment, workload: Workload | None = None, precision: float | None = None
+    ) -> Found:
+        """Find the highest rate at which a deployment keeps the targets."""
+        workload, goal = workload or self.workload, self.goal
+        bound = bounds(deployment, workload, goal.slos)
+        outcomes: dict[float, Outcome] = {}
+        most_failed = int((1 - goal.attainment) * len(workload.requests))
+
+        async def keeps(rate: float) -> bool:
+            outcome = outcomes[rate] = self._simulate(deployment, rate, workload, most_failed)
+            return not outcome.stopped and outcome.attainment(goal.slos) >= goal.attainment
+
+        idle = workload.first(_IDLE_REQUESTS)
+        rate = _IDLE_SHARE * bound.rate
+        outcome = self.at(deployment, rate, idle)
+        if outcome.attainment(goal.slos) < goal.attainment:
+            return Found(deployment, bound, None, None, rate, outcome)
+        knee = asyncio.run(
+            find_knee(keeps, start=0.6 * bound.rate, most=_MOST_RATE, precision=precision or goal.precision)
+        )
+        return Found(
+            deployment,
+            bound,
+            knee.rate,
+            outcomes.get(knee.rate or 0.0),
+            knee.broke_at,
+            outcomes.get(knee.broke_at or 0.0),
+        )
+
+    def best(self, deployments: Sequence[Deployment], step: Step) -> list[Found]:
+        """Return deployments with their goodput, best per GPU first; those that cannot be among the best are left out.
+
+        All are tried with a few requests first, in the order of their bounds; the best of them with all requests.
+        The best without prefill instances is always among those.
+        """
+        coarse = self.workload.first(_COARSE_REQUESTS)
+        bound = {each: bounds(each, coarse, self.goal.slos).rate / each.devices for each in deployments}
+        order = sorted(deployments, key=bound.__getitem__, reverse=True)
+        found: list[Found] = []
+        for number, deployment in enumerate(order):
+            step(describe(deployment), len(order) - number - 1 + _FINALISTS)
+            rivals = [each.per_gpu for each in found if bool(each.deployment.prefills) == bool(deployment.prefills)]
+            if len(rivals) >= _FINALISTS and bound[deployment] < sorted(rivals)[-_FINALISTS]:
+                continue
+            found.append(self.goodput(deployment, coarse, _COARSE_PRECISION))
+        found.sort(key=lambda each: each.per_gpu, reverse=True)
+        finalists = found[:_FINALISTS]
+        finalists += [each for each in found[_FINALISTS:] if not each.deployment.prefills][:1]
+        exact = []
+        for number, each in enumerate(finalists):
+            step(describe(each.deployment), len(finalists) - number - 1)
+            exact.append(self.goodput(each.deployment))
+        exact.sort(key=lambda each: each.per_gpu, reverse=True)
+        rest = [each for each in found if each not in finalists]
+        return exact + rest
+
+    def sensitivity(self, best: Found, step: Step) -> list[tuple[str, float]]:
+        """Return goodputs of a deployment, requests per second, when something is otherwise than was said."""
+        deployment, link = best.deployment, best.deployment.link
+        replace = dataclasses.replace
+        changes: list[tuple[str, Deployment, Workload]] = [
+            ("prompts a quarter longer", deployment, self.workload.longer(isl=1.25)),
+            ("outputs a quarter longer", deployment, self.workload.longer(osl=1.25)),
+            ("prefill a quarter slower", replace(deployment, prefill=deployment.prefill.slower(prefill=1.25),
+                                                 decode=deployment.decode.slower(prefill=1.25)), self.workload),
+            ("decode a quarter slower", replace(deployment, decode=deployment.decode.slower(decode=1.25)),
+             self.workload),
+            ("half the KV pool", replace(deployment, decode=replace(deployment.decode,
+                                         kv_tokens=deployment.decode.kv_tokens // 2)), self.workload),
+        ]  # fmt: skip
+        if deployment.prefills:
+            slow = replace(deployment, link=replace(link, bytes_per_s=link.bytes_per_s / 4))
+            changes.append(("a quarter of the bandwidth", slow, self.workload))
+            late = replace(deployment, link=replace(link, layerwise=False))
+            changes.append(("no transfer while layers are computed", late, self.workload))
+            for x, y in ((1, -1), (-1, 1)):
+                ratio = deployment.prefills + x, deployment.decodes + y
+                if deployment.prefill.devices == deployment.decode.devices and min(ratio) >= 1:
+                    other = replace(deployment, prefills=ratio[0], decodes=ratio[1])
+                    changes.append((f"{other.ratio} instead", other, self.workload))
+        found = []
+        for number, (what, changed, workload) in enumerate(changes):
+            step(what, len(changes) - number - 1)
+            found.append((what, self.goodput(changed, workload).rate or 0.0))
+        return found
+
+
+def describe(deployment: Deployment) -> str:
+    """Return a deployment in words: ratio, and the instances' shapes where they are of several GPUs."""
+    shapes = []
+    for role, count, engine in (
+        ("prefill", deployment.prefills, deployment.prefill),
+        ("decode", deployment.decodes, deployment.decode),
+    ):
+        if count and engine.devices > 1:
+            shapes.append(f"{role} tp {engine.tp}" + (f" pp {engine.pp}" if engine.pp > 1 else ""))
+    return " ".join([deployment.ratio, *([f"({', '.join(shapes)})"] if shapes else [])])
+
+
+def limit_of(found: Found, goal: Goal) -> str:
+    """Say what keeps a deployment from more: the target that breaks first, and what is busiest then."""
+    outcome = found.broken or found.kept
+    if outcome is None:
+        return "nothing was simulated"
+    failed = min(goal.slos, key=lambda name: outcome.kept(name, goal.slos[name]))
+    share = outcome.kept(failed, goal.slos[failed]) * outcome.asked / max(1, len(outcome.requests))
+    why = f"{failed.upper()} ({share:.0%} of the answers keep it)"
+    return f"{why}: {_busiest(found.deployment, outcome)}"
+
+
+def _busiest(deployment: Deployment, outcome: Outcome) -> str:
+    prefill, decode = outcome.prefill, outcome.decode
+    found: list[tuple[float, str]] = []
+    if prefill is not None:
+        busy = prefill.prefill + prefill.decode
+        found.append((busy, f"prefill instances compute {busy:.0%} of the time"))
+        found.append((prefill.link, f"prefill's links carry KV {prefill.link:.0%} of the time"))
+        found.append((prefill.kv, f"prefill's KV pools are {prefill.kv:.0%} full"))
+    if decode is not None:
+        busy = decode.prefill + decode.decode
+        batch = decode.batch / deployment.limits.max_num_seqs
+        beside = f", {decode.prefill:.0%} with prompts in them" if decode.prefill > 0.01 else ""
+        found.append(
+            (0.9 * busy, f"decode steps run {busy:.0%} of the time{beside}, {decode.batch:.0f} sequences each")
+        )
+        found.append((decode.kv, f"decode's KV pools are {decode.kv:.0%} full, {decode.preemptions} preemptions"))
+        found.append((batch, f"decode batches are full ({decode.batch:.0f} sequences)"))
+    return max(found)[1] if found else "nothing was served"

@@ -1,0 +1,1 @@
+"""Deployments on virtual time."""

@@ -1,0 +1,105 @@
+"""Virtual time: what happens next, and processors that several instances share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+Action = Callable[[], None]
+
+
+class Event:
+    """Something that will happen; :meth:`cancel` has it not happen."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Action) -> None:
+        self.action: Action | None = action
+
+    def cancel(self) -> None:
+        """It does not happen."""
+        self.action = None
+
+
+class Timeline:
+    """Events in the order of their time; of equal times the one that was planned first.
+
+    Attributes:
+        now: Virtual time, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._order = count()
+
+    def at(self, time: float, action: Action) -> Event:
+        """Have something happen at a time, now at the earliest."""
+        event = Event(action)
+        heapq.heappush(self._events, (max(time, self.now), next(self._order), event))
+        return event
+
+    def run_while(self, goes_on: Callable[[], bool]) -> None:
+        """Let everything happen, in order, while a function says so and there is something."""
+        events = self._events
+        while events and goes_on():
+            time, _, event = heapq.heappop(events)
+            if event.action is not None:
+                self.now = time
+                action, event.action = event.action, None
+                action()
+
+
+class Processors:
+    """Processors of one machine, shared by the instances on it: processor sharing.
+
+    As long as the threads of all that run are no more than the cores, each runs at full speed; else all of them slow
+    down alike. This is the limit of a fair scheduler with short slices; caches and memory bandwidth, which instances
+    on one machine share too, are not modelled.
+
+    Args:
+        timeline: Virtual time.
+        cores: Processors.
+        threads: That each job keeps busy.
+    """
+
+    def __init__(self, timeline: Timeline, cores: float, threads: float = 1.0) -> None:
+        self._timeline, self._cores, self._threads = timeline, cores, threads
+        self._jobs: dict[int, tuple[float, Action]] = {}
+        self._ids = count()
+        self._served = 0.0
+        """Seconds of work that each job had which was there from the beginning."""
+        self._since = 0.0
+        self._next: Event | None = None
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / (self._threads * len(self._jobs))) if self._jobs else 0.0
+
+    def start(self, work_s: float, done: Action) -> None:
+        """Run something that takes so long alone, and then call a function."""
+        self._advance()
+        self._jobs[next(self._ids)] = (self._served + work_s, done)
+        self._plan()
+
+    def _advance(self) -> None:
+        now = self._timeline.now
+        self._served += (now - self._since) * self._speed
+        self._since = now
+
+    def _plan(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self._jobs:
+            first = min(self._jobs, key=lambda each: self._jobs[each][0])
+            left = max(0.0, self._jobs[first][0] - self._served)
+            self._next = self._timeline.at(self._timeline.now + left / self._speed, lambda: self._done(first))
+
+    def _done(self, number: int) -> None:
+        self._advance()
+        self._next = None
+        _, done = self._jobs.pop(number)
+        self._plan()
+        done()

@@ -1,0 +1,1 @@
+"""``baton tune``: the best settings of a real deployment, by measurement."""
