@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
 
 from baton.bench.core.report import Record, machine_facts  # noqa: E402
 from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest  # noqa: E402
@@ -157,7 +157,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     goal = Goal(slos=SLOS, attainment=0.9, gpus=3, precision=0.02, cores=cores)
     engine, rows = profile.engines[0], []
     knees: dict[str, float] = {}
-    for ratio in RATIOS:
+    for ratio in (each for each in RATIOS if f"{each[0]}P{each[1]}D" in args.ratios.split(",")):
         fleet = make_deployment(profile, goal, ratio, (engine, engine))
         search = Search(workload(1.0, 400, args.seed), goal, make_router())
         knee = search.goodput(fleet)
@@ -219,6 +219,10 @@ def main() -> int:
     """Compare; returns 1 if the predictions were wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executor", choices=("paced", "auto"), default="paced", help="steps (default: paced)")
+    names = ",".join(f"{x}P{y}D" for x, y in RATIOS)
+    parser.add_argument(
+        "--ratios", default=names, help=f"to measure (default: {names}); --write keeps the others' rows"
+    )
     parser.add_argument("--requests", type=int, default=80, help="per run (default: 80)")
     parser.add_argument("--cores", type=float, default=os.cpu_count(), help="of this machine, for --executor auto")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (default: 1)")
@@ -228,6 +232,10 @@ def main() -> int:
     print(" " * 20 + "".join(f"{name + ' pred. meas.':>22}" for name in FIGURES))
     with plugin(), tempfile.TemporaryDirectory() as folder:
         found = compare(args, Path(folder))
+    if args.write and RESULT.exists():
+        before, now = json.loads(RESULT.read_text()), {row["ratio"] for row in found["rows"]}
+        found["rows"] += [row for row in before["rows"] if row["ratio"] not in now]
+        found["knees"] = before["knees"] | found["knees"]
     found |= judge(found)
     print(json.dumps({name: found[name] for name in ("median_error", "median_error_by_figure", "best")}, indent=1))
     if args.write:

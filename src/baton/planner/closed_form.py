@@ -26,30 +26,39 @@ class Bounds:
     """Requests per second that parts of a deployment can take at most, however they are scheduled.
 
     Attributes:
-        prefill: Prompts that are computed; infinite where decode instances do that.
-        decode: Outputs that are generated within the targets, and prompts where decode computes them.
-        link: KV that travels; infinite where none does.
+        prefill: Prompts that prefill instances compute; 0: there are none.
+        link: Prompts whose KV travels; infinite where none does.
+        decode: Outputs that decode instances generate within the targets, if they compute no prompts.
+        decodes: Decode instances.
+        busy_s: Seconds of a decode instance per output.
+        own_s: Seconds of a decode instance per prompt that it computes beside its outputs.
         batch: Sequences per decode instance within the targets and the pool.
-        prompt_s: Seconds of a prompt of mean length, less what can be cached.
-        step_s: Seconds of a decode step of such a batch.
+        prompt_s: Seconds of a prompt of mean length, less what can be cached, where prompts are computed.
     """
 
     prefill: float
-    decode: float
     link: float
+    decode: float
+    decodes: int
+    busy_s: float
+    own_s: float
     batch: int
     prompt_s: float
-    step_s: float
 
     @property
     def rate(self) -> float:
-        """The lowest of them."""
-        return min(self.prefill, self.decode, self.link)
+        """What all of it can take: decode instances compute prompts that prefill instances have no time for."""
+        apart = min(self.prefill, self.link)
+        if apart >= self.decode:
+            return self.decode
+        return (self.decodes + apart * self.own_s) / (self.busy_s + self.own_s)
 
     @property
     def limit(self) -> str:
-        """Which one that is."""
-        return min(("prefill", "decode", "link"), key=lambda name: getattr(self, name))
+        """What bounds it: ``decode``, ``prefill`` or ``link``."""
+        if min(self.prefill, self.link) >= self.decode:
+            return "decode"
+        return "link" if self.link < self.prefill else "prefill"
 
     def md1_ttft_s(self, rate: float, deployment: Deployment) -> float:
         """Return the mean time to first token if the prompts' queue is all that there is, spread evenly."""
@@ -61,25 +70,24 @@ class Bounds:
 
 def bounds(deployment: Deployment, workload: Workload, slos: Mapping[str, float]) -> Bounds:
     """Return a deployment's bounds for a workload."""
-    engine = deployment.prefill if deployment.prefills else deployment.decode
     fresh = max(1.0, workload.isl * (1 - workload.hit_rate))
-    prompt_s = _prompt_s(engine, fresh, workload.isl - fresh, deployment)
+    start = workload.isl - fresh
+    own = _prompt_s(deployment.decode, fresh, start, deployment)
+    prompt_s = _prompt_s(deployment.prefill, fresh, start, deployment) if deployment.prefills else own
     batch, step_s = _largest_batch(deployment, workload, slos)
     steps = max(0.0, workload.osl - 1) / deployment.speculation.per_step
-    busy = steps * step_s / batch  # seconds of a decode instance per request
-    if not deployment.prefills:
-        own = max(0.0, prompt_s - deployment.decode.overlap * deployment.decode.fixed_s)
-        return Bounds(float("inf"), deployment.decodes / (own + busy), float("inf"), batch, prompt_s, step_s)
+    busy = max(1e-12, steps * step_s / batch)
     rate = deployment.link.bytes_per_s * min(deployment.prefill.devices, deployment.decode.devices)
-    moved = deployment.kv_bytes_per_token * fresh / rate
     ends = min(deployment.prefills, deployment.decodes)
     return Bounds(
         prefill=deployment.prefills / prompt_s,
-        decode=deployment.decodes / busy if busy else float("inf"),
-        link=ends / moved,
+        link=ends * rate / (deployment.kv_bytes_per_token * fresh) if ends else float("inf"),
+        decode=deployment.decodes / busy,
+        decodes=deployment.decodes,
+        busy_s=busy,
+        own_s=max(0.0, own - deployment.decode.overlap * deployment.decode.decode.fixed_s),
         batch=batch,
         prompt_s=prompt_s,
-        step_s=step_s,
     )
 
 

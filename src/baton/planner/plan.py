@@ -12,7 +12,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.planner.closed_form import kv_bandwidth_needed
 from baton.planner.profile import Profile
-from baton.planner.search import Found, Goal, Search, candidates, describe, limit_of, make_deployment
+from baton.planner.search import Found, Goal, Search, candidates, describe, fitting_engines, limit_of, make_deployment
 from baton.planner.simulator.outcome import Outcome
 from baton.planner.simulator.routing import MakeRouting
 from baton.planner.simulator.simulation import Deployment
@@ -155,7 +155,7 @@ class Plan:
             return []
         deployment, bounds = winner.deployment, winner.bounds
         checks = [
-            {"what": "goodput against the lowest bound of prefill, decode and link, requests/s",
+            {"what": "goodput, requests/s; closed form: what prefill, links and decode can take at most",
              "simulated": round(winner.rate, 4), "closed_form": round(bounds.rate, 4)},
             {"what": "mean TTFT at that rate, ms; closed form: M/D/1, nothing but prompts of mean length",
              "simulated": round(sum(each.ttft_ms for each in winner.kept.requests) / len(winner.kept.requests), 2),
@@ -199,7 +199,7 @@ def make_plan(options: PlanOptions, make_routing: MakeRouting, step: Step) -> Pl
 
 def _candidates(options: PlanOptions) -> list[Deployment]:
     if not options.ratio:
-        return list(candidates(options.profile, options.goal))
+        return list(candidates(options.profile, options.goal, options.workload.longest))
     match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", options.ratio)
     if match is None or int(match[2]) < 1:
         raise ConfigError(f"--ratio must look like 2P3D, got {options.ratio!r}", field="ratio")
@@ -212,8 +212,7 @@ def _candidates(options: PlanOptions) -> list[Deployment]:
 
 def _of_ratio(options: PlanOptions, ratio: tuple[int, int]) -> list[Deployment]:
     goal = options.goal
-    shapes = [options.profile.engine(tp, pp) for tp in goal.tps for pp in goal.pps]
-    engines = [engine for engine in shapes if engine is not None]
+    engines = fitting_engines(options.profile, goal, options.workload.longest)
     if not ratio[0]:
         return [make_deployment(options.profile, goal, ratio, (engine, engine)) for engine in engines]
     return [make_deployment(options.profile, goal, ratio, (p, d)) for p in engines for d in engines]

@@ -83,7 +83,7 @@ class EngineProfile:
     decode: DecodeCost
     kv_tokens: int
     overlap: float = 0.0
-    residuals: dict[str, FitQuality] = field(default_factory=dict)
+    residuals: dict[str, FitQuality] = field(default_factory=dict, hash=False)
 
     @property
     def devices(self) -> int:

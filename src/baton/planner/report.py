@@ -118,7 +118,8 @@ def draw(plan: Plan, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     rows = plan.found[:_ROWS]
     colours = ["#2a78b5" if each.deployment.prefills else "#d98a29" for each in rows]
-    left.barh([describe(each.deployment) for each in rows], [each.per_gpu for each in rows], color=colours)
+    left.barh(range(len(rows)), [each.per_gpu for each in rows], color=colours)
+    left.set_yticks(range(len(rows)), [describe(each.deployment) for each in rows])
     left.invert_yaxis()
     left.set_xlabel("goodput per GPU, requests/s (orange: prefill and decode together)")
     for name, points in plan.curves:

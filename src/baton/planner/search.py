@@ -23,13 +23,14 @@ from baton.planner.simulator.sequences import Speculation
 from baton.planner.simulator.simulation import Deployment, Simulation
 from baton.planner.workload import Workload
 
-_COARSE_REQUESTS = 300
+_COARSE_REQUESTS = 400
 _COARSE_PRECISION = 0.1
 _FINALISTS = 4
 _IDLE_SHARE = 0.02
 """Of a bound: a rate at which hardly two requests meet."""
 _IDLE_REQUESTS = 40
-_MOST_RATE = 1e6
+_BEYOND_BOUND = 1.1
+"""Of a bound: no higher rate is tried. A few requests at once are served within the targets whatever their rate."""
 Step = Callable[[str, int], None]
 
 
@@ -116,12 +117,35 @@ def make_deployment(
     )
 
 
-def candidates(profile: Profile, goal: Goal) -> Iterator[Deployment]:
-    """Yield the deployments that use the GPUs as far as their instances' sizes allow."""
+def fitting_engines(profile: Profile, goal: Goal, longest: int) -> list[EngineProfile]:
+    """Return the engines of the shapes to try whose KV pool holds a request of ``longest`` tokens.
+
+    Raises:
+        ConfigError: There is none.
+    """
     shapes = [profile.engine(tp, pp) for tp in goal.tps for pp in goal.pps if tp * pp <= goal.gpus]
-    engines = [engine for engine in shapes if engine is not None]
+    engines = [engine for engine in shapes if engine is not None and engine.kv_tokens > longest]
     if not engines:
-        raise ConfigError(f"no shape of the model fits into {goal.gpus} GPUs with room for KV", field="gpus")
+        raise ConfigError(
+            f"no shape of the model fits into {goal.gpus} GPUs with room for the KV of the longest request "
+            f"({longest} tokens)",
+            field="gpus",
+        )
+    return engines
+
+
+def candidates(profile: Profile, goal: Goal, longest: int = 0) -> Iterator[Deployment]:
+    """Yield the deployments that use the GPUs as far as their instances' sizes allow.
+
+    Args:
+        profile: Speeds.
+        goal: GPUs, and shapes to try.
+        longest: Tokens of the longest request, output included.
+
+    Raises:
+        ConfigError: No shape has room for it.
+    """
+    engines = fitting_engines(profile, goal, longest)
     for decode in engines:
         if (count := goal.gpus // decode.devices) >= 1:
             yield make_deployment(profile, goal, (0, count), (decode, decode))
@@ -177,7 +201,12 @@ class Search:
         if outcome.attainment(goal.slos) < goal.attainment:
             return Found(deployment, bound, None, None, rate, outcome)
         knee = asyncio.run(
-            find_knee(keeps, start=0.6 * bound.rate, most=_MOST_RATE, precision=precision or goal.precision)
+            find_knee(
+                keeps,
+                start=0.6 * bound.rate,
+                most=_BEYOND_BOUND * bound.rate,
+                precision=precision or goal.precision,
+            )
         )
         return Found(
             deployment,
@@ -264,9 +293,7 @@ def limit_of(found: Found, goal: Goal) -> str:
     if outcome is None:
         return "nothing was simulated"
     failed = min(goal.slos, key=lambda name: outcome.kept(name, goal.slos[name]))
-    share = outcome.kept(failed, goal.slos[failed]) * outcome.asked / max(1, len(outcome.requests))
-    why = f"{failed.upper()} ({share:.0%} of the answers keep it)"
-    return f"{why}: {_busiest(found.deployment, outcome)}"
+    return f"{failed.upper()} breaks: {_busiest(found.deployment, outcome)}"
 
 
 def _busiest(deployment: Deployment, outcome: Outcome) -> str:

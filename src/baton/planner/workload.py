@@ -52,6 +52,11 @@ class Workload:
             hit_rate=best_hit_rate([each.blocks for each in requests]),
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(each.input_tokens + each.output_tokens for each in self.requests)
+
     def first(self, count: int) -> Workload:
         """Return the first so many requests."""
         return self if count >= len(self.requests) else Workload.of(self.name, self.requests[:count])

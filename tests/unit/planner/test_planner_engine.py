@@ -16,7 +16,7 @@ from baton.engine.request import EngineRequest
 from baton.engine.step_budget import StepBudget
 from baton.planner.profile import DecodeCost, EngineProfile, Limits, PrefillCost
 from baton.planner.simulator.engine import EngineExtras, SimulatedEngine
-from baton.planner.simulator.outcome import gaps_of
+from baton.planner.simulator.outcome import gaps_of, percentile_of
 from baton.planner.simulator.sequences import ProfiledCost, SimulatedSequence, Speculation
 from baton.planner.simulator.timeline import Processors, Timeline
 from baton.types import RequestId, Role, SamplingParams
@@ -34,7 +34,7 @@ class Recorder:
         self.timeline = timeline
         self.first: dict[int, float] = {}
         self.ended: dict[int, float] = {}
-        self.gaps: dict[int, np.ndarray] = {}
+        self.gaps: dict[int, list[float]] = {}
 
     def loads(self, engine, sequence, matched) -> bool:
         return False
@@ -50,7 +50,7 @@ class Recorder:
 
     def finished(self, engine, sequence) -> None:
         self.ended[sequence.key] = self.timeline.now
-        self.gaps[sequence.key] = gaps_of(engine.gaps, sequence.slices)
+        self.gaps[sequence.key] = [gap for gap, n in gaps_of(engine.gaps, sequence.slices) for _ in range(n)]
 
 
 def simulate(requests, *, profile=PROFILE, limits=LIMITS, **extras):
@@ -169,7 +169,7 @@ def test_all_end_with_all_their_gaps_and_nothing_is_left(requests, drafts):
     for number, (at, _, output) in enumerate(requests):
         assert at < found.first[number] <= found.ended[number]
         gaps = found.gaps[number]
-        assert gaps.sum() == pytest.approx(found.ended[number] - found.first[number], abs=1e-6)
+        assert sum(gaps) == pytest.approx(found.ended[number] - found.first[number], abs=1e-6)
         if not drafts and not engine.use.preemptions:
             assert len(gaps) == output - 1
         elif not engine.use.preemptions:
@@ -242,3 +242,9 @@ def test_affordable_prompts_take_no_longer_and_one_token_more_would(seconds, sta
         assert more(count) <= seconds + 1e-9
     if not begun:
         assert more(count + 1) > seconds - 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 5)), min_size=1, max_size=9), st.floats(0, 100))
+def test_percentiles_of_runs_are_those_of_their_gaps(runs, share):
+    every = [gap for gap, count in runs for _ in range(count)]
+    assert percentile_of(runs, share) == pytest.approx(np.percentile(every, share), abs=1e-12)

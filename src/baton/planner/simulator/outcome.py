@@ -13,26 +13,46 @@ from baton.planner.simulator.engine import SimulatedEngine
 from baton.planner.simulator.sequences import SimulatedSequence
 
 FloatArray = npt.NDArray[np.float64]
+Gaps = tuple[float, int]
+"""Seconds between two tokens, and how often they came."""
 
 
-def gaps_of(gaps: Sequence[tuple[float, int, int]], slices: Sequence[tuple[int, int, float]]) -> FloatArray:
-    """Return the seconds between the tokens of a sequence, one by one.
+def gaps_of(gaps: Sequence[tuple[float, int, int]], slices: Sequence[tuple[int, int, float]]) -> list[Gaps]:
+    """Return the seconds between the tokens of a sequence, and how often each came.
 
     Args:
         gaps: Its instance's runs of steps: seconds of a step, steps, and sequences.
         slices: Parts of them: first, end, and seconds of waiting before the first step.
     """
-    parts = []
+    found: list[Gaps] = []
     for start, end, wait in slices:
         if start == end:
             if wait > 0:
-                parts.append(np.array([wait]))
+                found.append((wait, 1))
             continue
         runs = gaps[start:end]
-        found = np.repeat([run[0] for run in runs], [run[1] for run in runs])
-        found[0] += wait
-        parts.append(found)
-    return np.concatenate(parts) if parts else np.zeros(0)
+        seconds, count, _ = runs[0]
+        found.append((seconds + wait, 1))
+        if count > 1:
+            found.append((seconds, count - 1))
+        found += [run[:2] for run in runs[1:]]
+    return found
+
+
+def percentile_of(gaps: Sequence[Gaps], share: float) -> float:
+    """Return a percentile of gaps, interpolated between those next to it, as ``numpy.percentile`` does."""
+    position = share / 100 * (sum(count for _, count in gaps) - 1)
+    low, seen = int(position), 0
+    below: float | None = None
+    for seconds, count in sorted(gaps):
+        seen += count
+        if below is not None:
+            return below + (position - low) * (seconds - below)
+        if seen > low:
+            if seen > low + 1 or position == low:
+                return seconds
+            below = seconds
+    raise ValueError("no gaps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class RequestTimes:
 
     @classmethod
     def of(
-        cls, sequence: SimulatedSequence, began: float, ended: float, gaps: FloatArray, *, remote: bool
+        cls, sequence: SimulatedSequence, began: float, ended: float, gaps: Sequence[Gaps], *, remote: bool
     ) -> RequestTimes:
         """Take the times of a sequence that has ended."""
         ttft, e2e = 1e3 * (sequence.first_at - began), 1e3 * (ended - began)
@@ -58,7 +78,7 @@ class RequestTimes:
             number=sequence.key,
             ttft_ms=ttft,
             tpot_ms=(e2e - ttft) / (sequence.target - 1) if sequence.target > 1 else None,
-            itl_ms=1e3 * float(np.percentile(gaps, ITL_SHARE)) if gaps.size else None,
+            itl_ms=1e3 * percentile_of(gaps, ITL_SHARE) if gaps else None,
             e2e_ms=e2e,
             waits_ms=tuple(1e3 * wait for _, _, wait in sequence.slices if wait > 1e-6),
             preemptions=sequence.num_preemptions,
