@@ -16,7 +16,9 @@ from baton.bench.kv import command as kv_command
 from baton.bench.offline import command as offline_command
 from baton.bench.serve import command as serve_command
 from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
+from baton.cli.fleet import command as autoscale
 from baton.config import EngineConfig
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.worker import WorkerConfig
 from baton.planner import command as planner
 from baton.planner.tuning import command as tuning
@@ -28,7 +30,13 @@ from baton_router.config import RouterConfig
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
-CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "engine": EngineConfig, "kvstore": KVStoreConfig}
+CONFIGS = {
+    "router": RouterConfig,
+    "worker": WorkerConfig,
+    "engine": EngineConfig,
+    "kvstore": KVStoreConfig,
+    "controller": AutoscaleConfig,
+}
 COMMANDS = {
     "up": up.add_parser,
     "configshow": config.add_show_parser,
@@ -37,6 +45,7 @@ COMMANDS = {
     "generate": generate.add_parser,
     "drain": drain.add_parser,
     "scale": scale.add_parser,
+    "autoscale": autoscale.add_parser,
     "demo": demo.add_parser,
     "health": health.add_parser,
     "explain": explain.add_parser,
@@ -77,14 +86,16 @@ def file_rows(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield flag, default and meaning of each argument of a command; flags of ``EngineConfig`` are left out."""
+    """Yield flag, default and meaning of each argument of a command; flags of tables of their own are left out."""
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    has_engine = name in ("up", "configshow", "offline", "profile")
-    engine = {item.name for item in dataclasses.fields(EngineConfig)} if has_engine else set()
+    elsewhere = (EngineConfig,) if name in ("offline", "profile") else (AutoscaleConfig,) if name == "autoscale" else ()
+    if name in ("up", "configshow"):
+        elsewhere = (EngineConfig, AutoscaleConfig)
+    left_out = {item.name for config in elsewhere for item in dataclasses.fields(config)}
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction) or action.dest in engine:
+        if isinstance(action, argparse._HelpAction) or action.dest in left_out:
             continue
         flag = "`, `".join(action.option_strings) or str(action.metavar)
         default = _default(action.default)

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from baton.config import EngineConfig
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.schema import flag_schema
 from baton.config.worker import WorkerConfig
 from baton_kvstore.config import KVStoreConfig
@@ -29,6 +30,7 @@ CONFIGS: dict[str, tuple[type, ...]] = {
     "router": (RouterConfig,),
     "worker": (WorkerConfig, EngineConfig),
     "kvstore": (KVStoreConfig,),
+    "autoscale": (AutoscaleConfig,),
 }
 _ACCESS = {"host", "port", "metrics_port", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_name", "tls_roles"}
 SET_BY_CHART: dict[str, set[str]] = {
@@ -42,6 +44,7 @@ SET_BY_CHART: dict[str, set[str]] = {
     "kvstore": _ACCESS
     | {"kv_port", "instance_id", "advertise_host", "register_redis", "register_prefix", "pipes", "clear_kv"}
     | {"max_fingerprints", "disk_path"},
+    "autoscale": set(),
 }
 """Flags that are no values: the chart gives them, or others take their part."""
 

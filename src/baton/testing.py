@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.api.v1 import common_pb2, router_pb2, router_pb2_grpc
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.rpc.convert import finish_to_pb
 from baton.rpc.server import GrpcServer
 from baton.types import FinishReason
@@ -169,6 +169,14 @@ class _Servicer(router_pb2_grpc.RouterServiceServicer):
         """Name the only instance."""
         item = router_pb2.InstanceStatus(instance_id="fake", role=common_pb2.ROLE_DECODE, healthy=True)
         return router_pb2.ListInstancesResponse(instances=[item])
+
+    async def GetStats(self, request: router_pb2.GetStatsRequest, context: Any) -> router_pb2.GetStatsResponse:
+        """Tell of no times."""
+        return router_pb2.GetStatsResponse(window_s=request.window_s)
+
+    async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
+        """Remember nothing."""
+        raise NotFoundError(f"no decision of {request.request_id!r} is remembered", field="request_id")
 
 
 def _read(request: router_pb2.RouterGenerateRequest) -> Asked:

@@ -1,4 +1,4 @@
-"""Every script under ``examples/sdk`` runs against ``baton up`` and prints what it should."""
+"""Every script under ``examples/sdk``, and each Python block of README and docs/sdk.md, runs against ``baton up``."""
 
 from __future__ import annotations
 
@@ -82,3 +82,22 @@ def test_example(path, up, capsys):
 
 def test_every_example_is_checked():
     assert {path.stem for path in SCRIPTS} == set(CHECKS)
+
+
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = {
+    "README.md": ("from openai import", "with baton.Client(", "with LLM("),
+    "docs/sdk.md": ("with baton.Client(", "baton.AsyncClient(", "baton.Client([", "FakeRouter("),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_python_of_the_documents_runs_as_it_stands(name: str, up: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = FENCE.findall(Path(name).read_text(encoding="utf-8"))
+    assert len(blocks) == len(BLOCKS[name])
+    for block, what in zip(blocks, BLOCKS[name], strict=True):
+        assert what in block
+        here = block.replace("127.0.0.1:8001", up.grpc).replace("http://127.0.0.1:8000", up.url)
+        exec(compile(here, name, "exec"), {"__name__": "__main__"})
+        if "print(" in block:
+            assert capsys.readouterr().out.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -313,6 +314,26 @@ def test_a_second_ctrl_c_kills(model):
         running.process.send_signal(signal.SIGINT)
         running.process.wait(40)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_json_tells_programs_when_it_is_up_and_where(model):
+    command = [sys.executable, "-m", "baton.cli.main", "up", "--json", "--ratio", "0P1D", "--model", model]
+    with subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        events = []
+        for line in process.stdout:
+            events.append(json.loads(line))
+            if events[-1]["event"] == "up":
+                with baton.Client(events[-1]["grpc"]) as client:
+                    assert client.generate("def main():\n", max_tokens=3).token_ids
+                    assert client.health() == {events[-1]["grpc"]: True}
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+    states = [(each["process"], each["state"]) for each in events if each["event"] == "process"]
+    assert states == [(name, state) for name in ("router", "decode-0") for state in ("starts", "ready")]
+    assert events[-1]["event"] in ("draining", "log")
+    (up,) = [each for each in events if each["event"] == "up"]
+    assert up["processes"]["decode-0"]["role"] == "decode"
 
 
 @pytest.mark.parametrize("args", [["--ratio", "2D"], ["--ratio", "1P0D"], ["--pipe", "pigeon"]])

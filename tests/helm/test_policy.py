@@ -18,6 +18,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("CKV_K8S_15", ""): "IfNotPresent: a registry that is away must not keep an instance from starting again",
     ("CKV_K8S_43", ""): "no image is published: whoever builds them gives image.digest, or tags that do not move",
     ("CKV_K8S_38", "demo-baton-router"): "the router asks the API server where instances are",
+    ("CKV_K8S_38", "demo-baton-autoscaler"): "the autoscaler patches the replicas of two Deployments",
     ("CKV_K8S_25", "demo-baton-prefill"): "IPC_LOCK, which the example multi-pool asks for: RDMA pins memory",
     ("CKV_K8S_8", "demo-baton-test"): "helm test: a pod that asks once and ends",
     ("CKV_K8S_9", "demo-baton-test"): "helm test: a pod that asks once and ends",

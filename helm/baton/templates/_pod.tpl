@@ -8,7 +8,7 @@ A pod of any service, for a Deployment or a StatefulSet.
   drainS                        seconds that the service takes for running requests
   auth                          keys of the auth secret that it reads
   model                         none, light (what a router needs: no weights) or full
-  api                           whether it talks to the API server
+  api, account                  whether it talks to the API server, and the end of its ServiceAccount's name (default: router)
   redis, volumes, mounts        more of them
 */ -}}
 {{- define "baton.pod" -}}
@@ -40,7 +40,7 @@ metadata:
     {{- end }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "baton.fullname" $root }}{{ if .api }}-router{{ end }}
+  serviceAccountName: {{ include "baton.fullname" $root }}{{ if .api }}-{{ .account | default "router" }}{{ end }}
   automountServiceAccountToken: {{ .api | default false }}
   {{- /* Variables of a Service called baton (BATON_PORT=tcp://...) would be read as flags. */}}
   enableServiceLinks: false

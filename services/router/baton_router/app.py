@@ -155,13 +155,14 @@ class RouterApp:
             refused=self._refused,
             steps=steps,
         )
-        watch(
+        self._insight = watch(
             http.app,
             decisions=decisions,
             registry=self.registry,
             metrics=self.metrics,
             policy=config.policy,
             replicas=self.replica.report if self.replica is not None else None,
+            queued=self._queued,
         )
         administer(http.app, self.processor, self.registry)
         https = self._tls.http_context() if self._tls is not None and config.http_tls else None
@@ -189,6 +190,10 @@ class RouterApp:
     def is_ready(self) -> bool:
         """Whether requests can be served now."""
         return not self._http.should_exit and bool(self.registry.ready(Role.DECODE)) and self._preload.over
+
+    def _queued(self) -> tuple[int, int]:
+        queue = self.dispatcher.admission.queue
+        return len(queue), queue.tokens
 
     def _refused(self) -> dict[str, int]:
         return dict(Counter(str(x.role) for x in self.registry.instances() if x.status is Status.REFUSED))
@@ -246,6 +251,7 @@ class RouterApp:
         servicer = RouterServicer(
             self.processor, self.registry, self.tickets, self._accounts, access_log=self._config.access_log
         )
+        servicer.insight = self._insight
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server

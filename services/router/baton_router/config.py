@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from baton.config.flags import (
     TOKEN_FILE_HELP,
     option,
 )
+from baton.config.kubernetes import ACCOUNT_FOLDER, ACCOUNT_HELP, API_HELP
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
@@ -163,10 +163,8 @@ class RouterConfig:
     kubernetes_selector: str = option("", "label selector of the EndpointSlices, e.g. kubernetes.io/service-name=baton")
     kubernetes_port: str = option("grpc", "name of the instances' port in the EndpointSlices")
     kubernetes_namespace: str = option("", "where they are; default: this pod's namespace")
-    kubernetes_api: str = option("", "URL of the API server; default: the one of this pod's cluster")
-    kubernetes_account: str = option(
-        "/var/run/secrets/kubernetes.io/serviceaccount", "folder with the service account's token, ca.crt, namespace"
-    )
+    kubernetes_api: str = option("", API_HELP)
+    kubernetes_account: str = option(ACCOUNT_FOLDER, ACCOUNT_HELP)
     redis: str = option(
         "", "URL of a Redis through which several routers share their books; default: none", secret=True
     )
@@ -257,12 +255,6 @@ class RouterConfig:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
         for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):
             _at_least(self, name, 0)
-
-
-def in_cluster_api() -> str:
-    """Return the URL of the API server of the cluster in which this is a pod; empty: it is none."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
 
 
 def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.deployment import own_flags, plan_from, read_file, service_configs
+from baton.cli.deployment import autoscale_config, own_flags, plan_from, read_file, service_configs
 from baton.cli.supervisor import ProcessSpec
 from baton.cli.up import add_deployment_flags
 from baton.config import add_flags
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ROLES, ClusterFile, cluster_schema
 from baton.config.flags import resolve
 from baton.config.secrets import shown_url
@@ -58,7 +59,9 @@ def add_show_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--service", default="", metavar="NAME", help="router, kvstore or a pool (default: all)")
+    parser.add_argument(
+        "--service", default="", metavar="NAME", help="router, kvstore, autoscale or a pool (default: all)"
+    )
     parser.add_argument("--all", action="store_true", help="defaults, too")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     add_deployment_flags(parser)
@@ -89,9 +92,15 @@ def show(args: argparse.Namespace) -> int:
     for group in plan.groups:
         for spec in group:
             specs.setdefault(spec.name.rpartition("-")[0] or spec.name, spec)
-    if args.service and args.service not in specs:
-        raise ConfigError(f"--service must be one of {', '.join(specs)}, got {args.service!r}", field="service")
+    autoscale = autoscale_config(args, file) is not None
+    known = [*specs, *(["autoscale"] if autoscale else [])]
+    if args.service and args.service not in known:
+        raise ConfigError(f"--service must be one of {', '.join(known)}, got {args.service!r}", field="service")
     found = [each for name, spec in specs.items() if args.service in ("", name) for each in effective(name, spec, file)]
+    if autoscale and args.service in ("", "autoscale"):
+        resolved = resolve(AutoscaleConfig, args, file=None if file is None else file.values("autoscale"))
+        rows = [(name.replace("_", "-"), each.value, each.source) for name, each in resolved.items()]
+        found += [Effective("autoscale", *row) for row in rows]
     chosen = [each for each in found if args.all or each.source != "default"]
     if args.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(each) for each in chosen], indent=2) + "\n")

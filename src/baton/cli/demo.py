@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +19,8 @@ from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.client.types import Trace
 from baton.config.demo_model import default_model
-from baton.config.pipes import AUTO, PIPES_HELP
-from baton.errors import BatonError, InternalError
+from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
+from baton.errors import BatonError, ConfigError, InternalError
 from baton.tokenizer.model_files import check_model_path
 from baton.types import SamplingParams
 
@@ -41,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--prompt", default=PROMPT, help="what to say to it")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens to generate at most (default: 96)")
     parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
     parser.add_argument("--logs", action="store_true", help="show the processes' log lines")
     parser.set_defaults(run=run)
 
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _demo(args: argparse.Namespace) -> int:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=args.json)
     lines: list[str] = []
 
     def emit(name: str, line: str) -> None:
@@ -65,6 +69,9 @@ async def _demo(args: argparse.Namespace) -> int:
 
     model = args.model or default_model()
     check_model_path(model)
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1, got {args.max_tokens}", field="max_tokens")
+    check_pipes(tuple(args.pipe.split(",")))
     plan = make_plan(
         ratio=Ratio(1, 1),
         port=0,
@@ -80,15 +87,20 @@ async def _demo(args: argparse.Namespace) -> int:
     console.print(f"starting 1P1D, router and KV store for {model} ...")
     started = time.perf_counter()
     try:
-        async with Supervisor(plan, emit, restart=False) as supervisor:
+        async with contextlib.AsyncExitStack() as stack:
+            with console.status("loading the model ..."):
+                supervisor = await stack.enter_async_context(Supervisor(plan, emit, restart=False))
             names = ", ".join(f"{name} (pid {p.pid})" for name, p in sorted(supervisor.processes.items()))
             console.print(f"up after {time.perf_counter() - started:.1f} s: {names}\n")
             answer = await _chat(console, plan.grpc_address, args.prompt, args.max_tokens)
     except BatonError:
-        console.print("\n".join(lines[-40:]), markup=False)
+        Console(stderr=True, soft_wrap=True).print("\n".join(lines[-40:]), markup=False, highlight=False)
         raise
     console.print("\ncomputing the same with Hugging Face generate ...")
-    expected = await asyncio.to_thread(_hugging_face, model, args.prompt, args.max_tokens)
+    with console.status("computing ..."):
+        expected = await asyncio.to_thread(_hugging_face, model, args.prompt, args.max_tokens)
+    if args.json:
+        print(json.dumps(_as_json(answer, expected), indent=2))
     return _report(console, answer, expected)
 
 
@@ -132,6 +144,17 @@ def _hugging_face(model: str, prompt: str, max_tokens: int) -> list[int]:
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, do_sample=False
         )
     return [int(token) for token in output[0, len(ids) :]]
+
+
+def _as_json(answer: Answer, expected: list[int]) -> dict[str, Any]:
+    return {
+        "equal": answer.token_ids == expected,
+        "token_ids": answer.token_ids,
+        "expected_token_ids": expected,
+        "ttft_ms": 1000 * answer.ttft_s,
+        "seconds": answer.seconds,
+        "trace": dataclasses.asdict(answer.trace),
+    }
 
 
 def _report(console: Console, answer: Answer, expected: list[int]) -> int:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan
 from baton.config import EngineConfig, from_flags
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ROLES, ClusterFile
 from baton.config.demo_model import default_model
 from baton.config.flags import Placed
@@ -41,7 +42,8 @@ def service_configs() -> dict[str, tuple[type, ...]]:
     """
     router = importlib.import_module("baton_router.config").RouterConfig
     kvstore = importlib.import_module("baton_kvstore.config").KVStoreConfig
-    return {"router": (router,), "worker": (WorkerConfig, EngineConfig), "kvstore": (kvstore,)}
+    workers = (WorkerConfig, EngineConfig)
+    return {"router": (router,), "worker": workers, "kvstore": (kvstore,), "autoscale": (AutoscaleConfig,)}
 
 
 def read_file(args: argparse.Namespace) -> ClusterFile | None:
@@ -83,6 +85,8 @@ def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> Depl
     workers = worker_config(args, file)
     engines = {role: _engine(args, file, role) for role in ROLES}
     model = engines["decode"].model if engines["decode"].model != EngineConfig.model else default_model()
+    if not model:
+        raise ConfigError("--model must not be empty", field="model")
     check_model_path(model)
     further = () if file is None else tuple(pool for pool in file.pools if pool.name not in ROLES)
     for pool in further:
@@ -108,6 +112,17 @@ def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> Depl
 def restarts(args: argparse.Namespace, file: ClusterFile | None) -> bool:
     """Whether processes that die are started again."""
     return bool(_setting(None if args.no_restart is None else not args.no_restart, file, "restart", default=True))
+
+
+def autoscale_config(args: argparse.Namespace, file: ClusterFile | None) -> AutoscaleConfig | None:
+    """Return what the controller of the ratio is told; ``None``: there is to be none.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+    if not _setting(args.autoscale, file, "autoscale.enabled", default=False):
+        return None
+    return from_flags(AutoscaleConfig, args, file=None if file is None else file.values("autoscale"))
 
 
 def _setting(given: Any, file: ClusterFile | None, name: str, *, default: Any) -> Any:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 from baton.cli.router_grpc import add_grpc_flags, open_async_client
 from baton.errors import ConfigError
 
@@ -38,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if not 0 <= args.wait_s <= 86400:
         raise ConfigError("--wait-s must be between 0 and 86400", field="wait_s")
-    left = asyncio.run(_drain(args))
+    with Console(stderr=True).status("waiting for requests that run"):
+        left = asyncio.run(_drain(args))
     if args.json:
         print(json.dumps(left, indent=2))
     for name, count in () if args.json else left.items():

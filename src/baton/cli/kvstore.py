@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 
 _TIMEOUT_S = 60.0
+_HINT = "is a baton-kvstore running there?"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,8 +56,9 @@ def add_clear_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 def _finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, AccessConfig], Any]) -> None:
     parser.add_argument("stores", nargs="+", metavar="HOST:PORT", help="gRPC addresses of the store's nodes")
+    parser.add_argument("--json", action="store_true", help="JSON instead of text")
     add_flags(parser, AccessConfig)
-    parser.set_defaults(run=lambda args: _run(args, run))
+    parser.set_defaults(run=lambda args: _run(args, run), hint=_HINT)
 
 
 def _run(args: argparse.Namespace, run: Any) -> int:
@@ -65,14 +68,21 @@ def _run(args: argparse.Namespace, run: Any) -> int:
 
 async def list_tenants(args: argparse.Namespace, access: AccessConfig) -> None:
     """Print what each tenant has, node by node."""
+    found: list[tuple[str, kvstore_pb2.TenantUse]] = []
+    for store in args.stores:
+        answer = await _ask(store, access, "ListTenants", kvstore_pb2.ListTenantsRequest())
+        found += [(store, use) for use in answer.tenants]
+    if args.json:
+        fields = [field.name for field in kvstore_pb2.TenantUse.DESCRIPTOR.fields]
+        rows = [{"node": node} | {name: getattr(use, name) for name in fields} for node, use in found]
+        print(json.dumps(rows, indent=2))
+        return
     table = Table()
     for column in ("node", "tenant", "blocks", "bytes", "quota", "pinned", "evicted"):
         table.add_column(column, justify="left" if column in ("node", "tenant") else "right")
-    for store in args.stores:
-        answer = await _ask(store, access, "ListTenants", kvstore_pb2.ListTenantsRequest())
-        for use in answer.tenants:
-            numbers = (use.num_blocks, use.used_bytes, use.quota_bytes or "-", use.pinned_bytes, use.num_evictions)
-            table.add_row(store, use.tenant or "(nobody's)", *map(str, numbers))
+    for node, use in found:
+        numbers = (use.num_blocks, use.used_bytes, use.quota_bytes or "-", use.pinned_bytes, use.num_evictions)
+        table.add_row(node, use.tenant or "(nobody's)", *map(str, numbers))
     Console().print(table)
 
 
@@ -81,9 +91,13 @@ async def clear_blocks(args: argparse.Namespace, access: AccessConfig) -> None:
     request = kvstore_pb2.DeleteRequest(tenant=args.tenant)
     if args.like:
         request = kvstore_pb2.DeleteRequest(fingerprint=await _fingerprint(args.like, access), all=True)
+    forgotten: dict[str, int] = {}
     for store in args.stores:
-        answer = await _ask(store, access, "Delete", request)
-        print(f"{store}: {answer.num_deleted} blocks forgotten")
+        forgotten[store] = (await _ask(store, access, "Delete", request)).num_deleted
+        if not args.json:
+            print(f"{store}: {forgotten[store]} blocks forgotten")
+    if args.json:
+        print(json.dumps(forgotten, indent=2))
 
 
 async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerprint:

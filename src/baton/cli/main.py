@@ -16,6 +16,7 @@ from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
 from baton.bench.serve import command as bench_serve
 from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
+from baton.cli.fleet import command as autoscale
 from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.planner import command as planner
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
-    for command in (status, chat, generate, drain, scale):
+    for command in (status, chat, generate, drain, scale, autoscale):
         command.add_parser(commands)
     _add_benchmarks(commands)
     planner.add_profile_parser(commands)

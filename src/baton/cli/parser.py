@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+_NUMBER = re.compile(r"argument (\S+?): invalid (int|float) value: (.*)")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -22,7 +23,13 @@ class CommandParser(argparse.ArgumentParser):
         """Print the mistake in one line and end the process with status 2."""
         if found := _CHOICE.search(message):
             known = re.findall(r"'([^']*)'", found[2]) or found[2].split(", ")
+            flag = re.match(r"argument (--\S+?)(/--\S+)*: ", message)
             message = f"there is no {found[1]!r}" + _near(found[1], known)
+            if flag:
+                message = f"{flag[1]} must be one of {', '.join(known)}, got {found[1]!r}" + _near(found[1], known)
+        elif found := _NUMBER.fullmatch(message):
+            kind = {"int": "a whole number", "float": "a number"}[found[2]]
+            message = f"{found[1]} must be {kind}, got {found[3]}"
         sys.stderr.write(f"{self.prog}: error: {message} (see {self.prog} --help)\n")
         raise SystemExit(2)
 

@@ -103,26 +103,33 @@ def make_plan(
     store = _spec("kvstore", "kvstore", (next(free), next(free)), both) if kvstore else None
     knows = () if store is None else ("--kvstore", store.health_address)
     shared = ("--routers", grpc, *both, *knows, *more.worker)
+    own = {"prefill": more.prefill, "decode": more.decode}
     workers = []
     for pool in pools:
-        own = more.prefill if pool.role == "prefill" else more.decode
+        args = [*shared, *own[pool.role]]
         if config and pool.name != pool.role:
-            own = ("--pool", pool.name, *own)
+            args = [*shared, "--pool", pool.name, *own[pool.role]]
         for index in range(pool.replicas or 0):
-            workers.append(_spec(pool.role, f"{pool.name}-{index}", (next(free), next(free)), [*shared, *own]))
+            workers.append(_spec(pool.role, f"{pool.name}-{index}", (next(free), next(free)), args))
+
+    def one_more(role: str, name: str, instead: ProcessSpec | None) -> ProcessSpec:
+        port, metrics_port = free_ports(2) if instead is None else _ports(instead)
+        return _spec(role, name, (port, metrics_port), [*shared, *own[role]])
+
     host, http_port = http.rsplit(":", 1)
-    args, env = _without_passwords([*config, *access, *knows, *more.router])
+    words, env = _without_passwords([*config, *access, *knows, *more.router])
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *args),
+        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *words),
         env=env,
         health_address=grpc,
         role="router",
         listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
     )
     secure = "--tls-cert" in access and "--no-http-tls" not in more.router
-    return DeploymentPlan(store, router, tuple(workers), http, grpc, "https" if secure else "http")
+    scheme = "https" if secure else "http"
+    return DeploymentPlan(store, router, tuple(workers), http, grpc, scheme, worker=one_more)
 
 
 def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
@@ -133,6 +140,11 @@ def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> 
     listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
     more, env = _without_passwords(args)
     return ProcessSpec(name, f"baton_{role}.main", (*own, *more), address, role, listens, env)
+
+
+def _ports(spec: ProcessSpec) -> tuple[int, int]:
+    port, metrics_port = (address.partition("/")[0].rpartition(":")[2] for _, address in spec.listens)
+    return int(port), int(metrics_port)
 
 
 def _without_passwords(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:

@@ -71,8 +71,13 @@ def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
     Raises:
         ConfigError: The arguments cannot work.
     """
-    url = urllib.parse.urlsplit(args.url)
-    if url.scheme not in {"http", "https"} or not url.hostname or url.query or url.fragment:
+    try:
+        url = urllib.parse.urlsplit(args.url)
+        usable = url.scheme in {"http", "https"} and bool(url.hostname) and not (url.query or url.fragment)
+        usable = usable and url.port != 0  # looks whether it is one
+    except ValueError:
+        usable = False
+    if not usable:
         raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {shown_url(args.url)!r}", field="url")
     if not args.timeout_s > 0:
         raise ConfigError("--timeout-s must be above 0", field="timeout_s")

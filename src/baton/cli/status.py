@@ -77,7 +77,7 @@ def render(found: dict[str, Any]) -> Group:
     hit = now["hit_rate"]
     facts = (
         f"{plain(found['model'])}, policy {plain(found['policy'])}",
-        f"{found['running']} running, {found['seen']} seen",
+        f"{found['running']} running, {found['queued']} queued, {found['seen']} seen",
         f"{_rate(now['requests_per_s'])} requests/s, {_rate(now['tokens_per_s'])} tokens/s",
         f"hit rate {NOTHING if hit is None else f'{hit:.0%}'}",
         f"TTFT {_times(now['ttft_ms'])}, ITL {_times(now['itl_ms'])}",

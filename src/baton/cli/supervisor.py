@@ -63,6 +63,8 @@ class DeploymentPlan:
     grpc_address: str
     scheme: str = "http"
     """Of the OpenAI API: ``http`` or ``https``."""
+    worker: Callable[[str, str, ProcessSpec | None], ProcessSpec] | None = None
+    """Lays out one instance more, of a role and under a name; in the place of another one it has its ports."""
 
     @property
     def groups(self) -> list[tuple[ProcessSpec, ...]]:
@@ -136,6 +138,7 @@ class ManagedProcess:
         self._emit, self._start = emit, start
         self._process: Child | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._last_line = ""
 
     @property
     def pid(self) -> int:
@@ -171,7 +174,8 @@ class ManagedProcess:
             raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None
         if self.returncode is not None:  # whoever answers at its address is not it
             await self.wait()
-            raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready")
+            said = f": {self._last_line}" if self._last_line else ""
+            raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready{said}")
 
     async def wait(self) -> int:
         """Wait for its end and for its last line; returns the exit status."""
@@ -210,7 +214,9 @@ class ManagedProcess:
                 continue
             if not line:
                 return
-            self._emit(self.spec.name, line.decode(errors="replace").rstrip("\n"))
+            text = line.decode(errors="replace").rstrip("\n")
+            self._last_line = text.strip() or self._last_line
+            self._emit(self.spec.name, text)
 
 
 def die_with_parent() -> None:
@@ -233,6 +239,7 @@ class Supervisor:
 
     Attributes:
         spawn: How a process is started; may be replaced before any is.
+        on_state: Gets ``(name, state)`` when a process ``starts`` and when it is ``ready``; likewise.
     """
 
     def __init__(
@@ -249,13 +256,14 @@ class Supervisor:
     ) -> None:
         self.plan = plan
         self.spawn: Start = start_python
+        self.on_state: Callable[[str, str], None] = lambda name, state: None
         self._emit = emit
         self._restart, self._token, self._tls = restart, token, tls
         self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
         self._first_backoff_s, self._last_backoff_s = backoff_s
         self._env = dict(os.environ)
         self.processes: dict[str, ManagedProcess] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
@@ -280,8 +288,7 @@ class Supervisor:
         _require_free_ports(self.plan)
         for group in self.plan.groups:
             await asyncio.gather(*(self._launch(spec) for spec in group))
-            starting = [self.processes[spec.name] for spec in group]
-            waits = [asyncio.ensure_future(each.wait_ready(self._ready_timeout_s)) for each in starting]
+            waits = [asyncio.ensure_future(self._wait_ready(spec.name)) for spec in group]
             try:
                 await asyncio.gather(*waits)
             finally:
@@ -289,8 +296,8 @@ class Supervisor:
                     wait.cancel()
         await self._wait_registered()
         await self._try_text()
-        for process in list(self.processes.values()):
-            self._watchers.append(asyncio.create_task(self._watch(process.spec)))
+        for name in list(self.processes):
+            self._watchers[name] = asyncio.create_task(self._watch(name))
 
     async def wait(self) -> str:
         """Wait until a process died that is not restarted; returns why."""
@@ -298,12 +305,40 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End the router first so that nothing new comes in, then decode, prefill, store."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         for role in ("router", "decode", "prefill", "kvstore"):
             members = [p for p in self.processes.values() if p.spec.role == role]
             await asyncio.gather(*(member.end(self._grace_s) for member in members))
+
+    async def add(self, spec: ProcessSpec) -> None:
+        """Start a process beside those of the plan, and watch it like them.
+
+        Raises:
+            UnavailableError: It ended, or was not ready in time; nothing of it is left.
+        """
+        await self._launch(spec)
+        process = self.processes[spec.name]
+        try:
+            await self._wait_ready(spec.name)
+        except BaseException:
+            await process.end(1.0)
+            del self.processes[spec.name]
+            raise
+        self._watchers[spec.name] = asyncio.create_task(self._watch(spec.name))
+
+    def redefine(self, spec: ProcessSpec) -> None:
+        """Have a process that runs be started by another specification, should it die."""
+        self.processes[spec.name].spec = spec
+
+    async def remove(self, name: str) -> None:
+        """Have a process drain and end, for good."""
+        watcher = self._watchers.pop(name)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await self.processes[name].end(self._grace_s)
+        del self.processes[name]
 
     def hurry(self) -> None:
         """SIGKILL everything: whoever waits for :meth:`stop` wants no drain any more."""
@@ -318,6 +353,11 @@ class Supervisor:
         process = ManagedProcess(spec, self._emit, tls=self._tls, start=self.spawn)
         await process.start(self._env)
         self.processes[spec.name] = process
+        self.on_state(spec.name, "starts")
+
+    async def _wait_ready(self, name: str) -> None:
+        await self.processes[name].wait_ready(self._ready_timeout_s)
+        self.on_state(name, "ready")
 
     async def _wait_registered(self) -> None:
         expected = {spec.name for spec in self.plan.workers}
@@ -357,29 +397,29 @@ class Supervisor:
                     return  # the router has API keys, and it is not for us to know one
                 raise UnavailableError(f"the router cannot tokenize: {error.details()}") from None
 
-    async def _watch(self, spec: ProcessSpec) -> None:
+    async def _watch(self, name: str) -> None:
         """Restart a process as often as it dies, more slowly each time."""
         backoff = self._first_backoff_s
         while True:
-            process = self.processes[spec.name]
+            process = self.processes[name]
             started = time.monotonic()
             code = await process.wait()
-            self._emit(spec.name, f"ended with status {code}")
+            self._emit(name, f"ended with status {code}")
             if not self._restart:
                 if not self._ended.done():
-                    self._ended.set_result(f"{spec.name} ended with status {code}")
+                    self._ended.set_result(f"{name} ended with status {code}")
                 return
             if time.monotonic() - started > STABLE_S:
                 backoff = self._first_backoff_s
-            self._emit(spec.name, f"restarting in {backoff:g} s")
+            self._emit(name, f"restarting in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._last_backoff_s)
-            await self._launch(spec)
+            await self._launch(process.spec)
             try:
-                await self.processes[spec.name].wait_ready(self._ready_timeout_s)
+                await self._wait_ready(name)
             except UnavailableError as error:
-                self._emit(spec.name, error.message)
-                await self.processes[spec.name].end(1.0)
+                self._emit(name, error.message)
+                await self.processes[name].end(1.0)
 
 
 def _require_free_ports(plan: DeploymentPlan) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
+from collections.abc import AsyncIterator
 
 from rich.console import Console
-from rich.table import Table
 
-from baton.cli.deployment import own_token, plan_from, read_file, restarts, worker_config
-from baton.cli.supervisor import DeploymentPlan, Supervisor
+from baton.autoscale.controller import Controller
+from baton.autoscale.metrics import AutoscaleMetrics
+from baton.cli.deployment import autoscale_config, own_token, plan_from, read_file, restarts, worker_config
+from baton.cli.fleet.output import AUTOSCALE, JsonOutput, Output, TextOutput
+from baton.cli.fleet.processes import ProcessFleet
+from baton.cli.plan import HOST
+from baton.cli.supervisor import Supervisor
+from baton.client import AsyncClient
 from baton.config import EngineConfig, add_flags
+from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ClusterFile
 from baton.config.flags import (
     CLEAR_KV_HELP,
@@ -24,17 +32,21 @@ from baton.config.flags import (
 )
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.secrets import flags_with_passwords
+from baton.config.worker import WorkerConfig
+from baton.rpc.server import free_ports
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
+from baton.worker.process import serve_metrics
 
 _FILE_HELP = "the deployment in one file (YAML); the environment and flags go before it"
 _TLS = {"tls_cert": TLS_CERT_HELP, "tls_key": TLS_KEY_HELP, "tls_ca": TLS_CA_HELP, "tls_name": TLS_NAME_HELP}
-_COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta"}
+_LOOK_TIMEOUT_S = 10.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("up", help="run router, prefill and decode instances and a KV store here")
+    parser.add_argument("--json", action="store_true", help="a JSON object per line instead of text")
     add_deployment_flags(parser)
     parser.set_defaults(run=run)
 
@@ -65,6 +77,9 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     for name, text in _TLS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"{text}; of all services")
     parser.add_argument("--clear-kv", action="store_true", default=None, help=CLEAR_KV_HELP)
+    text = "run the controller of the ratio, too: instances change roles as the load wants it (--scale-...)"
+    parser.add_argument("--autoscale", action=argparse.BooleanOptionalAction, default=None, help=text)
+    add_flags(parser, AutoscaleConfig)
     add_flags(parser, EngineConfig)
 
 
@@ -81,21 +96,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
-    console = Console(stderr=False, highlight=False, soft_wrap=True)
-    plan, workers = plan_from(args, file), worker_config(args, file)
+    plan, workers, scaling = plan_from(args, file), worker_config(args, file), autoscale_config(args, file)
+    output: Output = JsonOutput() if args.json else TextOutput(Console(highlight=False, soft_wrap=True))
     for flag in flags_with_passwords(sys.argv[1:]):
-        console.print(
-            f"[yellow]everybody on this host can read the password in {flag} (ps): write @FILE there[/yellow]"
-        )
+        text = f"everybody on this host can read the password in {flag} (ps): write @FILE there"
+        output.say("warning", text, style="yellow")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(
         plan,
-        lambda name, line: _emit(console, name, line),
+        output.line,
         restart=restarts(args, file),
         token=read_token(workers.token_file),
         tls=read_tls(workers),
     )
+    supervisor.on_state = output.state
 
     def on_signal() -> None:
         if stop.is_set():
@@ -107,18 +122,20 @@ async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
     starting = asyncio.ensure_future(supervisor.start())
     interrupted = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        with output.starting(plan):
+            await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             return 130
         starting.result()
-        _print_table(console, plan, supervisor)
-        ended = asyncio.ensure_future(supervisor.wait())
-        await asyncio.wait([ended, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        async with autoscaled(scaling, supervisor, workers, output) as own:
+            output.up(plan, supervisor.processes, own)
+            ended = asyncio.ensure_future(supervisor.wait())
+            await asyncio.wait([ended, interrupted], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            console.print(f"[red]{ended.result()}: ending the whole (--no-restart)[/red]")
+            output.say("failed", f"{ended.result()}: ending the whole (--no-restart)", style="red")
             return 1
         ended.cancel()
-        console.print("draining ... (Ctrl-C again kills)")
+        output.say("draining", "draining ... (Ctrl-C again kills)")
         return 0
     finally:
         starting.cancel()
@@ -127,20 +144,38 @@ async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
         await supervisor.stop()
 
 
-def _emit(console: Console, name: str, line: str) -> None:
-    colour = _COLOURS.get(name.split("-")[0], "white")
-    console.print(f"[{colour}]{name:>10} |[/{colour}] ", end="")
-    console.print(line, markup=False)
+@contextlib.asynccontextmanager
+async def autoscaled(
+    config: AutoscaleConfig | None, supervisor: Supervisor, access: WorkerConfig, output: Output
+) -> AsyncIterator[dict[str, str]]:
+    """Run the controller of the ratio beside the processes, if there is to be one.
 
+    Args:
+        config: What it is told; ``None``: there is none.
+        supervisor: Whose processes it starts, changes and ends.
+        access: Token and certificates.
+        output: Where it says what it does.
 
-def _print_table(console: Console, plan: DeploymentPlan, supervisor: Supervisor) -> None:
-    table = Table(title="Baton is up")
-    for column in ("process", "pid", "listens"):
-        table.add_column(column)
-    for name, process in sorted(supervisor.processes.items()):
-        where = "  ".join(f"{kind} {address}" for kind, address in process.spec.listens)
-        table.add_row(name, str(process.pid), where)
-    console.print(table)
-    console.print(
-        f"OpenAI API: {plan.scheme}://{plan.http_address}/v1   gRPC: {plan.grpc_address}   Ctrl-C ends everything"
-    )
+    Yields:
+        What listens for it, by kind.
+    """
+    if config is None:
+        yield {}
+        return
+    plan, metrics = supervisor.plan, AutoscaleMetrics()
+    (port,) = free_ports(1)
+    end_scrapes = serve_metrics(HOST, port, metrics.registry)
+    try:
+        async with AsyncClient(
+            plan.grpc_address, token_file=access.token_file, tls=read_tls(access), timeout=_LOOK_TIMEOUT_S
+        ) as client:
+            fleet = ProcessFleet(client, supervisor, config.scale_drain_s)
+            controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)
+            running = asyncio.create_task(controller.run(), name="autoscale")
+            try:
+                yield {"metrics": f"{HOST}:{port}/metrics"}
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+    finally:
+        await asyncio.to_thread(end_scrapes)

@@ -25,8 +25,10 @@ Whatever goes wrong is a :class:`baton.errors.BatonError`; the ones that a calle
 A call is repeated only if it failed with UNAVAILABLE and no token of it had come.
 """
 
-from baton.client.async_client import AsyncClient, AsyncStream
+from baton.client.async_client import AsyncClient
+from baton.client.async_stream import AsyncStream
 from baton.client.request import Options, Prompt
+from baton.client.scaling import Switch
 from baton.client.sync_client import Client, Stream
 from baton.client.types import (
     Choice,
@@ -35,8 +37,10 @@ from baton.client.types import (
     Instance,
     Load,
     Model,
+    Quantiles,
     RouteCandidate,
     RouteDecision,
+    Stats,
     Trace,
 )
 
@@ -52,8 +56,11 @@ __all__ = [
     "Model",
     "Options",
     "Prompt",
+    "Quantiles",
     "RouteCandidate",
     "RouteDecision",
+    "Stats",
     "Stream",
+    "Switch",
     "Trace",
 ]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-import time
+import json
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -17,120 +14,31 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2
-from baton.client import admin, forks
+from baton.client import admin, forks, scaling
+from baton.client.async_stream import AsyncStream, task_is_cancelled, wait_for_event
 from baton.client.direct import DirectCall, DirectLinks
 from baton.client.mapping import map_bounded
 from baton.client.request import Options, Prompt, build_generate, build_metadata, build_route, check_messages
-from baton.client.resume import Rest, rest_of
 from baton.client.routers import Opening, Routers
-from baton.client.structured import AnswerParser, read_structured
+from baton.client.settings import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, RNG, Settings, check_timeout
+from baton.client.structured import read_structured
 from baton.client.types import (
-    Answer,
-    Answered,
-    Chunk,
     Generation,
     Instance,
     Model,
     RouteDecision,
+    Stats,
     read_decision,
     read_instance,
     read_model,
+    read_stats,
 )
-from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
-from baton.rpc.auth import HEADER
-from baton.rpc.channel import Backoff, open_channel
-from baton.rpc.errors import from_rpc_error, readable
+from baton.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.rpc.channel import check_health, open_channel
+from baton.rpc.errors import readable
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import Tls
 from baton.types import Role
-
-DEFAULT_TIMEOUT_S = 600.0
-DEFAULT_RETRIES = 2
-CLOSED = "this client is closed"
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
-_LONGEST_TIMEOUT_S = 1e8
-"""Three years: clocks of Python and gRPC cannot count much farther."""
-_RNG = random.Random()
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a client was connected with.
-
-    Raises:
-        InvalidRequestError: Names the field.
-    """
-
-    addresses: tuple[str, ...]
-    token: str | None
-    timeout: float
-    retries: int
-
-    def __post_init__(self) -> None:
-        if not self.addresses:
-            raise InvalidRequestError("address must name a router", field="address")
-        for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
-                raise InvalidRequestError(f"address must be host:port, got {address!r}", field="address")
-        check_timeout(self.timeout)
-        if self.retries < 0:
-            raise InvalidRequestError(f"retries must be at least 0, got {self.retries}", field="retries")
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Goes with every call."""
-        return () if self.token is None else ((HEADER, f"Bearer {self.token}"),)
-
-    def budget(self, timeout: float | None) -> Budget:
-        """Start the clock of a call that may take ``timeout`` seconds (``None``: the client's)."""
-        if timeout is not None:
-            check_timeout(timeout)
-        return Budget(self.timeout if timeout is None else timeout, self.retries)
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ``InvalidRequestError`` unless a timeout (seconds) is positive and finite."""
-    if not 0.0 < timeout < float("inf"):
-        raise InvalidRequestError(f"timeout must be positive and finite, got {timeout}", field="timeout")
-
-
-class Budget:
-    """Time and tries that a call has left."""
-
-    def __init__(self, timeout: float, retries: int) -> None:
-        self._timeout = timeout
-        self._ends_at = time.monotonic() + min(timeout, _LONGEST_TIMEOUT_S)
-        self._retries = retries
-        self._backoff = Backoff(_LONGEST_DELAY_S, _RNG, _FIRST_DELAY_S)
-
-    def remaining(self) -> float:
-        """Seconds left.
-
-        Raises:
-            DeadlineError: None.
-        """
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
-            raise DeadlineError(f"no answer within {self._timeout:g} s")
-        return left
-
-    def after(self, error: grpc.RpcError) -> float:
-        """Return the seconds to wait before the next try, or raise what the failure means.
-
-        Only UNAVAILABLE is tried again; waits double, with jitter, and respect what the server asked for.
-
-        Raises:
-            BatonError: There will be no other try.
-        """
-        known = from_rpc_error(error)
-        delay = max(known.retry_after_s or 0.0, self._backoff.next_s())
-        last = error.code() is not grpc.StatusCode.UNAVAILABLE or self._retries <= 0
-        if last or delay >= self._ends_at - time.monotonic():
-            raise known from error
-        self._retries -= 1
-        return delay
 
 
 class AsyncClient:
@@ -200,7 +108,7 @@ class AsyncClient:
         """
         request = build_generate(prompt, model, options)
         if self._routers.several and not request.sampling.HasField("seed"):
-            request.sampling.seed = _RNG.getrandbits(32)  # so that another router can go on with what was drawn
+            request.sampling.seed = RNG.getrandbits(32)  # so that another router can go on with what was drawn
         opening = self._open_generate(request, build_metadata(options))
         _, parse = read_structured(options)
         answer = AsyncStream(opening, request.sampling.n, self._settings.budget(timeout), parse)
@@ -223,6 +131,24 @@ class AsyncClient:
         """Return the models that requests can name."""
         response = await self._unary("ListModels", router_pb2.ListModelsRequest(), timeout)
         return [read_model(item) for item in response.models]
+
+    async def stats(self, *, window: float = 60.0, timeout: float | None = None) -> Stats:
+        """Return how requests fared in the last seconds; see :meth:`baton.Client.stats`."""
+        return read_stats(await self._unary("GetStats", router_pb2.GetStatsRequest(window_s=window), timeout))
+
+    async def explain(self, request_id: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return why a request went where it went; see :meth:`baton.Client.explain`."""
+        answer = await self._unary("Explain", router_pb2.ExplainRequest(request_id=request_id), timeout)
+        found: dict[str, Any] = json.loads(answer.json)
+        return found
+
+    async def health(self, *, timeout: float = 2.0) -> dict[str, bool]:
+        """Return which routers serve; see :meth:`baton.Client.health`."""
+        check_timeout(timeout)
+        self._connect()
+        addresses = self._settings.addresses
+        found = await asyncio.gather(*(check_health(x, timeout_s=timeout, tls=self._tls) for x in addresses))
+        return dict(zip(addresses, found, strict=True))
 
     async def chat(
         self,
@@ -263,6 +189,17 @@ class AsyncClient:
         """Make an idle instance one of another role; see :meth:`baton.Client.set_role`."""
         found = admin.find(await self.list_instances(), instance)
         await admin.set_role(self._open_instance, found.address, Role(role))
+
+    async def scale(
+        self, *, prefill: int | None = None, decode: int | None = None, wait: float = 30.0, dry_run: bool = False
+    ) -> list[scaling.Switch]:
+        """Have instances change their roles, while requests run; see :meth:`baton.Client.scale`."""
+        given = {Role.PREFILL: prefill, Role.DECODE: decode}
+        targets = {role: count for role, count in given.items() if count is not None}
+        switches = scaling.plan_switches(await self.list_instances(), targets)
+        for each in () if dry_run else switches:
+            await scaling.switch(self, each, wait)
+        return switches
 
     async def close(self) -> None:
         """End every call and the connection."""
@@ -330,141 +267,8 @@ class AsyncClient:
             except grpc.RpcError as error:
                 delay = budget.after(error)
                 opening.failed()
-                await _wait(self._closing, delay)
+                await wait_for_event(self._closing, delay)
             except asyncio.CancelledError:
-                if _task_is_cancelled():
+                if task_is_cancelled():
                     raise
                 raise UnavailableError(CLOSED) from None
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event for so long at most."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-
-
-def _task_is_cancelled() -> bool:
-    """Whether this task was cancelled; grpc reports a call that was cancelled in the same way."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-class AsyncStream(Answered, AsyncIterator[Chunk]):
-    """An answer as it comes: iterate over its chunks with ``async for``.
-
-    Leaving it before its end (``cancel``, the end of an ``async with`` block, cancelling the task that reads, dropping
-    the last reference) cancels the request on the server.
-
-    Attributes:
-        reader: The task that reads it for a synchronous :class:`baton.client.Stream`.
-    """
-
-    reader: asyncio.Task[None] | None = None
-
-    def __init__(self, opening: Opening, n: int, budget: Budget, parse: AnswerParser | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._cancelled, self._aborted = asyncio.Event(), asyncio.Event()
-        self._done = False
-        self._call: Any = None
-        self._opening, self._budget = opening, budget
-        self._rest: Rest | None = None
-        self.answer = Answer(n, parse)
-        self._pending: deque[Chunk] = deque()
-        self._call = opening.open(budget.remaining())
-
-    async def __anext__(self) -> Chunk:
-        while self._cancelled.is_set() or not self._pending:
-            chunks = await self.next_chunks()
-            if chunks is None:
-                raise StopAsyncIteration
-            self._pending.extend(chunks)
-        return self._pending.popleft()
-
-    async def next_chunks(self) -> list[Chunk] | None:
-        """Return what the next message brings, which may be nothing; ``None`` at the end.
-
-        Raises:
-            BatonError: See :meth:`baton.Client.generate`.
-        """
-        if self._done or self._cancelled.is_set():
-            return None
-        try:
-            message = readable(await self._call.read())
-        except asyncio.CancelledError:
-            if self._cancelled.is_set() and not _task_is_cancelled():
-                return None
-            self.cancel()
-            if _task_is_cancelled():
-                raise
-            raise UnavailableError(CLOSED) from None
-        except grpc.RpcError as error:
-            if self.answer.started and not self._opening.resumes:
-                self._done = True
-                raise from_rpc_error(error) from error
-            await self._try_again(error)
-            return []
-        if message is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            if self._rest is None:
-                return self.answer.feed(message)
-            chunks = self.answer.feed_rest(message, self._rest.index, self._rest.repeated)
-            self._rest = replace(self._rest, repeated=0) if chunks else self._rest
-            return chunks
-        if self._rest is not None and not self.answer.complete:  # another sequence's turn
-            self._go_on()
-            return []
-        self._done = True
-        self.answer.require_complete()
-        return None
-
-    async def collect(self) -> Generation:
-        """Read to the end and return everything that came, chunks taken before included."""
-        async with self:
-            async for _ in self:
-                pass
-        return self.result()
-
-    def result(self) -> Generation:
-        """Return what has come so far."""
-        return self.answer.result()
-
-    def cancel(self) -> None:
-        """End the request; the iteration stops."""
-        self._cancelled.set()
-        self.abort()
-
-    def abort(self) -> None:
-        """End the request because the client is closed, as who reads is told."""
-        self._aborted.set()
-        if self._call is not None and not self._done:
-            self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        # Whatever thread drops the last reference, calls are cancelled in their loop.
-        if self._call is not None and not (self._done or self._cancelled.is_set()):
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its calls are
-                self._loop.call_soon_threadsafe(self._call.cancel)
-
-    async def _try_again(self, error: grpc.RpcError) -> None:
-        try:
-            delay = self._budget.after(error)
-            self._opening.failed()
-            await _wait(self._aborted, delay)
-            if not self._cancelled.is_set():
-                self._go_on()
-        except BaseException:
-            self._done = True
-            raise
-
-    def _go_on(self) -> None:
-        """Ask again: from the beginning, or, once tokens have come, for what is missing of a sequence."""
-        self._rest = rest_of(self._opening.request, self.answer) if self.answer.started else None
-        rest = None if self._rest is None else self._rest.request
-        self._call = self._opening.open(self._budget.remaining(), rest)

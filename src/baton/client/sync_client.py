@@ -3,165 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import os
 import queue
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
-from baton.client.async_client import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, AsyncClient, AsyncStream
+from baton.client.async_client import AsyncClient
+from baton.client.async_stream import AsyncStream
+from baton.client.portal import Portal
 from baton.client.request import Options, Prompt
-from baton.client.types import Answered, Chunk, Generation, Instance, Model, RouteDecision
-from baton.errors import BatonError, DeadlineError, UnavailableError
+from baton.client.scaling import Switch
+from baton.client.settings import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
+from baton.client.types import Answered, Chunk, Generation, Instance, Model, RouteDecision, Stats
+from baton.errors import BatonError, UnavailableError
 from baton.rpc.tls import Tls
 from baton.types import Role
 
 T = TypeVar("T")
 
-_FORKED = "this client was used before the process was forked: make one client in each process"
 _GRACE_S = 5.0
 """How much longer than its deadline a call is waited for: calls end by their deadlines, in the event loop."""
-_CLOSE_S = 5.0
-_LONGEST_WAIT_S = 1e8
-"""Three years: a thread cannot wait much longer."""
-
-
-class Portal:
-    """Runs coroutines for threads that have no event loop. May be used from several threads at once.
-
-    The thread starts with the first call and ends with :meth:`close`. It is a daemon: an open portal does not keep the
-    interpreter from exiting. A portal belongs to the process it was first used in.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._pid = 0
-        self._closed = False
-        self._ending = asyncio.Event()
-        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
-
-    def call(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine to its end and return its result.
-
-        An exception in this thread meanwhile (``KeyboardInterrupt``) cancels it.
-
-        Args:
-            work: What to run.
-            timeout: Seconds after which the loop is given up; the work has a deadline of its own.
-
-        Raises:
-            UnavailableError: The portal is closed, or belongs to another process.
-            DeadlineError: The event loop did not answer.
-        """
-        future = None
-        try:
-            future = self._submit(work)
-            return future.result(min(timeout, _LONGEST_WAIT_S))
-        except concurrent.futures.CancelledError:
-            raise UnavailableError(CLOSED) from None
-        except BaseException as error:
-            if future is None:
-                work.close()
-            elif isinstance(error, TimeoutError) and not future.done():
-                future.cancel()
-                raise _unanswered(timeout) from error
-            else:
-                future.cancel()
-            raise
-
-    def take(self, items: queue.SimpleQueue[T], timeout: float) -> T:
-        """Return the next item that a coroutine puts into a queue; wait as :meth:`call` does.
-
-        Raises:
-            UnavailableError: The portal belongs to another process.
-            DeadlineError: The event loop did not answer.
-        """
-        self._check_process()
-        try:
-            return items.get(timeout=min(timeout, _LONGEST_WAIT_S))
-        except queue.Empty as error:
-            raise _unanswered(timeout) from error
-
-    def post(self, action: Callable[[], object]) -> None:
-        """Have something done in the loop and do not wait; a closed portal drops it. Safe in finalizers."""
-        loop = self._loop
-        if loop is not None and self._pid == os.getpid():
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(action)
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel what runs, end the loop and wait for its thread. May be called twice and in finalizers.
-
-        Args:
-            last: Makes a coroutine that is run before.
-        """
-        if self._pid not in (0, os.getpid()):
-            return  # after a fork there is no thread
-        with self._lock:
-            already, self._closed = self._closed, True
-            thread = self._thread
-        if thread is None:
-            return
-        if not already:
-            self._last = last
-            self.post(self._ending.set)
-        if thread is not threading.current_thread():
-            thread.join(2 * _CLOSE_S)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        self._check_process()  # before the lock, which another thread may have held at the fork
-        with self._lock:
-            if self._closed:
-                raise UnavailableError(CLOSED)
-            # With the lock held: what is submitted is in the loop before close() ends it.
-            return asyncio.run_coroutine_threadsafe(work, self._loop or self._start())
-
-    def _check_process(self) -> None:
-        if self._thread is threading.current_thread():
-            raise RuntimeError("the synchronous client cannot be used in its own event loop")
-        self._pid = self._pid or os.getpid()
-        if self._pid != os.getpid():
-            raise UnavailableError(_FORKED)
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = runner.get_loop()
-        # Known before it runs: an interrupt meanwhile must not leave a thread behind that nothing ends.
-        self._thread = threading.Thread(target=self._run, args=(runner,), name="baton client", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the system gives no thread
-            self._loop = self._thread = None
-            runner.close()
-            raise
-        return self._loop
-
-    def _run(self, runner: asyncio.Runner) -> None:
-        with runner:  # at its end it cancels the tasks that still run, whose callers are told that the client is closed
-            runner.run(self._main())
-
-    async def _main(self) -> None:
-        asyncio.get_running_loop().set_exception_handler(_report)
-        await self._ending.wait()
-        if self._last is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._last(), _CLOSE_S)
-
-
-def _unanswered(timeout: float) -> DeadlineError:
-    return DeadlineError(f"the client's event loop did not answer within {timeout:g} s")
-
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc wakes every event loop of the process through one socket; the loops that come too late to read it raise this.
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)
+_LONGEST_SCALE_S = 86400.0
 
 
 class Client:
@@ -282,6 +145,38 @@ class Client:
         """Return the models that requests can name."""
         return self._call(self._core.models(timeout=timeout), timeout)
 
+    def stats(self, *, window: float = 60.0, timeout: float | None = None) -> Stats:
+        """Return how requests fared in the last ``window`` seconds (at most 180): rates, percentiles, the queue.
+
+        Raises:
+            BatonError: Nobody answers, or the API key is not an administrator's.
+        """
+        return self._call(self._core.stats(window=window, timeout=timeout), timeout)
+
+    def explain(self, request_id: str, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return why a request went where it went, and how it fared: what ``baton explain --json`` prints.
+
+        Args:
+            request_id: The answer's ``request_id``, or the ``id`` or ``x-request-id`` of an answer over HTTP.
+            timeout: Seconds; ``None``: the client's.
+
+        Raises:
+            NotFoundError: The router does not remember it: the latest requests alone are kept, by the router that
+                placed them.
+        """
+        return self._call(self._core.explain(request_id, timeout=timeout), timeout)
+
+    def health(self, *, timeout: float = 2.0) -> dict[str, bool]:
+        """Return, by address, which of the client's routers serve; one that does not answer in time does not.
+
+        Args:
+            timeout: Seconds to wait for each.
+
+        Raises:
+            UnavailableError: The client is closed.
+        """
+        return self._call(self._core.health(timeout=timeout), timeout)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -356,6 +251,27 @@ class Client:
             BatonError: Nobody answers, or ``token_file`` is missing.
         """
         self._call(self._core.set_role(instance, role), None)
+
+    def scale(
+        self, *, prefill: int | None = None, decode: int | None = None, wait: float = 30.0, dry_run: bool = False
+    ) -> list[Switch]:
+        """Change the ratio while requests run: the least busy instances of the role that has too many change theirs.
+
+        Args:
+            prefill: Instances wanted; ``None``: what is left.
+            decode: Likewise; at least one.
+            wait: Seconds in which requests may end on an instance, before they go on elsewhere.
+            dry_run: Only say which instances would change.
+
+        Returns:
+            Those that changed, in order.
+
+        Raises:
+            ConfigError: The numbers do not add up to the instances that there are.
+            BatonError: Somebody does not answer, or an instance stayed busy.
+        """
+        work = self._core.scale(prefill=prefill, decode=decode, wait=wait, dry_run=dry_run)
+        return self._portal.call(work, _LONGEST_SCALE_S)
 
     def close(self) -> None:
         """End every call, the connection and the background thread."""

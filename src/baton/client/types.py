@@ -126,6 +126,40 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of times, in milliseconds."""
+
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """How a router's requests fared in the last seconds.
+
+    Attributes:
+        window_s: How many seconds: as far back as the router has samples.
+        hit_rate: Cached prompt tokens / prompt tokens; ``None``: no prompt came.
+        num_waiting: Requests in the router's queue, now.
+        waiting_prompt_tokens: Their prompt tokens.
+        ttft_ms: Times to first token; ``None``: there was none.
+        itl_ms: Times between two tokens of a sequence.
+    """
+
+    window_s: float
+    requests_per_s: float
+    tokens_per_s: float
+    hit_rate: float | None
+    num_failed: int
+    num_waiting: int
+    waiting_prompt_tokens: int
+    ttft_ms: Quantiles | None
+    itl_ms: Quantiles | None
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """New output of one of a request's sequences; the last one of a sequence has a ``finish_reason``.
 
@@ -251,6 +285,16 @@ def _terms(terms: Iterable[router_pb2.ScoreTerm]) -> Mapping[str, float]:
 def read_instance(message: router_pb2.InstanceStatus) -> Instance:
     """Instance from the wire."""
     return _read(Instance, message, role=_role(message.role), load=_read(Load, message.load))
+
+
+def read_stats(message: router_pb2.GetStatsResponse) -> Stats:
+    """Stats from the wire."""
+
+    def quantiles(name: str) -> Quantiles | None:
+        return _read(Quantiles, getattr(message, name)) if message.HasField(name) else None  # type: ignore[arg-type]
+
+    hit_rate = message.hit_rate if message.HasField("hit_rate") else None
+    return _read(Stats, message, hit_rate=hit_rate, ttft_ms=quantiles("ttft_ms"), itl_ms=quantiles("itl_ms"))
 
 
 def read_model(message: router_pb2.ModelDescription) -> Model:

@@ -29,6 +29,7 @@ _SECURITY = {
 }
 _ELSEWHERE = frozenset({name.replace("-", "_") for name in _SECURITY} | {"model"})
 """Fields that have a place of their own in the file, and none under ``flags``."""
+_COMMANDS = {"worker": "baton-prefill and baton-decode", "autoscale": "baton autoscale"}
 _POOL_NAME = r"^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$"
 
 
@@ -58,7 +59,7 @@ def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
     """
 
     def flags(service: str) -> dict[str, Any]:
-        text = f"flags of {'baton-prefill and baton-decode' if service == 'worker' else 'baton-' + service}"
+        text = f"flags of {_COMMANDS.get(service, 'baton-' + service)}"
         if service not in configs:
             return {"type": "object", "description": text}
         return {**flag_schema(configs[service], _ELSEWHERE), "additionalProperties": False, "description": text}
@@ -95,6 +96,11 @@ def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
             enabled={"type": "boolean", "description": "run one"},
             flags=flags("kvstore"),
         ),
+        "autoscale": mapping(
+            "the controller of the ratio; its targets for latency are those of slo",
+            enabled={"type": "boolean", "description": "run it"},
+            flags=flags("autoscale"),
+        ),
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -129,11 +135,14 @@ class ClusterFile:
         """Return what the file says to a service, by field.
 
         Args:
-            service: ``router``, ``kvstore``, ``prefill``, ``decode``, or a name of ``pools``.
+            service: ``router``, ``kvstore``, ``autoscale``, ``prefill``, ``decode``, or a name of ``pools``.
 
         Raises:
             ConfigError: There is no such pool.
         """
+        if service == "autoscale":
+            targets = {f"scale_{metric}_ms": self.setting(f"slo.{metric}-ms") for metric in ("ttft", "itl")}
+            return {name: each for name, each in targets.items() if each is not None} | self._flags(service)
         found = self._placed(self._node("security"))
         if service in ("router", "kvstore"):
             return found | self._flags(service)
@@ -173,7 +182,7 @@ class ClusterFile:
         Raises:
             ConfigError: The file has one; says where.
         """
-        own = ("pools", service) if service not in ("router", "kvstore", "worker", *ROLES) else (service,)
+        own = ("pools", service) if service not in ("router", "kvstore", "autoscale", "worker", *ROLES) else (service,)
         for name, placed in self._flags(*own).items():
             if name in fields:
                 place = ".".join((*own, "flags", name.replace("_", "-")))
@@ -193,7 +202,7 @@ class ClusterFile:
         further = self._node("pools")
         for name, node in (further.value or {}).items() if further is not None else ():
             where = self._where(node)
-            if not re.search(_POOL_NAME, name) or name in ("prefill", "decode", "router", "kvstore", "worker"):
+            if not re.search(_POOL_NAME, name) or name in (*ROLES, "router", "kvstore", "worker", "autoscale"):
                 raise ConfigError(f"{where}: pools.{name} cannot be a pool's name", field="pools")
             role_node = (node.value or {}).get("role")
             if role_node is None or role_node.value is None:

@@ -15,18 +15,38 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.api.v1 import common_pb2
-from baton.errors import BatonError, CancelledError, DeadlineError, InternalError, UnavailableError, all_errors
+from baton.errors import (
+    BatonError,
+    CancelledError,
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    QueueFullError,
+    UnauthenticatedError,
+    UnavailableError,
+    all_errors,
+)
 
 T = TypeVar("T")
 
 DETAILS_KEY = "grpc-status-details-bin"
 _NO_CONNECTION, _HUNG_UP = "failed to connect", "Socket closed"
 """How gRPC says that a peer ended a handshake, which it does without giving a reason."""
-_BY_STATUS: dict[str, type[BatonError]] = {
-    "CANCELLED": CancelledError,
-    "DEADLINE_EXCEEDED": DeadlineError,
-    "UNAVAILABLE": UnavailableError,
+BY_STATUS: dict[grpc.StatusCode, type[BatonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFullError,
+    grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
+"""What a status becomes that came without Baton's details; others become :class:`baton.errors.InternalError`."""
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
@@ -81,10 +101,9 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes = b"") -> Ba
     message = message or code.name
     if code is grpc.StatusCode.UNAVAILABLE and message.startswith(_NO_CONNECTION) and message.endswith(_HUNG_UP):
         message += " at once: does it want a certificate (--tls-cert), or one of another authority?"
-    for cls in all_errors().values():
-        if cls.grpc_status == code.name and code.name not in _BY_STATUS and code is not grpc.StatusCode.INTERNAL:
-            return cls(message)
-    return _BY_STATUS.get(code.name, InternalError)(message)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        message += " (does the peer's version know this call?)"
+    return BY_STATUS.get(code, InternalError)(message)
 
 
 def _from_details(value: bytes) -> BatonError | None:

@@ -32,7 +32,7 @@ MAY_CALL: Mapping[str, frozenset[str]] = MappingProxyType(
         "decode": _REGISTERS | _KEEPS_BLOCKS | _FETCHES_PROMPTS,
         "instance": _REGISTERS | _KEEPS_BLOCKS | _FETCHES_PROMPTS,  # one whose role may be changed
         "kvstore": frozenset(),
-        "client": _methods("RouterService", "Generate", "Route", "NoteDirect", "ListModels")
+        "client": _methods("RouterService", "Generate", "Route", "NoteDirect", "ListModels", "Explain")
         | _methods("WorkerService", "Generate"),
         "admin": _ANY,
     }

@@ -17,8 +17,9 @@ from tests.fuzz.targets.requests import filled
 from tests.support.scripted import MODEL
 
 from baton.api.v1 import auth_pb2, router_pb2, worker_pb2
-from baton.client.async_client import AsyncStream, Budget
+from baton.client.async_stream import AsyncStream
 from baton.client.direct import DirectCall
+from baton.client.settings import Budget
 from baton.client.types import read_decision, read_instance, read_model
 from baton.errors import BatonError
 from baton.rpc import proof as proofs

@@ -219,10 +219,10 @@ def kubernetes(data: bytes) -> None:
         watching = KubernetesDiscovery(config, cast("Registry", registry), None)
         found: Any = _Found()
         watching._roles = found
-        await watching._http.aclose()
+        await watching._api.http.aclose()
         transport = httpx.MockTransport(lambda request: _answer(choices, request))
         async with httpx.AsyncClient(base_url="http://api", transport=transport) as http:
-            watching._http = http
+            watching._api.http = http
             while choices.more():
                 with contextlib.suppress(*UNANSWERED, GoneError):
                     await watching._list()

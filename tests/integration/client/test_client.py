@@ -24,7 +24,7 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token, read_token
 from baton.types import FinishReason, PrefillPath, Role
 
@@ -87,6 +87,15 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         item = router_pb2.ModelDescription(name="tiny", max_model_len=512, vocab_size=9, eos_token_ids=[2])
         return router_pb2.ListModelsResponse(models=[item])
 
+    async def GetStats(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        times = router_pb2.Quantiles(p50=1.0, p90=2.0, p95=3.0, p99=4.0)
+        return router_pb2.GetStatsResponse(window_s=request.window_s, num_waiting=7, ttft_ms=times)
+
+    async def Explain(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        if request.request_id != "gen-1":
+            raise NotFoundError("not remembered", field="request_id")
+        return router_pb2.ExplainResponse(json=b'{"id": "gen-1", "why": ["it had all of it"]}')
+
 
 async def whole_answer(request: router_pb2.RouterGenerateRequest) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
     trace = common_pb2.RequestTrace(path=common_pb2.PREFILL_PATH_REMOTE, pipe="shm", failed_prefills=["p1: gone"])
@@ -111,6 +120,7 @@ async def router(*, token: Token | None = None) -> AsyncIterator[tuple[ScriptedR
     servicer = ScriptedRouter()
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
     port = await server.start()
+    await server.set_serving(True)
     try:
         yield servicer, f"127.0.0.1:{port}"
     finally:
@@ -124,7 +134,7 @@ class Both:
         self.kind = kind
 
     @asynccontextmanager
-    async def connect(self, address: str, **options: Any) -> AsyncIterator[Both]:
+    async def connect(self, address: str | list[str], **options: Any) -> AsyncIterator[Both]:
         if self.kind == "async":
             async with AsyncClient(address, **options) as self.client:
                 yield self
@@ -424,6 +434,20 @@ async def test_the_other_calls(both: Both) -> None:
         assert instance.load.draining
         (model,) = await client.call("models")
         assert (model.name, model.max_model_len, model.eos_token_ids) == ("tiny", 512, (2,))
+        stats = await client.call("stats", window=12.0)
+        assert (stats.window_s, stats.num_waiting, stats.ttft_ms.p90) == (12.0, 7, 2.0)
+        assert (stats.itl_ms, stats.hit_rate) == (None, None)
+        assert (await client.call("explain", "gen-1"))["why"] == ["it had all of it"]
+        with pytest.raises(NotFoundError):
+            await client.call("explain", "gen-2")
+
+
+async def test_health_names_the_routers_that_serve(both: Both) -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    async with router() as (_, address), both.connect([address, gone]) as client:
+        assert await client.call("health") == {address: True, gone: False}
+        with pytest.raises(InvalidRequestError):
+            await client.call("health", timeout=0.0)
 
 
 async def test_bad_input_never_leaves(both: Both) -> None:

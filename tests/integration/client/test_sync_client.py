@@ -14,7 +14,7 @@ from tests.integration.client.test_client import STOP, WAIT_S, Both, both, delta
 
 from baton import Client
 from baton.client import Stream
-from baton.client.sync_client import Portal
+from baton.client.portal import Portal
 from baton.errors import UnavailableError
 
 __all__ = ["both"]  # the fixture

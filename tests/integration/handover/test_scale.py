@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient
-from baton.cli.scale import plan_switches, switch
+from baton.client.scaling import plan_switches, switch
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import BusyError, ConfigError

@@ -122,7 +122,7 @@ def test_status_shows_what_a_router_says(capsys):
     shared = {"in_flight": 2, "running": 1, "waiting": 0, "loading": 0, "blocks_total": 100, "blocks_active": 95,
               "blocks_cached": 40, "index": index, "reason": None, "status": "ready", "draining": False}  # fmt: skip
     found = {
-        "model": "tiny\x1b[31m", "policy": "match_minus_load", "running": 3, "seen": 9,
+        "model": "tiny\x1b[31m", "policy": "match_minus_load", "running": 3, "queued": 4, "seen": 9,
         "now": {"hit_rate": 0.25, "requests_per_s": 1.5, "tokens_per_s": None, "failed": 0.0, "ttft_ms": None,
                 "itl_ms": {"p50": 10.0, "p99": 20.0}},
         "instances": [shared | {"id": "d0", "role": "decode", "draining": True},
@@ -132,5 +132,5 @@ def test_status_shows_what_a_router_says(capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert out.index("p0") < out.index("d0")
-    for text in ("hit rate 25%", "1.5 requests/s", "ITL 10 / 20 ms", "draining", "95%", "40%"):
+    for text in ("4 queued", "hit rate 25%", "1.5 requests/s", "ITL 10 / 20 ms", "draining", "95%", "40%"):
         assert text in out, text

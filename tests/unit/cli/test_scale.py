@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from baton.cli.main import main
-from baton.cli.scale import Switch, parse_targets, plan_switches
-from baton.client import Instance, Load
+from baton.cli.scale import parse_targets
+from baton.client import Instance, Load, Switch
+from baton.client.scaling import plan_switches
 from baton.errors import ConfigError
 from baton.types import Role
 

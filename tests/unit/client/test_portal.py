@@ -14,7 +14,7 @@ import time
 import pytest
 
 from baton import Client
-from baton.client.sync_client import Portal
+from baton.client.portal import Portal
 from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 
 WAIT_S = 20.0
@@ -151,7 +151,7 @@ def test_a_call_from_the_loop_itself_is_refused() -> None:
 
 FORK = """
 import asyncio, os, sys
-from baton.client.sync_client import Portal
+from baton.client.portal import Portal
 from baton.errors import UnavailableError
 
 async def one():
@@ -238,7 +238,7 @@ def test_what_the_work_raises_is_not_taken_for_a_silent_loop() -> None:
 
 FORK_AMID_A_START = """
 import asyncio, os, sys, threading
-from baton.client.sync_client import Portal
+from baton.client.portal import Portal
 from baton.errors import UnavailableError
 
 async def one():

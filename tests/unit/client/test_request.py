@@ -13,9 +13,9 @@ import pytest
 import baton
 import baton.client
 from baton.api.v1 import common_pb2, router_pb2
-from baton.client import Instance, Load, Model, RouteCandidate, RouteDecision, Trace
-from baton.client.async_client import Settings
+from baton.client import Instance, Load, Model, Quantiles, RouteCandidate, RouteDecision, Stats, Trace
 from baton.client.request import Options, build_generate, build_metadata, build_route
+from baton.client.settings import Settings
 from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.rpc.convert import sampling_from_pb
@@ -54,6 +54,8 @@ def test_answer_types_have_every_field_of_their_messages() -> None:
         (Instance, router_pb2.InstanceStatus),
         (Load, common_pb2.LoadReport),
         (Model, router_pb2.ModelDescription),
+        (Stats, router_pb2.GetStatsResponse),
+        (Quantiles, router_pb2.Quantiles),
     ]
     for cls, message in pairs:
         assert set(cls.__dataclass_fields__) == {field.name for field in message.DESCRIPTOR.fields}

@@ -21,6 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
+from baton.autoscale.metrics import AutoscaleMetrics
 from baton.engine.request import EngineStats
 from baton.engine.speculation.speculator import SpeculationStats
 from baton.kv_transfer.connector.store.backend import StoreUse
@@ -41,7 +42,7 @@ DOCUMENTS = sorted(
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
 BENCHES = [f"baton bench {name}" for name in ("kv", "serve", "offline", "router", "prefixes", "store")]
-ROUTER = [f"baton {name}" for name in ("status", "chat", "generate", "drain", "scale")]
+ROUTER = [f"baton {name}" for name in ("status", "chat", "generate", "drain", "scale", "autoscale")]
 STORES = ["baton kvstore tenants", "baton kvstore clear"]
 ONE = ["baton up", "baton demo", "baton health", "baton explain", "baton completion"]
 CONFIG = ["baton config show", "baton config schema"]
@@ -52,12 +53,13 @@ SECTIONS = {
     "baton-prefill": ["worker", "engine"],
     "baton-decode": ["worker", "engine"],
     "baton-kvstore": ["kvstore"],
-    "baton up": ["up", "engine"],
+    "baton up": ["up", "engine", "controller"],
     "baton demo": ["demo"],
     "baton completion": [],
-    "baton config show": ["configshow", "engine"],
+    "baton config show": ["configshow", "engine", "controller"],
     "baton config schema": [],
     **{command: [command.split()[1]] for command in ROUTER},
+    "baton autoscale": ["autoscale", "controller"],
     "baton bench serve": ["serve"],
     "baton bench offline": ["offline", "engine"],
     "baton health": ["health"],
@@ -225,7 +227,12 @@ async def registries() -> dict[str, CollectorRegistry]:
     engine = SimpleNamespace(stats=stats, steps=0, step_seconds=0.0, core=core)
     worker.watch(engine, lambda: 0, StoreUse(), {"offload": StoreUse()})
     try:
-        return {"router": router.metrics, "worker": worker.registry, "kvstore": store.metrics.registry}
+        return {
+            "router": router.metrics,
+            "worker": worker.registry,
+            "kvstore": store.metrics.registry,
+            "autoscale": AutoscaleMetrics().registry,
+        }
     finally:
         store.store.close()
 
@@ -268,7 +275,7 @@ def test_nothing_counts_outside_of_these_registries():
 async def test_metrics_named_in_other_documents_exist(path, registries):
     names = {name for registry in registries.values() for name in families(registry)}
     used = re.findall(
-        r"`(baton_(?:router|request|http|worker|kv|engine|kvstore)_[a-z_]*[a-z])[`{]", path.read_text("utf-8")
+        r"`(baton_(?:router|request|http|worker|kv|engine|kvstore|autoscale)_[a-z_]*[a-z])[`{]", path.read_text("utf-8")
     )
     modules = {"baton_router_core"}
     assert set(used) - modules <= names

@@ -46,8 +46,8 @@ async def discovery_of(
     registry: Any = Instances()
     discovery = KubernetesDiscovery(config, registry, None)
     monkeypatch.setattr(discovery._roles, "found", lambda addresses: None)
-    await discovery._http.aclose()
-    discovery._http = httpx.AsyncClient(base_url="http://api", transport=httpx.MockTransport(answer))
+    await discovery._api.http.aclose()
+    discovery._api.http = httpx.AsyncClient(base_url="http://api", transport=httpx.MockTransport(answer))
     return discovery, registry
 
 

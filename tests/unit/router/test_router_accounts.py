@@ -288,10 +288,10 @@ def test_what_is_for_services_is_closed_to_keys_and_to_callers_without_any() -> 
     held = accounts({"tenants": {"a": {"keys": ["one"]}, "ops": {"keys": ["root"], "admin": True}}})
     admits = admits_clients(held)
     assert admits is not None
-    for name in ("Register", "Heartbeat", "Deregister", "ListInstances"):
+    for name in ("Register", "Heartbeat", "Deregister", "ListInstances", "GetStats"):
         assert not admits(f"/{SERVICE}/{name}", "Bearer one"), name
         assert not admits(f"/{SERVICE}/{name}", None), name
-        assert admits(f"/{SERVICE}/{name}", "Bearer root") is (name == "ListInstances")
+        assert admits(f"/{SERVICE}/{name}", "Bearer root") is (name in ("ListInstances", "GetStats"))
     assert admits(f"/{SERVICE}/Generate", "Bearer one")
     assert not admits(f"/{SERVICE}/Generate", None)
     assert admits_clients(None) is None

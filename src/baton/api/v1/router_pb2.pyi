@@ -922,3 +922,148 @@ class ModelDescription(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
+
+@_typing.final
+class GetStatsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """over how many seconds, at most 180; 0: 60"""
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
+    WAITING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """over which it is: as far back as there are samples"""
+    requests_per_s: _builtins.float
+    """that ended"""
+    tokens_per_s: _builtins.float
+    """generated"""
+    hit_rate: _builtins.float
+    """cached prompt tokens / prompt tokens; absent: no prompt came"""
+    num_failed: _builtins.int
+    num_waiting: _builtins.int
+    """requests in the router's queue, now"""
+    waiting_prompt_tokens: _builtins.int
+    """of the requests in the router's queue"""
+    @_builtins.property
+    def ttft_ms(self) -> Global___Quantiles:
+        """absent: there was none"""
+
+    @_builtins.property
+    def itl_ms(self) -> Global___Quantiles: ...
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        requests_per_s: _builtins.float = ...,
+        tokens_per_s: _builtins.float = ...,
+        hit_rate: _builtins.float | None = ...,
+        num_failed: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        ttft_ms: Global___Quantiles | None = ...,
+        itl_ms: Global___Quantiles | None = ...,
+        waiting_prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "hit_rate", b"hit_rate", "itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate", "hit_rate", b"hit_rate", "itl_ms", b"itl_ms", "num_failed", b"num_failed", "num_waiting", b"num_waiting", "requests_per_s", b"requests_per_s", "tokens_per_s", b"tokens_per_s", "ttft_ms", b"ttft_ms", "waiting_prompt_tokens", b"waiting_prompt_tokens", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
+    _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_rate) -> _WhichOneofReturnType__hit_rate | None: ...
+
+Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    """Of a distribution, by straight lines within the buckets of a histogram."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    P95_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    p90: _builtins.float
+    p95: _builtins.float
+    p99: _builtins.float
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+        p95: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p90", b"p90", "p95", b"p95", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """the answer's id, its x-request-id, or the id in the instances' logs"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: _builtins.int
+    json: _builtins.bytes
+    """an object: that of GET /debug/decisions/{id}"""
+    def __init__(
+        self,
+        *,
+        json: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

@@ -74,6 +74,16 @@ class RouterServiceStub(object):
                 request_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/baton.api.v1.RouterService/GetStats',
+                request_serializer=baton_dot_api_dot_v1_dot_router__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.api.v1.RouterService/Explain',
+                request_serializer=baton_dot_api_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -133,6 +143,20 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """How requests fared in the last seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why a request went where it went, as the router remembers it; NOT_FOUND if it does not. Tenants see their own requests alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +199,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.FromString,
                     response_serializer=baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.GetStatsRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_router__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_api_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_api_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -393,6 +427,60 @@ class RouterService(object):
             '/baton.api.v1.RouterService/ListModels',
             baton_dot_api_dot_v1_dot_router__pb2.ListModelsRequest.SerializeToString,
             baton_dot_api_dot_v1_dot_router__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.RouterService/GetStats',
+            baton_dot_api_dot_v1_dot_router__pb2.GetStatsRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_router__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.api.v1.RouterService/Explain',
+            baton_dot_api_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            baton_dot_api_dot_v1_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

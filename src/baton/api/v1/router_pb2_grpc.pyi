@@ -45,6 +45,10 @@ class RouterServiceStub:
     """Every instance the router knows."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
     """The models that requests can name."""
+    GetStats: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetStatsRequest, _router_pb2.GetStatsResponse]
+    """How requests fared in the last seconds."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
+    """Why a request went where it went, as the router remembers it; NOT_FOUND if it does not. Tenants see their own requests alone."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -63,6 +67,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Every instance the router knows."""
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that requests can name."""
+    GetStats: _aio.UnaryUnaryMultiCallable[_router_pb2.GetStatsRequest, _router_pb2.GetStatsResponse]  # type: ignore[assignment]
+    """How requests fared in the last seconds."""
+    Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why a request went where it went, as the router remembers it; NOT_FOUND if it does not. Tenants see their own requests alone."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -126,5 +134,21 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListModelsResponse, _abc.Awaitable[_router_pb2.ListModelsResponse]]:
         """The models that requests can name."""
+
+    @_abc_1.abstractmethod
+    def GetStats(
+        self,
+        request: _router_pb2.GetStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetStatsResponse, _abc.Awaitable[_router_pb2.GetStatsResponse]]:
+        """How requests fared in the last seconds."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _router_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
+        """Why a request went where it went, as the router remembers it; NOT_FOUND if it does not. Tenants see their own requests alone."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

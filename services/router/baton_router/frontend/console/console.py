@@ -141,6 +141,7 @@ class DebugEndpoints:
         flows: Which ways prompts took in the last seconds.
         policy: Name of the placement policy.
         replicas: Says how this router stands with others; ``None``: it is alone by configuration.
+        queued: Says how many requests wait in the router, and their prompt tokens.
     """
 
     def __init__(
@@ -152,9 +153,10 @@ class DebugEndpoints:
         *,
         policy: str,
         replicas: Callable[[], dict[str, Any]] | None,
+        queued: Callable[[], tuple[int, int]],
     ) -> None:
         self._decisions, self._registry, self._stats, self._flows = decisions, registry, stats, flows
-        self._policy, self._replicas = policy, replicas
+        self._policy, self._replicas, self._queued = policy, replicas, queued
         self._started = time.monotonic()
         self._made_at = float("-inf")
         self._made = b""
@@ -169,11 +171,27 @@ class DebugEndpoints:
 
     async def decision(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
-        name = request.path_params["request_id"]
-        found = self._decisions.find(name, tenant=_whose(request))
+        return _json(self.explain(request.path_params["request_id"], _whose(request)))
+
+    def explain(self, name: str, tenant: str | None) -> dict[str, Any]:
+        """Return everything that is known of a request.
+
+        Args:
+            name: Its id, the answer's, or its ``x-request-id``.
+            tenant: Whose requests alone may be shown; ``None``: everybody's.
+
+        Raises:
+            NotFoundError: It is not remembered.
+        """
+        found = self._decisions.find(name, tenant=tenant)
         if not found:
             raise NotFoundError(f"no decision of {shown(name)} is remembered; only the latest are", field="request_id")
-        return _json({**explanation(found[0]), "others": [record.request_id for record in found[1:]]})
+        return {**explanation(found[0]), "others": [record.request_id for record in found[1:]]}
+
+    def stats(self, window_s: float) -> dict[str, Any]:
+        """Return how requests fared in the last seconds; see :meth:`WindowStats.window`; ``queued``: now."""
+        requests, tokens = self._queued()
+        return {**self._stats.window(window_s), "queued": requests, "queued_tokens": tokens}
 
     async def index(self, request: Request) -> Response:
         """Serve ``GET /debug/index``: how far each instance's part of the index can be trusted."""
@@ -204,6 +222,7 @@ class DebugEndpoints:
             "policy": self._policy,
             "running": self._decisions.num_running,
             "seen": self._decisions.num_begun,
+            "queued": self._queued()[0],
             "now": self._stats.window(),
             "history": self._stats.history(),
             "instances": [describe(x) for x in instances],
@@ -235,8 +254,9 @@ def watch(
     metrics: CollectorRegistry,
     policy: str,
     replicas: Callable[[], dict[str, Any]] | None,
-) -> None:
-    """Add ``/debug`` and the console to an app.
+    queued: Callable[[], tuple[int, int]],
+) -> DebugEndpoints:
+    """Add ``/debug`` and the console to an app; returns what knows the answers.
 
     Args:
         app: The app.
@@ -245,10 +265,11 @@ def watch(
         metrics: The router's.
         policy: Name of the placement policy.
         replicas: See :class:`DebugEndpoints`.
+        queued: Likewise.
     """
     stats, flows, files = WindowStats(metrics), Flows(), ConsoleFiles()
     decisions.on_end, decisions.on_trace = stats.sample, flows.add
-    endpoints = DebugEndpoints(decisions, registry, stats, flows, policy=policy, replicas=replicas)
+    endpoints = DebugEndpoints(decisions, registry, stats, flows, policy=policy, replicas=replicas, queued=queued)
     for path, endpoint in (
         ("/debug/decisions", endpoints.decisions),
         ("/debug/decisions/{request_id:path}", endpoints.decision),
@@ -259,6 +280,7 @@ def watch(
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
     for path, endpoint in (("/console", files.console), ("/docs", files.docs), ("/console/{name}", files.file)):
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
+    return endpoints
 
 
 def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _FINISHED = "baton_request_finished_total"
 _KV_BYTES = "baton_router_kv_bytes_total"
 _NAMES = (_TTFT, _ITL, _PROMPT, _CACHED, _TOKENS, _FINISHED, _KV_BYTES)
 _FAILED = "failed"
-_QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+_QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 Buckets = dict[float, float]
 """Upper bound to how many values are at most that."""
@@ -90,13 +90,18 @@ class WindowStats:
                         sample.totals[_FAILED] += item.value
         return sample
 
-    def window(self) -> dict[str, Any]:
-        """Return what happened in the window: rates, hit rate, percentiles in milliseconds; ``None``: nothing did."""
+    def window(self, window_s: float | None = None) -> dict[str, Any]:
+        """Return what happened in the last seconds: rates, hit rate, percentiles in ms; ``None``: nothing did.
+
+        Args:
+            window_s: How many seconds; ``None``: the window.
+        """
+        wanted_s = self._window_s if window_s is None else min(window_s, self._history_s)
         self.sample()
         newest = self._samples[-1]
-        inside = (x for x in self._samples if x.at >= newest.at - self._window_s and x is not newest)
+        inside = (x for x in self._samples if x.at >= newest.at - wanted_s and x is not newest)
         oldest = next(inside, self._samples[-2] if len(self._samples) > 1 else newest)
-        seconds = min(self._window_s, newest.at - oldest.at)
+        seconds = min(wanted_s, newest.at - oldest.at)
         return {
             "window_s": round(seconds, 1),
             **_rates(oldest, newest, seconds),

@@ -6,7 +6,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
+
+import orjson
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.errors import BatonError, InvalidRequestError
@@ -24,8 +26,19 @@ from baton_router.registry.registry import Registry
 from baton_router.types import Account
 
 SERVICE = "baton.api.v1.RouterService"
-_FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels"))
-_FOR_ADMINISTRATORS = f"/{SERVICE}/ListInstances"
+_FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels", "Explain"))
+_FOR_ADMINISTRATORS = frozenset(f"/{SERVICE}/{name}" for name in ("ListInstances", "GetStats"))
+_WINDOW_S, _LONGEST_WINDOW_S = 60.0, 180.0
+
+
+class Insight(Protocol):
+    """Knows how requests went."""
+
+    def explain(self, name: str, tenant: str | None) -> dict[str, Any]:
+        """Return everything that is known of a request, of one tenant alone or of all; raises ``NotFoundError``."""
+
+    def stats(self, window_s: float) -> dict[str, Any]:
+        """Return rates, and percentiles in milliseconds, of the last seconds, and how many requests are queued."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -37,7 +50,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         tickets: For requests that run without this router between.
         accounts: Whose API keys clients show; ``None``: there are none.
         access_log: Write a line per request.
+
+    Attributes:
+        insight: For Explain and GetStats; to be set before calls come.
     """
+
+    insight: Insight
 
     def __init__(
         self,
@@ -140,6 +158,37 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             audit("admin_read", over="grpc", account=account.name, method="ListInstances", peer=peer_of(context))
         return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
 
+    async def GetStats(self, request: router_pb2.GetStatsRequest, context: Any) -> router_pb2.GetStatsResponse:
+        """Say how requests fared in the last seconds."""
+        account = self._account(context)
+        if account is not None:
+            audit("admin_read", over="grpc", account=account.name, method="GetStats", peer=peer_of(context))
+        window_s = request.window_s or _WINDOW_S
+        if not 0 < window_s <= _LONGEST_WINDOW_S:
+            raise InvalidRequestError(f"window_s must be at most {_LONGEST_WINDOW_S:g}", field="window_s")
+        found = self.insight.stats(window_s)
+        answer = router_pb2.GetStatsResponse(
+            window_s=found["window_s"],
+            requests_per_s=found["requests_per_s"] or 0.0,
+            tokens_per_s=found["tokens_per_s"] or 0.0,
+            hit_rate=found["hit_rate"],
+            num_failed=round(found["failed"]),
+            num_waiting=found["queued"],
+            waiting_prompt_tokens=found["queued_tokens"],
+        )
+        for name in ("ttft_ms", "itl_ms"):
+            if found[name] is not None:
+                getattr(answer, name).CopyFrom(router_pb2.Quantiles(**found[name]))
+        return answer
+
+    async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
+        """Say why a request went where it went."""
+        account = self._account(context)
+        if account is not None and account.admin:
+            audit("admin_read", over="grpc", account=account.name, method="Explain", peer=peer_of(context))
+        tenant = None if account is None or account.admin else account.name
+        return router_pb2.ExplainResponse(json=orjson.dumps(self.insight.explain(request.request_id, tenant)))
+
     def _account(self, context: Any) -> Account | None:
         """Return whose API key a call shows; ``None``: there are no keys, or a service calls."""
         if self._accounts is None:
@@ -241,14 +290,14 @@ def admits_clients(accounts: Accounts | None) -> Admits | None:
     """Return whose calls a router takes that do not prove the services' token: those that show a key, if there are any.
 
     Args:
-        accounts: Whose API keys open the calls that generate, and administrators' the list of instances.
+        accounts: Whose API keys open the calls that generate, and administrators' the list of instances and the rates.
     """
     if accounts is None:
         return None
 
     def admits(method: str, header: str | bytes | None) -> bool:
         account = accounts.identify(_text(header))
-        return account is not None and (method in _FOR_CLIENTS or (account.admin and method == _FOR_ADMINISTRATORS))
+        return account is not None and (method in _FOR_CLIENTS or (account.admin and method in _FOR_ADMINISTRATORS))
 
     return admits
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import ssl
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -25,10 +23,11 @@ from baton.logs import Absence
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.errors import readable
+from baton.rpc.kubernetes_api import KubernetesApi
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Role
-from baton_router.config import RouterConfig, in_cluster_api
+from baton_router.config import RouterConfig
 from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -64,21 +63,13 @@ class KubernetesDiscovery:
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None = None) -> None:
-        account = Path(config.kubernetes_account)
-        self._token_file, ca = account / "token", account / "ca.crt"
-        api = config.kubernetes_api or in_cluster_api()
-        if not api:
-            raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
-        namespace = config.kubernetes_namespace or _read(account / "namespace")
-        verify = ssl.create_default_context(cafile=str(ca)) if api.startswith("https:") else False
-        self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._api = KubernetesApi(config.kubernetes_api, config.kubernetes_account, config.kubernetes_namespace)
+        self._path = f"/apis/discovery.k8s.io/v1/namespaces/{self._api.namespace}/endpointslices"
         self._selector, self._registry = config.kubernetes_selector, registry
-        self._http = httpx.AsyncClient(base_url=api, verify=verify, timeout=httpx.Timeout(10.0), trust_env=False)
         self._slices = Slices(config.kubernetes_port)
         self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
         self._version = ""
         self._task: asyncio.Task[None] | None = None
-        _read(self._token_file)
 
     def start(self) -> None:
         """Begin to watch; needs a running loop."""
@@ -90,7 +81,7 @@ class KubernetesDiscovery:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._roles.close()
-        await self._http.aclose()
+        await self._api.close()
 
     async def _run(self) -> None:
         backoff, absence = Backoff(_LONGEST_PAUSE_S, random.Random()), Absence(log, "Kubernetes answers again")
@@ -116,7 +107,7 @@ class KubernetesDiscovery:
         items: list[Any] = []
         parameters: dict[str, str] = {"labelSelector": self._selector, "limit": str(_PAGE)}
         while True:
-            answer = await self._http.get(self._path, params=parameters, headers=self._headers())
+            answer = await self._api.http.get(self._path, params=parameters, headers=self._api.headers())
             if answer.status_code == _GONE:  # the list took too long to page through
                 raise GoneError
             answer.raise_for_status()
@@ -144,8 +135,8 @@ class KubernetesDiscovery:
             "timeoutSeconds": str(_WATCH_S),
         }
         timeout = httpx.Timeout(10.0, read=_SILENCE_S)
-        async with self._http.stream(
-            "GET", self._path, params=parameters, headers=self._headers(), timeout=timeout
+        async with self._api.http.stream(
+            "GET", self._path, params=parameters, headers=self._api.headers(), timeout=timeout
         ) as answer:
             if answer.status_code == _GONE:
                 raise GoneError
@@ -165,17 +156,6 @@ class KubernetesDiscovery:
         if kind != "BOOKMARK":
             self._slices.apply(kind, item)
             self._roles.found(self._slices.addresses())
-
-    def _headers(self) -> dict[str, str]:
-        # Read every time: the kubelet replaces the token before it ends.
-        return {"authorization": f"Bearer {_read(self._token_file)}", "accept": "application/json"}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="kubernetes_account") from error
 
 
 class Slices:

@@ -1,0 +1,64 @@
+"""What the controller of the ratio is told: when it acts, and how far it may go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.config.flags import option
+from baton.errors import ConfigError
+
+_ABOVE_ZERO = ("scale_prefill_queue_s", "scale_decode_queue", "scale_interval_s", "scale_window_s")
+_AT_LEAST_ZERO = ("scale_ttft_ms", "scale_itl_ms", "scale_cooldown_s", "scale_drain_s", "scale_max_instances")
+
+
+@dataclass(frozen=True)
+class AutoscaleConfig:
+    """Targets and bounds of the controller. A role is pressed where one of its signals is above its target."""
+
+    scale_prefill_queue_s: float = option(
+        1.0, "prefill is pressed above so many seconds of prompts that wait, at the measured speed"
+    )
+    scale_kv: float = option(0.8, "decode is pressed above this share of its KV blocks in use")
+    scale_decode_queue: float = option(2.0, "decode is pressed above so many requests that wait per instance")
+    scale_ttft_ms: float = option(
+        0.0, "prefill is pressed above this time to first token (p90, milliseconds); decode, where requests wait there"
+    )
+    scale_itl_ms: float = option(
+        0.0, "decode is pressed above this time between tokens (p90, milliseconds); prefill, where decode helps it out"
+    )
+    scale_relaxed: float = option(
+        0.7, "an instance is taken from a role only if the rest would be at most at this share of its targets"
+    )
+    scale_idle: float = option(
+        0.3, "with --scale-max-instances: an instance ends if the rest would be at most at this share"
+    )
+    scale_window_s: float = option(15.0, "seconds over which signals are averaged: what is shorter moves nobody")
+    scale_cooldown_s: float = option(60.0, "least seconds between two changes")
+    scale_interval_s: float = option(1.0, "seconds between two looks")
+    scale_min_prefill: int = option(1, "prefill instances that stay at least")
+    scale_min_decode: int = option(1, "decode instances that stay at least")
+    scale_max_instances: int = option(
+        0, "instances of both roles at most: they are started and ended; 0: their number stays, they change roles"
+    )
+    scale_drain_s: float = option(30.0, "seconds in which requests may end on an instance, before they go on elsewhere")
+    scale_dry_run: bool = option(False, "only say what would be done, and why")
+
+    def __post_init__(self) -> None:
+        for name in _ABOVE_ZERO:
+            self._require(name, getattr(self, name) > 0, "above 0")
+        for name in _AT_LEAST_ZERO:
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("scale_kv", 0 < self.scale_kv <= 1, "above 0 and at most 1")
+        self._require("scale_relaxed", 0 < self.scale_relaxed < 1, "between 0 and 1")
+        self._require("scale_idle", 0 <= self.scale_idle < self.scale_relaxed, "at least 0 and below scale_relaxed")
+        self._require("scale_window_s", self.scale_window_s <= 180, "at most 180")
+        self._require("scale_interval_s", self.scale_interval_s <= self.scale_window_s, "at most scale_window_s")
+        self._require("scale_min_prefill", self.scale_min_prefill >= 0, "at least 0")
+        self._require("scale_min_decode", self.scale_min_decode >= 1, "at least 1")
+        least = self.scale_min_prefill + self.scale_min_decode
+        bounded = not self.scale_max_instances or self.scale_max_instances >= least
+        self._require("scale_max_instances", bounded, f"0 or at least {least}, which stay")
+
+    def _require(self, name: str, fine: bool, what: str) -> None:
+        if not fine:
+            raise ConfigError(f"{name} must be {what}, got {getattr(self, name)}", field=name)

@@ -1,0 +1,81 @@
+"""The API server of a Kubernetes cluster, as a pod with a service account reaches it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from baton.config.kubernetes import in_cluster_api
+from baton.errors import ConfigError
+
+_TIMEOUT_S = 10.0
+
+
+class KubernetesApi:
+    """Asks an API server in the name of a service account.
+
+    Args:
+        api: Its URL; empty: that of this pod's cluster.
+        account: Folder with the account's ``token``, ``ca.crt`` and ``namespace``.
+        namespace: Empty: this pod's.
+
+    Attributes:
+        namespace: Whose objects are meant.
+        http: The client; requests want :meth:`headers`.
+
+    Raises:
+        ConfigError: The account's files are not there, or this is no pod and no API server was named.
+    """
+
+    def __init__(self, api: str, account: str, namespace: str) -> None:
+        folder = Path(account)
+        self._token_file, ca = folder / "token", folder / "ca.crt"
+        url = api or in_cluster_api()
+        if not url:
+            raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
+        self.namespace = namespace or _read(folder / "namespace")
+        try:
+            verify = ssl.create_default_context(cafile=str(ca)) if url.startswith("https:") else False
+        except OSError as error:  # ssl's own errors too
+            raise ConfigError(f"cannot read {ca}: {error}", field="kubernetes_account") from error
+        self.http = httpx.AsyncClient(base_url=url, verify=verify, timeout=httpx.Timeout(_TIMEOUT_S), trust_env=False)
+        self.headers()
+
+    def headers(self) -> dict[str, str]:
+        """Return what goes with every request; the token is read each time, as the kubelet replaces it.
+
+        Raises:
+            ConfigError: The token cannot be read.
+        """
+        return {"authorization": f"Bearer {_read(self._token_file)}", "accept": "application/json"}
+
+    async def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """Ask for an object.
+
+        Args:
+            method: Of HTTP.
+            path: Below the server's URL.
+            body: Goes as JSON; ``None``: none.
+            headers: Beside :meth:`headers`.
+
+        Raises:
+            httpx.HTTPError: It does not answer.
+        """
+        return await self.http.request(method, path, json=body, headers={**self.headers(), **(headers or {})})
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self.http.aclose()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="kubernetes_account") from error
