@@ -122,7 +122,7 @@ class ToyRunner:
         for token in self.poisoned:
             logits[tokens == token] = float("nan")
         rows = torch.from_numpy(batch.logit_rows)
-        return ForwardOutput(logits[rows], hidden[rows] if batch.with_hidden else None)
+        return ForwardOutput(logits[rows], (hidden,) if batch.hidden_of == (-1,) else ())
 
     def _attend(self, layer: int, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty_like(query)

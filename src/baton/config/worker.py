@@ -126,9 +126,14 @@ class EngineConfig:
         "none",
         "speculative decoding: who drafts tokens, of which a step verifies several; none, ngram (what followed the "
         "last tokens where they stood before), suffix (the same, in earlier answers of the tenant too), draft (a "
-        "smaller model), or a method of an installed package. It changes no token of any answer",
+        "smaller model), eagle, eagle3 and medusa (heads trained for this model), or a method of an installed package. "
+        "It changes no token of any answer",
     )
-    speculative_model: str = option("", "draft: the model that drafts, a local path or a hub name; same tokenizer")
+    speculative_model: str = option(
+        "",
+        "draft: the model that drafts, with the same tokenizer; eagle, eagle3, medusa: the heads; a local path or a "
+        "hub name",
+    )
     speculative_tp: int = option(1, "draft: tensor parallelism of that model")
     speculative_tokens: int | None = option(
         None,
@@ -146,8 +151,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
-        if self.speculative_model and self.speculative != "draft":
-            raise ConfigError("speculative_model is for speculative draft", field="speculative_model")
+        if self.speculative_model and self.speculative in {"none", "ngram", "suffix"}:
+            raise ConfigError(f"speculative {self.speculative} takes no speculative_model", field="speculative_model")
         if not 1 <= self.speculative_tp <= MAX_RANKS:
             raise ConfigError(
                 f"speculative_tp must be between 1 and {MAX_RANKS}, got {self.speculative_tp}", field="speculative_tp"

@@ -327,13 +327,17 @@ class EngineCore:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
-        batch = build_batch(plan, self._block_size, self.executor.input_buffers)
+        hidden_of = () if self.speculator is None else self.speculator.hidden_of
+        batch = build_batch(plan, self._block_size, self.executor.input_buffers, hidden_of)
         self._bridge.begin_step(plan.counts)
         sampling = StepSampling(batch, self.masks)
         try:
-            logits = self.executor.forward(batch.forward).logits
+            output = self.executor.forward(batch.forward)
         finally:
             sampling.end_masks()
+        logits = output.logits
+        if self.speculator is not None:
+            self.speculator.observe(plan, output.hidden)
         for rows in batch.prompt_rows:
             self._score_prompt(rows, logits)
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.support.equality import References, mixed_prompts
 from tests.support.step_plans import feed_drafts, kv_of
+from transformers import AutoModelForCausalLM
 
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
@@ -87,13 +88,19 @@ def test_hidden_states_are_what_the_head_takes(references: References, packed: b
             context_lens=np.array([20], np.int32),
             block_tables=np.array([[3, 1]], np.int32),
             logit_rows=np.array([4, 19]),
-            with_hidden=True,
+            hidden_of=(2, -1, 0),
         )
         output = executor.forward(batch)
-        assert output.hidden is not None
-        head = executor._runner._model.module.get_output_embeddings().weight  # type: ignore[attr-defined]
+        inner, last, first = output.hidden
+        model = executor.model.module  # type: ignore[attr-defined]
         with torch.inference_mode():
-            again = output.hidden.float() @ head.float().T
+            again = last[[4, 19]].float() @ model.get_output_embeddings().weight.float().T
+            if tp == 1:
+                ids = torch.from_numpy(batch.token_ids)
+                assert torch.equal(first, model.get_input_embeddings()(ids))
+                whole = AutoModelForCausalLM.from_pretrained(values.model, dtype=torch.float32)
+                found = whole(ids[None], output_hidden_states=True).hidden_states[2][0]
+                assert (inner - found).abs().max() <= 1e-4 * found.abs().max()
         assert (again - output.logits).abs().max() <= 1e-5 * output.logits.abs().max()
         shards.close()
     finally:

@@ -135,7 +135,7 @@ def test_steps_are_read_as_they_were_written_by_every_process_that_maps_the_memo
         buffer.write(written)
         read = other.read()
         assert read.groups == written.groups
-        for name in set(ForwardBatch.__slots__) - {"with_hidden", "groups"}:
+        for name in set(ForwardBatch.__slots__) - {"hidden_of", "groups"}:
             mine, theirs = getattr(written, name), getattr(read, name)
             assert mine.dtype == theirs.dtype
             assert np.array_equal(mine, theirs)

@@ -80,7 +80,7 @@ def test_with_input_buffers_a_bucket_keeps_its_addresses_and_tokens_are_the_same
     assert tokens[0] == [reference.greedy(p, 6 + 4 * i, ignore_eos=True) for i, p in enumerate(prompts)]
 
 
-def test_hidden_states_come_with_the_rows_if_they_are_asked_for() -> None:
+def test_hidden_states_come_if_they_are_asked_for() -> None:
     runner = ToyRunner(block_size=BLOCK)
     runner.make_arena(4)
     batch = ForwardBatch(
@@ -90,8 +90,8 @@ def test_hidden_states_come_with_the_rows_if_they_are_asked_for() -> None:
         context_lens=np.array([7], np.int32),
         block_tables=np.array([[0, 1]], np.int32),
         logit_rows=np.array([2, 6]),
-        with_hidden=True,
+        hidden_of=(-1,),
     )
     output = runner.forward(batch)
-    assert output.hidden is not None
-    assert torch.equal((torch.tanh(output.hidden) @ runner._head).float(), output.logits)
+    (hidden,) = output.hidden
+    assert torch.equal((torch.tanh(hidden[[2, 6]]) @ runner._head).float(), output.logits)

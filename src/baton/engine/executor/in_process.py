@@ -197,6 +197,11 @@ class InProcessExecutor:
     def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
         return self._run(batch, scratch_blocks, offset).logits
 
+    @property
+    def model(self) -> LoadedModel:
+        """The model as it was loaded."""
+        return self._runner.model
+
     def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
         """There is no other process that could be lost."""
 

@@ -64,14 +64,21 @@ class FusedDecoder:
         self._softcap = float(getattr(model.text_config, "final_logit_softcapping", None) or 0.0)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: CpuPlan, pools: list[LayerPool]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        plan: CpuPlan,
+        pools: list[LayerPool],
+        hidden_of: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run tokens int64 [T] through this rank's layers; ``positions`` are those of ``plan``.
 
         Returns:
-            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm, or, on
-            a rank that has no head, [0, 0] and ``None``.
+            The logits [R, vocab] of ``rows`` int64 [R], or [0, 0] on a rank that has no head, and the hidden states
+            [T, width] of ``hidden_of``, or none if this rank does not have all of them.
         """
+        kept: dict[int, torch.Tensor] = {}
         ranks = self._communicator
         if self._embedding is not None:
             hidden = F.embedding(tokens, self._embedding)
@@ -82,6 +89,8 @@ class FusedDecoder:
         backend, on_layer, add = self._attention, self.on_layer, self._add
         splits_heads = ranks.splits_heads
         for index, (layer, pool) in enumerate(zip(self._layers, pools, strict=True), self._first_layer):
+            if index in hidden_of:
+                kept[index] = hidden
             inner = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             out = layer.attention(backend, plan, pool, inner, positions)
             if on_layer is not None and not splits_heads:
@@ -94,12 +103,14 @@ class FusedDecoder:
         if not ranks.is_last_stage:
             ranks.send_hidden(hidden)
         if self._head is None or self._norm is None:
-            return hidden.new_empty((0, 0)), None
-        hidden = self._norm(hidden[rows])
+            return hidden.new_empty((0, 0)), ()
+        if -1 in hidden_of:
+            kept[-1] = self._norm(hidden)
+        hidden = kept[-1][rows] if -1 in kept else self._norm(hidden[rows])
         logits = self._head(hidden)
         if self._softcap:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        return logits, hidden
+        return logits, tuple(kept[each] for each in hidden_of) if len(kept) == len(set(hidden_of)) else ()
 
     def _add(
         self,

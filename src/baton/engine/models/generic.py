@@ -6,6 +6,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,9 @@ class GenericDecoder:
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(model.module).forward).parameters
         self._counts_on = model.text_config.model_type in COUNTS_ON_FROM_CACHE
         self._step: tuple[Any, list[LayerPool]] | None = None
-        self._hidden: torch.Tensor | None = None
+        self._hidden: dict[int, torch.Tensor] = {}
+        """Of this step [1, T, width], by the layer that they go into; -1: after the final norm."""
+        self._watched: set[int] = set()
         self._name = AttentionName(_weakly(self._attend))
         self.module.set_attn_implementation(self._name.name)
         # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
@@ -63,14 +66,22 @@ class GenericDecoder:
             self.module.base_model.register_forward_hook(_weakly(self._keep_hidden))
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: Any, pools: list[LayerPool]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        plan: Any,
+        pools: list[LayerPool],
+        hidden_of: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run tokens and positions int64 [T] through the model.
 
         Returns:
-            The logits [R, vocab] of ``rows`` int64 [R], and their hidden states [R, width] after the final norm, or
-            ``None`` if this rank, or the architecture, has none to show.
+            The logits [R, vocab] of ``rows`` int64 [R], and the hidden states [T, width] of ``hidden_of`` (see
+            :class:`~baton.engine.runner.input_batch.ForwardBatch`), or none if this rank, or the architecture, does not
+            have all of them.
         """
+        self._watch_inputs(hidden_of)
         tokens, positions, rows = (tensor.to(self._device) for tensor in (tokens, positions, rows))
         options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self._counts_on:
@@ -80,11 +91,12 @@ class GenericDecoder:
             output = self.module(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
-            hidden = None if self._hidden is None else self._hidden[0][rows]
+            found = [self._hidden.get(each) for each in hidden_of]
+            hidden = tuple(each[0] for each in found if each is not None)
         finally:
-            self._step = self._hidden = None
+            self._step, self._hidden = None, {}
         logits: torch.Tensor = output.logits[0]
-        return (logits if self._keeps_logits else logits[rows]), hidden
+        return (logits if self._keeps_logits else logits[rows]), hidden if len(hidden) == len(hidden_of) else ()
 
     def _attend(
         self,
@@ -123,7 +135,21 @@ class GenericDecoder:
 
     def _keep_hidden(self, _: Any, __: Any, output: Any) -> None:
         """Keep what the stack below the head returns."""
-        self._hidden = getattr(output, "last_hidden_state", None)
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is not None:
+            self._hidden[-1] = hidden
+
+    def _watch_inputs(self, hidden_of: tuple[int, ...]) -> None:
+        """Keep what goes into some of the layers, from now on."""
+        for index in set(hidden_of) - self._watched - {-1}:
+            self._watched.add(index)
+            layers = getattr(self.module.base_model, "layers", None)
+            if layers is not None and 0 <= index < len(layers):
+                keep = partial(_weakly(self._keep_input), index)
+                layers[index].register_forward_pre_hook(keep, with_kwargs=True)
+
+    def _keep_input(self, index: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hidden[index] = args[0] if args else kwargs["hidden_states"]
 
 
 class _SeenTokens:

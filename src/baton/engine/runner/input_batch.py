@@ -27,7 +27,8 @@ class ForwardBatch:
         block_tables: int32 [S, G * W], block ids from the first token on, rows padded with 0; a table per layer group,
             one after the other.
         logit_rows: int64 [R], indices into the T tokens whose logits are wanted, ascending.
-        with_hidden: Whether the hidden states of these rows are wanted too.
+        hidden_of: Which hidden states of all T tokens are wanted: what goes into a layer, by its index, or -1: those
+            after the final norm.
         groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
     """
 
@@ -37,7 +38,7 @@ class ForwardBatch:
     context_lens: IntArray
     block_tables: IntArray
     logit_rows: LongArray
-    with_hidden: bool = False
+    hidden_of: tuple[int, ...] = ()
     groups: int = 1
 
 
@@ -47,12 +48,12 @@ class ForwardOutput:
 
     Attributes:
         logits: [R, vocab], float32 or model dtype.
-        hidden: [R, width], the last layer's hidden states after the final norm, model dtype; ``None`` if they were not
-            asked for, or if another process has them (the last of several pipeline stages).
+        hidden: The hidden states that were asked for, each [T, width], model dtype; empty if another process has some
+            of them (the last of several pipeline stages).
     """
 
     logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +132,16 @@ def _new_arrays(tokens: int, sequences: int, width: int) -> StepArrays:
     )
 
 
-def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = None) -> StepBatch:
+def build_batch(
+    plan: StepPlan, block_size: int, buffers: InputBuffers | None = None, hidden_of: tuple[int, ...] = ()
+) -> StepBatch:
     """Flatten a plan; asks for logits of the rows that are sampled, scored or verified, and no others.
 
     Args:
         plan: Not empty.
         block_size: Tokens per block.
         buffers: Where the arrays have to lie; default: new ones.
+        hidden_of: Which hidden states are wanted.
     """
     counts, drafts = plan.counts, plan.drafts
     width = max(-(-(s.num_computed + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
@@ -183,7 +187,7 @@ def build_batch(plan: StepPlan, block_size: int, buffers: InputBuffers | None = 
         at += new
         starts[i + 1] = at
     rows = np.array(logit_rows, np.int64)
-    forward = ForwardBatch(token_ids, positions, starts, contexts, tables, rows, groups=groups)
+    forward = ForwardBatch(token_ids, positions, starts, contexts, tables, rows, hidden_of, groups)
     return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)
 
 

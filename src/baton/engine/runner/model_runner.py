@@ -146,6 +146,11 @@ class ModelRunner:
         self._packed_linears = config.packed_linears
 
     @property
+    def model(self) -> LoadedModel:
+        """The model as it was loaded."""
+        return self._model
+
+    @property
     def packs(self) -> bool:
         """Whether some of the modules' linears or experts have faster operators here."""
         if self._make is not PlainLinear:
@@ -237,9 +242,9 @@ class ModelRunner:
         tokens, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows)
         positions = torch.from_numpy(batch.positions + offset if offset else batch.positions)
         with torch.inference_mode():
-            logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools)
+            logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools, batch.hidden_of)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
-        return ForwardOutput(logits, hidden if batch.with_hidden else None)
+        return ForwardOutput(logits, hidden)
 
     def _tables(self, batch: ForwardBatch) -> npt.NDArray[np.int32]:
         """A batch's block tables, one for each layer group."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from baton.config import EngineConfig
 from baton.engine.executor.base import Executor
@@ -14,13 +16,16 @@ from baton.errors import ConfigError
 
 BUILT_IN = {
     "draft": "baton.engine.speculation.draft_model:load_draft_model",
+    "eagle": "baton.engine.speculation.eagle:load_eagle",
+    "eagle3": "baton.engine.speculation.eagle:load_eagle",
+    "medusa": "baton.engine.speculation.medusa:load_medusa",
     "ngram": "baton.engine.speculation.ngram:NgramDrafter",
     "suffix": "baton.engine.speculation.suffix:SuffixDrafter",
 }
 """Methods of ``--speculative``: a new one is a file and a line here."""
 ENTRY_POINTS = "baton.drafters"
 """Entry point group of other packages' methods: a callable that takes the :class:`EngineConfig` and the executor."""
-NOT_THERE = ("eagle", "eagle3", "medusa", "mtp")
+NOT_THERE = ("mtp",)
 """Methods known from elsewhere that there are not here; an installed package may bring one of such a name."""
 
 
@@ -63,6 +68,26 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Give back what it holds; harmless if repeated."""
+
+
+@runtime_checkable
+class ReadsHidden(Protocol):
+    """A :class:`Drafter` that drafts from the target's hidden states.
+
+    Attributes:
+        hidden_of: Which ones, as :class:`~baton.engine.runner.input_batch.ForwardBatch` has them.
+    """
+
+    hidden_of: tuple[int, ...]
+
+    def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
+        """Take what a step computed, of tokens that may be refused later, too.
+
+        Args:
+            rows: Sequences, each with the position of its first token of the step, and how many it had.
+            hidden: Per member of ``hidden_of`` [T, width], all sequences' tokens one after the other. A view of them
+                takes the memory of the whole step: what is kept is to be copied.
+        """
 
 
 def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:

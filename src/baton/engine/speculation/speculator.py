@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from baton.config import EngineConfig
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.drafter import Drafter, Proposal
+from baton.engine.speculation.drafter import Drafter, Proposal, ReadsHidden
 from baton.engine.speculation.pace import Pace, Record, worth_drafting
 from baton.types import MAX_SPECULATIVE_TOKENS
 
@@ -94,6 +95,22 @@ class Speculator:
                 return
             self._promised[draft.sequence] = float(draft.chances[: len(draft.token_ids)].sum())
             room -= scheduler.add_draft(plan, draft.sequence, draft.token_ids[:room])
+
+    @property
+    def hidden_of(self) -> tuple[int, ...]:
+        """Which hidden states of the target a step has to give to :meth:`observe`."""
+        return self.drafter.hidden_of if isinstance(self.drafter, ReadsHidden) else ()
+
+    def observe(self, plan: StepPlan, hidden: tuple[torch.Tensor, ...]) -> None:
+        """Show the drafter the hidden states of a step's tokens, before any of them counts as computed."""
+        if not hidden or not isinstance(self.drafter, ReadsHidden):
+            return
+        drafts = plan.drafts
+        rows = [(s, s.num_computed, count + len(drafts.get(s, ()))) for s, count in plan.counts.items()]
+        try:
+            self.drafter.observe(rows, hidden)
+        except Exception:
+            self._failed("raised")
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Take note of what became of a draft."""

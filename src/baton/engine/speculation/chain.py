@@ -1,0 +1,192 @@
+"""Drafting token by token: what drafters with KV of their own have in common.
+
+They draw with the target's parameters and random numbers, so that where both give a token about the same probability
+they mostly draw the same one. What they hold is advisory: KV that is missing, or was of tokens that were refused, is
+computed again, a bounded number of tokens in each step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.runner.input_batch import ForwardBatch
+from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sequence import Sequence
+from baton.engine.speculation.drafter import Proposal
+
+CATCH_UP = 512
+"""Tokens of prompts, and of what others drafted, that a drafter computes in one step at most."""
+MEMORY_SHARE = 0.05
+"""Part of the memory left after loading that drafts' KV may take where ``kv_blocks`` does not say."""
+
+
+@dataclass(slots=True)
+class ChainState:
+    """What a drafter has computed of a sequence.
+
+    Attributes:
+        blocks: Of its pool.
+        begin: Position of the first token that it knows.
+        num_computed: Tokens from there on whose KV is there, drafts included.
+        draft: What was drafted last.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    begin: int = 0
+    num_computed: int = 0
+    draft: list[int] = field(default_factory=list)
+
+
+StateT = TypeVar("StateT", bound=ChainState)
+
+
+@dataclass(slots=True)
+class _Job(Generic[StateT]):
+    """A sequence that is being drafted for; ``row``: the sampler's row for its next token."""
+
+    sequence: Sequence
+    state: StateT
+    limit: int
+    row: SamplerRow
+
+
+Part = tuple[Sequence, StateT, npt.NDArray[np.uint32]]
+"""A sequence, its state, and the tokens to compute behind what is computed."""
+
+
+class ChainDrafter(ABC, Generic[StateT]):
+    """A :class:`~baton.engine.speculation.drafter.Drafter` that drafts one token of all sequences after the other.
+
+    Args:
+        num_blocks: Of its KV pool.
+        block_size: Tokens per block.
+        max_len: Longest sequence that it can draft for.
+    """
+
+    sequential = True
+
+    def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
+        self._block_size, self._max_len = block_size, max_len
+        self._free = list(range(num_blocks))
+        self._states: OrderedDict[Sequence, StateT] = OrderedDict()
+
+    @abstractmethod
+    def _known(self, sequence: Sequence) -> StateT | None:
+        """Return what is computed of a sequence, without what was refused; ``None``: it can't be drafted for now.
+
+        Its last token must be among what is missing: the logits behind it are wanted.
+        """
+
+    @abstractmethod
+    def _forward(self, parts: SequenceOf[Part[StateT]]) -> torch.Tensor:
+        """Compute tokens; return the logits [S, vocab] behind the last one of each sequence."""
+
+    @torch.inference_mode()
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
+        """Return how the sequences may go on; see the protocol."""
+        jobs: list[_Job[StateT]] = []
+        room = CATCH_UP
+        asked = {sequence for sequence, _ in wanted}
+        for sequence, limit in wanted:
+            fits = sequence.num_prompt + sequence.max_output <= self._max_len
+            state = self._known(sequence) if fits else None
+            if state is None or not self._make_room(state, sequence.num_tokens - state.begin + limit, asked):
+                continue
+            state.draft = []
+            missing = sequence.num_tokens - state.begin - state.num_computed
+            if missing > room:
+                if room > 1:
+                    self._forward([(sequence, state, self._missing(sequence, state)[: room - 1])])
+                    room = 1
+                continue
+            room -= missing - 1
+            jobs.append(_Job(sequence, state, limit, sequence.sampler.unguided()))
+        self._draft(jobs)
+        drafts = {job.sequence: job.state.draft for job in jobs}
+        return [Proposal(drafts.get(sequence, ())) for sequence, _ in wanted]
+
+    def _missing(self, sequence: Sequence, state: StateT) -> npt.NDArray[np.uint32]:
+        """Return the tokens that are not computed yet."""
+        return sequence.buffer[state.begin + state.num_computed : sequence.num_tokens]
+
+    def _make_room(self, state: StateT, num_tokens: int, asked: set[Sequence]) -> bool:
+        """Give a sequence blocks, if need be those of sequences that are not drafted for now."""
+        need = -(-num_tokens // self._block_size) - len(state.blocks)
+        if need > len(self._free):
+            for other in [each for each in self._states if each not in asked]:
+                self.ended(other)
+                if need <= len(self._free):
+                    break
+        if need > len(self._free):
+            return False
+        state.blocks += [self._free.pop() for _ in range(need)]
+        return True
+
+    def _draft(self, jobs: list[_Job[StateT]]) -> None:
+        """Draft token by token, all sequences together."""
+        tokens = [self._missing(job.sequence, job.state) for job in jobs]
+        while jobs:
+            parts = [(job.sequence, job.state, new) for job, new in zip(jobs, tokens, strict=True)]
+            found = sample(self._forward(parts), [job.row for job in jobs])
+            going, tokens = [], []
+            for i, job in enumerate(jobs):
+                token = found.token_ids[i]
+                if i in found.bad_rows:
+                    continue
+                job.state.draft.append(token)
+                if len(job.state.draft) < job.limit and not job.sequence.ends_with(token):
+                    job.row = job.row.after(token)
+                    going.append(job)
+                    tokens.append(np.array([token], np.uint32))
+            jobs = going
+
+    def ended(self, sequence: Sequence) -> None:
+        """Give its blocks back."""
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            self._free += state.blocks
+
+    def close(self) -> None:
+        """Forget all sequences; harmless if repeated."""
+        for sequence in list(self._states):
+            self.ended(sequence)
+
+
+def chain_batch(parts: SequenceOf[Part[StateT]]) -> ForwardBatch:
+    """Return the batch that computes the parts' tokens; positions count from where each sequence's context begins."""
+    counts = [len(new) for _, _, new in parts]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    contexts = np.array([state.num_computed + count for (_, state, _), count in zip(parts, counts, strict=True)])
+    width = max(len(state.blocks) for _, state, _ in parts)
+    tables = np.zeros((len(parts), width), np.int32)
+    for row, (_, state, _) in enumerate(parts):
+        tables[row, : len(state.blocks)] = state.blocks
+    begins = [np.arange(end - count, end) for end, count in zip(contexts.tolist(), counts, strict=True)]
+    return ForwardBatch(
+        token_ids=np.concatenate([new for _, _, new in parts]).astype(np.int64),
+        positions=np.concatenate(begins).astype(np.int64),
+        query_starts=starts,
+        context_lens=contexts.astype(np.int32),
+        block_tables=tables,
+        logit_rows=(starts[1:] - 1).astype(np.int64),
+    )
+
+
+def draft_blocks(config: EngineConfig, max_len: int, block_bytes: int) -> int:
+    """Return how many blocks a drafter's pool has: as many as the target's, or what a share of the memory holds."""
+    longest = -(-max_len // config.block_size)
+    useful = config.max_num_seqs * longest
+    if config.kv_blocks is not None:
+        return min(config.kv_blocks, useful)
+    share = int(MEMORY_SHARE * psutil.virtual_memory().available)
+    return max(longest, min(useful, share // block_bytes))

@@ -1,0 +1,192 @@
+"""EAGLE's heads: one decoder layer that goes on where the target's hidden states end.
+
+A slot of a head stands for a token and the target's hidden state of the token before it; it predicts the next token,
+and its own hidden state stands in for the target's where that is not computed yet (Li et al., "EAGLE: Speculative
+Sampling Requires Rethinking Feature Uncertainty", ICML 2024; "EAGLE-3: Scaling up Inference Acceleration of Large
+Language Models via Training-Time Test", 2025).
+
+=========  ====================================  ===================================================
+           EAGLE                                 EAGLE-3
+=========  ====================================  ===================================================
+reads      the state after the final norm        the states that go into three layers, joined by ``fc``
+input      ``fc([embedding, state])``            norms of both, side by side, into q, k and v
+head       the target's                          its own, over some of the vocabulary (``d2t``)
+=========  ====================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
+from baton.engine.speculation.head_weights import FIELD, HeadFiles, target_embedding, target_head
+from baton.errors import ConfigError
+from baton_kernels.paged_attention import AttentionSpec, LayerPool, PagedAttention
+
+FINAL = -1
+"""Stands for the hidden states after the final norm, among those that are read."""
+
+
+class EagleHead:
+    """The layer, with the embedding and head that it shares with the target where it has none of its own.
+
+    Args:
+        files: Of the head.
+        model: The target.
+        third: Whether it is an EAGLE-3 head.
+
+    Attributes:
+        width: Elements of a hidden state.
+        hidden_of: Which hidden states of the target it reads.
+        spec: Its attention.
+        dtype: The target's.
+
+    Raises:
+        ConfigError: It does not fit the target, or is damaged; names ``speculative_model``.
+    """
+
+    def __init__(self, files: HeadFiles, model: LoadedModel, *, third: bool) -> None:
+        self.third, self.dtype = third, TORCH_DTYPES[model.dtype]
+        self.width = int(model.text_config.hidden_size)
+        self._vocab_size = int(model.text_config.vocab_size)
+        self._check(files)
+        layers = int(model.text_config.num_hidden_layers)
+        self.hidden_of: tuple[int, ...] = _layers_read(files, layers) if third else (FINAL,)
+        config = _layer_config(files, self.width)
+        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads or config.num_attention_heads)
+        self._dim = dim = int(config.head_dim or self.width // heads)
+        self.spec = AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5)
+        self._eps = float(config.rms_norm_eps)
+        self._rotary: Any = LlamaRotaryEmbedding(config)
+        at = "midlayer" if third else "layers.0"
+        inputs = 2 * self.width if third else self.width
+
+        def take(name: str, *shape: int) -> torch.Tensor:
+            return files.take(name, *shape, dtype=self.dtype)
+
+        def linear(name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            bias = take(f"{name}.bias", rows) if files.has(f"{name}.bias") else None
+            return take(f"{name}.weight", rows, columns), bias
+
+        self._fc = linear("fc", self.width, (3 if third else 2) * self.width)
+        sizes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+        self._qkv = [linear(f"{at}.self_attn.{part}_proj", rows, inputs) for part, rows in sizes.items()]
+        self._out = linear(f"{at}.self_attn.o_proj", self.width, heads * dim)
+        inner = int(config.intermediate_size)
+        self._gate = linear(f"{at}.mlp.gate_proj", inner, self.width)
+        self._up = linear(f"{at}.mlp.up_proj", inner, self.width)
+        self._down = linear(f"{at}.mlp.down_proj", self.width, inner)
+        self._mlp_norm = take(f"{at}.post_attention_layernorm.weight", self.width)
+        self._norm = self._input_norm = self._hidden_norm = None
+        if third:
+            self._input_norm = take(f"{at}.input_layernorm.weight", self.width)
+            self._hidden_norm = take(f"{at}.hidden_norm.weight", self.width)
+            self._norm = take("norm.weight", self.width)
+        own = "embed_tokens.weight"
+        self._embedding: Any = target_embedding(model)
+        if files.has(own):
+            weight = take(own, self._vocab_size, self.width)
+            self._embedding = lambda tokens: F.embedding(tokens, weight)
+        self._head: Any = target_head(model)
+        self._drafted: torch.Tensor | None = None
+        if third:
+            self._take_head(files)
+
+    def _check(self, files: HeadFiles) -> None:
+        for name, have in (("hidden_size", self.width), ("vocab_size", self._vocab_size)):
+            if files.settings.get(name) != have:
+                wrong = files.settings.get(name)
+                where = files.path.parent / "config.json"
+                raise ConfigError(f"{where}: {name} is {wrong!r}, the model's is {have}", field=FIELD)
+
+    def _take_head(self, files: HeadFiles) -> None:
+        """Take the head of a vocabulary of its own, and which tokens it means."""
+        size = int(files.number("draft_vocab_size", self._vocab_size))
+        head = files.take("lm_head.weight", size, self.width, dtype=self.dtype)
+        self._head = lambda hidden: F.linear(hidden, head)
+        if size == self._vocab_size and not files.has("d2t"):
+            return
+        drafted = torch.arange(size) + files.take("d2t", size, dtype=torch.int64)
+        if bool(((drafted < 0) | (drafted >= self._vocab_size)).any()):
+            raise ConfigError(f"{files.path}: d2t leads out of the vocabulary of {self._vocab_size}", field=FIELD)
+        self._drafted = drafted
+
+    def join(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what slots take of the target's hidden states, each [T, width] -> [T, width]."""
+        if not self.third:
+            return hidden[0]
+        return F.linear(torch.cat([each.to(self.dtype) for each in hidden], dim=-1), *self._fc)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: PagedAttention,
+        plan: Any,
+        pool: LayerPool,
+    ) -> torch.Tensor:
+        """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
+        embedded = self._embedding(tokens).to(self.dtype)
+        if self.third:
+            residual = hidden
+            inner = torch.cat([self._rms(embedded, self._input_norm), self._rms(hidden, self._hidden_norm)], dim=-1)
+        else:
+            residual = inner = F.linear(torch.cat([embedded, hidden.to(self.dtype)], dim=-1), *self._fc)
+        q, k, v = (F.linear(inner, *part).view(len(tokens), -1, self._dim) for part in self._qkv)
+        cos, sin = self._rotary(embedded, positions[None])
+        q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+        q, k = q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1).contiguous()
+        out = attention.run(plan, self.spec, pool, q, k, v.contiguous())
+        hidden = residual + F.linear(out.reshape(len(tokens), -1), *self._out)
+        inner = self._rms(hidden, self._mlp_norm)
+        gated = F.silu(F.linear(inner, *self._gate)) * F.linear(inner, *self._up)
+        return hidden + F.linear(gated, *self._down)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [R, vocab] of hidden states [R, width]; minus infinity of tokens that it does not draft."""
+        logits: torch.Tensor = self._head(hidden if self._norm is None else self._rms(hidden, self._norm))
+        if self._drafted is None:
+            return logits.float()
+        whole = torch.full((len(hidden), self._vocab_size), -torch.inf)
+        whole[:, self._drafted] = logits.float()
+        return whole
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(x, (self.width,), weight, self._eps)
+
+
+def _layer_config(files: HeadFiles, width: int) -> LlamaConfig:
+    """Return the layer's sizes and rotary embedding."""
+    raw = copy.deepcopy(files.settings)
+    for name in ("num_attention_heads", "intermediate_size"):
+        files.number(name)
+    heads = int(files.number("num_attention_heads"))
+    kv_heads = int(files.number("num_key_value_heads", heads))
+    dim = int(files.number("head_dim", width // heads))
+    if heads % kv_heads or dim % 2:
+        where = files.path.parent / "config.json"
+        raise ConfigError(f"{where}: {heads} heads of {dim} do not go with {kv_heads} KV heads", field=FIELD)
+    raw |= {"model_type": "llama", "head_dim": dim, "num_key_value_heads": kv_heads, "num_hidden_layers": 1}
+    try:
+        return LlamaConfig(**{name: value for name, value in raw.items() if name != "architectures"})
+    except Exception as error:  # of transformers' validation, which has many kinds
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{files.path.parent / 'config.json'}: {reason}", field=FIELD) from error
+
+
+def _layers_read(files: HeadFiles, layers: int) -> tuple[int, ...]:
+    """Return which layers' inputs an EAGLE-3 head reads: as it says, or a low, the middle and a high one."""
+    eagle = files.settings.get("eagle_config")
+    given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
+    found = tuple(given) if isinstance(given, list | tuple) else (min(2, layers - 1), layers // 2, max(layers - 3, 0))
+    if len(found) != 3 or not all(isinstance(each, int) and 0 <= each < layers for each in found):
+        where = files.path.parent / "config.json"
+        raise ConfigError(f"{where}: reads layers {list(found)} of a model of {layers}", field=FIELD)
+    return found
