@@ -106,6 +106,7 @@ def test_these_values_are_taken(text: str) -> None:
         ("tls.enabled=true", "tls.certManager.issuerRef"),
         ("router.ingress.enabled=true", "router.ingress.host"),
         ("router.httpRoute.enabled=true", "parentRefs"),
+        ("monitoring.podMonitor.enabled=true", "networkPolicy.monitoring"),
         ("decode.autoscaling.enabled=true,decode.autoscaling.kind=keda", "autoscaling.prometheus"),
         ("model.init.image=models/acme", "model.servedName"),
         ("decode.leaderWorkerSet.size=2", "leaderWorkerSet"),

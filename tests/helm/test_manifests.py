@@ -305,6 +305,22 @@ def test_network_policies_let_services_reach_each_other_and_nobody_else() -> Non
     assert admits(several, labels_of(several, "demo-baton-router"), 8000, labels_of(several, "demo-baton-test"))
 
 
+def test_metrics_can_be_read_by_those_alone_who_are_named() -> None:
+    kvstore = {"enabled": True}
+    prometheus = {"app": "prometheus"}
+    names = ("router", "prefill", "decode", "kvstore")
+    closed = manifests({"kvstore": kvstore})
+    named = manifests(
+        {"kvstore": kvstore, "networkPolicy": {"monitoring": [{"podSelector": {"matchLabels": prometheus}}]}}
+    )
+    for name in (f"demo-baton-{each}" for each in names):
+        target = labels_of(closed, name)
+        sources = [{"app": "other"}, prometheus, *(labels_of(closed, f"demo-baton-{each}") for each in names)]
+        assert not any(admits(closed, target, 9090, source) for source in sources)
+        assert admits(named, target, 9090, prometheus)
+        assert not admits(named, target, 9090, {"app": "other"})
+
+
 def test_with_tls_probes_calls_and_kv_go_by_it() -> None:
     values = {"tls": {"enabled": True, "existingSecret": "certs"}, "kvstore": {"enabled": True}}
     objects = manifests(values)
