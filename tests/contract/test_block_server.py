@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,10 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
+from baton.kv_transfer.pipes import read_room, read_server
 from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.messages import MessageListener
+from baton.kv_transfer.pipes.read_room import ReadRoom
 from baton.kv_transfer.pipes.tcp import TcpReadPipe, request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control
@@ -329,6 +331,57 @@ def test_blocks_times_segments_of_a_request_are_bounded(tcp_rig: Rig, followed: 
     assert caught.value.field == "segments"
     assert _peak_bytes() - before < 100 << 20
     reader.stream.close()
+
+
+def test_blocks_times_segments_of_all_requests_are_bounded_together(
+    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_server, "SPANS", ReadRoom(4, "blocks times segments"))
+    monkeypatch.setattr(read_room, "WAIT_S", 0.1)
+    ids = np.arange(3)
+    reads = BlockReads(
+        ids,
+        tcp_rig.source_arena.generations[ids],
+        ids,
+        segments=np.array([[0, 0, 16]]),
+        steps=np.array([[1 << 40, 1]]),  # which no computation comes to
+    )
+    payload, holding = pack_request(reads, checksums=True), BadRequest(tcp_rig)
+    holding.stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], Wait(soon()), "holding")
+    until(lambda: read_server.SPANS.taken == 3)
+    second = BadRequest(tcp_rig)
+    for _ in range(2):  # and its connection stays in step
+        whole = BlockReads(ids[:2], tcp_rig.source_arena.generations[ids[:2]], ids[:2])
+        with pytest.raises(QueueFullError, match="blocks times segments"):
+            request_blocks(second.stream, whole, tcp_rig.target.blocks, Wait(soon()), options=TcpOptions())
+    assert tcp_rig.fetch([1], [1]).valid.all()  # there is room for it
+    holding.stream.close()
+    until(lambda: read_server.SPANS.taken == 0)
+    assert request_blocks(second.stream, whole, tcp_rig.target.blocks, Wait(soon()), options=TcpOptions()).all()
+    second.stream.close()
+
+
+def test_requests_that_come_together_are_bounded_before_they_are_read(
+    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_server, "REQUESTS", ReadRoom(100_000, "bytes of requests"))
+    monkeypatch.setattr(read_room, "WAIT_S", 0.1)
+    slow, late = BadRequest(tcp_rig), BadRequest(tcp_rig)
+    slow.stream.send_all([pack_header(FrameKind.READ, 70_000)], Wait(soon()), "the head alone")
+    until(lambda: read_server.REQUESTS.taken == 70_000)
+    late.stream.send_all([pack_header(FrameKind.READ, 70_000)], Wait(soon()), "another")
+    with pytest.raises(QueueFullError, match="bytes of requests"):
+        recv_control(late.stream, FrameKind.WELCOME, Wait(soon()))
+    assert tcp_rig.fetch([1], [1]).valid.all()  # small ones need no room
+    slow.stream.close()
+    until(lambda: read_server.REQUESTS.taken == 0)
+    late.stream.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = soon()
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 def _peak_bytes() -> int:

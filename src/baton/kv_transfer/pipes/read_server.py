@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError
+from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError, QueueFullError
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.copy.block_copy import fence
 from baton.kv_transfer.copy.socket_mover import PieceHasher, send_spans
 from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.pool import WORD
+from baton.kv_transfer.pipes.read_room import ReadRoom
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
 from baton.kv_transfer.protocol.read_wire import (
@@ -38,7 +39,7 @@ from baton.kv_transfer.protocol.read_wire import (
     tail_bytes,
 )
 from baton.kv_transfer.protocol.sockets import Buffer, Stream
-from baton.kv_transfer.types import BlockReads, block_spans, current
+from baton.kv_transfer.types import MAX_SPANS_PER_READ, BlockReads, block_spans, current
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10
@@ -51,6 +52,11 @@ _STAGED_BYTES = 8 << 20
 """Most bytes of several blocks that are copied at once out of memory that the host cannot address."""
 _UNPACED = b"reno"
 """Congestion control that every Linux has and lets everybody choose."""
+_SMALL_BYTES = 64 << 10
+REQUESTS = ReadRoom(64 << 20, "bytes of requests")
+"""Of requests that are longer than some, while they come and are answered."""
+SPANS = ReadRoom(4 * MAX_SPANS_PER_READ, "blocks times segments")
+"""Of the answers of all connections of this process. A span takes 40 bytes of memory, 200 over TLS and gloo."""
 
 
 Answer = Callable[[BlockReads, bool], None]
@@ -71,7 +77,7 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
     Raises:
         BatonError: Why the connection should end; the peer may be told.
     """
-    suited = 0
+    suited = 0  # busy connections that the stream is fitted to
     while True:
         try:
             stream.wait_readable(Wait(time.monotonic() + limits.idle_s), "waiting for a request")
@@ -81,26 +87,38 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
             return
         wait = Wait(time.monotonic() + limits.frame_s)
         kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
-        payload = stream.recv_exact(length, wait, "reading a request")
-        if kind is FrameKind.WAIT:
-            send_progress(stream, shards, payload, limits)
-            continue
-        reads, checksums, streams = parse_request(payload)
+        with REQUESTS.take(length, stream.hung_up) if length > _SMALL_BYTES else contextlib.nullcontext():
+            wait = Wait(time.monotonic() + limits.frame_s)
+            payload = stream.recv_exact(length, wait, "reading a request")
+            if kind is FrameKind.WAIT:
+                send_progress(stream, shards, payload, limits)
+            else:
+                suited = _answer_read(stream, shards, payload, limits, answer, suited)
+
+
+def _answer_read(
+    stream: Stream, shards: KVShards, payload: bytearray, limits: ServeLimits, answer: Answer | None, suited: int
+) -> int:
+    """Answer a READ frame; returns how many busy connections the stream is fitted to."""
+    reads, checksums, streams = parse_request(payload)
+    with contextlib.ExitStack() as held:
         try:
             check_request(reads, shards)
             if answer is not None and reads.steps is not None:
                 raise InvalidRequestError("this kind of pipe does not follow a computation", field="steps")
-        except InvalidRequestError as error:
-            send_error(stream, error, wait)  # the frame was whole: the connection goes on
-            continue
-        if answer is None:
-            at_once = max(streams, 1 if reads.steps is None else _FOLLOWED_AT_ONCE)
-            if at_once != suited:
-                _suit_to_host(stream, at_once)
-                suited = at_once
-            send_blocks(stream, shards, reads, limits, checksums=checksums)
-        else:
+            held.enter_context(SPANS.take(len(reads) * reads.num_segments, stream.hung_up))
+        except (InvalidRequestError, QueueFullError) as error:
+            # The frame was whole: the connection goes on.
+            send_error(stream, error, Wait(time.monotonic() + limits.frame_s))
+            return suited
+        if answer is not None:
             answer(reads, checksums)
+            return suited
+        at_once = max(streams, 1 if reads.steps is None else _FOLLOWED_AT_ONCE)
+        if at_once != suited:
+            _suit_to_host(stream, at_once)
+        send_blocks(stream, shards, reads, limits, checksums=checksums)
+        return at_once
 
 
 def _suit_to_host(stream: Stream, at_once: int) -> None:

@@ -1,0 +1,74 @@
+"""Room that reads share: never more than there is, in turn, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from baton.errors import QueueFullError
+from baton.kv_transfer.pipes import read_room
+from baton.kv_transfer.pipes.read_room import ReadRoom
+
+
+def test_no_more_is_taken_than_there_is() -> None:
+    room, most, seen = ReadRoom(100, "spans"), 0, threading.Lock()
+
+    def work(seed: int) -> None:
+        nonlocal most
+        draw = random.Random(seed)
+        for _ in range(50):
+            with room.take(draw.randrange(101)), seen:
+                most = max(most, room.taken)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert 0 < most <= 100
+    assert room.taken == 0
+
+
+def test_one_alone_may_take_more() -> None:
+    room = ReadRoom(10, "spans")
+    with room.take(50):
+        assert room.taken == 50
+    with room.take(10):
+        assert room.taken == 10
+
+
+def test_who_waits_too_long_or_has_left_is_refused_and_leaves_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ReadRoom(10, "spans")
+    with room.take(8):
+        with pytest.raises(QueueFullError, match="too many spans") as refused, room.take(5, lambda: True):
+            raise AssertionError("there is no room")
+        assert refused.value.retry_after_s == 1.0
+        monkeypatch.setattr(read_room, "WAIT_S", 0.05)
+        with pytest.raises(QueueFullError), room.take(5):
+            raise AssertionError("there is no room")
+        with room.take(2):
+            assert room.taken == 10
+    assert room.taken == 0
+
+
+def test_a_large_read_is_not_overtaken_for_ever() -> None:
+    room, order, waiting = ReadRoom(10, "spans"), list[str](), threading.Event()
+
+    def hung_up() -> bool:
+        waiting.set()
+        return False
+
+    def take(name: str, units: int) -> None:
+        with room.take(units, hung_up):
+            order.append(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        with room.take(5):
+            large = pool.submit(take, "large", 10)
+            assert waiting.wait(20)
+            waiting.clear()
+            small = pool.submit(take, "small", 1)  # there would be room for it
+            assert waiting.wait(20)
+        large.result(20)
+        small.result(20)
+    assert order == ["large", "small"]
