@@ -25,6 +25,7 @@ TARGETS = {
     "registrations": "state",
     "kubernetes": "state",
     "calls": "calls",
+    "http2": "http2",
     "kvstore": "store",
     "answers": "client",
     "proof": "client",

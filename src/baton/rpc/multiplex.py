@@ -12,14 +12,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
-from baton.rpc.errors import from_rpc_error, from_status
+from baton.rpc.errors import from_status
+from baton.rpc.http2.message_stream import CLOSED, MessageSink, MessageStream, StreamEnded
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,13 @@ class Reader(Protocol):
 
     def fast_path(self) -> FastPath | None:
         """Return what takes the tokens that come from now on, until anything else does; ``None``: the reader itself."""
+
+
+class Opens(Protocol):
+    """Connects to an instance: a :class:`baton.rpc.http2.message_stream.Dialer`."""
+
+    async def open(self, method: str, sink: MessageSink) -> MessageStream:
+        """Begin a call."""
 
 
 class Call:
@@ -152,10 +160,10 @@ class Call:
 
 
 class CallStream:
-    """A stream to one instance; ends when it or its channel breaks, and is not used again.
+    """A stream to one instance; ends when it or its connection breaks, and is not used again.
 
     Args:
-        channel: To the instance.
+        dialer: Connects to the instance.
         name: Of the instance, for errors.
         deliver: Has :meth:`CallStream.flush` called soon, for a stream on which something came.
         deliver_end: Has :meth:`Call.tell_end` called soon, for a call that has ended well.
@@ -165,11 +173,11 @@ class CallStream:
         fast: What takes tokens of calls in place of their readers, while nothing else comes.
     """
 
-    _METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
+    METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        dialer: Opens,
         name: str,
         deliver: Callable[[CallStream], None],
         deliver_end: Callable[[Call], None],
@@ -186,14 +194,10 @@ class CallStream:
         self._cancels: list[int] = []
         self._silent: Collection[str] | None = None
         self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
-        self._filled = asyncio.Event()
-        open_stream: Any = channel.stream_stream(
-            self._METHOD,
-            request_serializer=worker_pb2.GenerateManyRequest.SerializeToString,
-            response_deserializer=worker_pb2.GenerateManyResponse.FromString,
-        )
-        self._stream = open_stream()
-        self._task = asyncio.create_task(self._run(), name=f"calls of {name}")
+        self._loop = asyncio.get_running_loop()
+        self._waking = False
+        self._stream: MessageStream | None = None
+        self._opening = asyncio.create_task(self._open(dialer), name=f"calls of {name}")
 
     def start(self, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
         """Begin a call.
@@ -205,7 +209,7 @@ class CallStream:
         self._next += 1
         call = self._calls[self._next] = Call(self, self._next, reader)
         self._later.append((self._next, request))
-        self._filled.set()
+        self._wake()
         return call
 
     def cancel(self, key: int) -> None:
@@ -213,51 +217,70 @@ class CallStream:
         self.fast.pop(key, None)
         if self._calls.pop(key, None) is not None:
             self._cancels.append(key)
-            self._filled.set()
+            self._wake()
 
     def tell_silent(self, addresses: Collection[str]) -> None:
         """Tell the instance which prefill instances do not answer; replaces what was told before."""
         self._silent = addresses
-        self._filled.set()
+        self._wake()
 
-    async def _run(self) -> None:
-        """Hand out what comes until the stream breaks, then fail what still runs."""
-        writer = asyncio.create_task(self._write())
-        failure = CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
-        try:
-            read = self._stream.read
-            while (message := await read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                self._take(message)
-        except grpc.aio.AioRpcError as error:
-            failure = self._failed(error)
-        except ValueError as error:
-            failure = CallEnded(InternalError(f"{self._name}: {error}"), grpc.StatusCode.INTERNAL)
-        except asyncio.CancelledError:  # the channel was closed, or this task was cancelled
-            failure = CallEnded(UnavailableError("the connection was closed"), grpc.StatusCode.CANCELLED)
-        finally:
-            writer.cancel()
-            self._stream.cancel()
-            self.broken = True
-            calls, self._calls = self._calls, {}
-            self.fast.clear()
-            if calls and not (self._touched or self._pushed):
-                self._deliver(self)
-            self._touched |= calls
-            for call in calls.values():
-                call.end(failure)
+    # --- the connection ---
 
-    async def _write(self) -> None:
+    async def _open(self, dialer: Opens) -> None:
         try:
-            while True:
-                await self._filled.wait()
-                self._filled.clear()
-                while (message := self._gather()) is not None:
-                    await self._stream.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the reader learns why
+            self._stream = await dialer.open(self.METHOD, self)
+        except StreamEnded as end:
+            self.on_end(end)
+        except asyncio.CancelledError:  # the dialer was closed
+            self.on_end(StreamEnded(grpc.StatusCode.CANCELLED, CLOSED))
+        else:
+            self._wake()
+
+    def on_message(self, message: bytes) -> None:
+        """Take a message of the instance."""
+        try:
+            self._take(worker_pb2.GenerateManyResponse.FromString(message))
+        except (ValueError, DecodeError) as error:
+            text = f"{self._name}: a message of GenerateMany cannot be read: {error}"
+            self._break(CallEnded(InternalError(text), grpc.StatusCode.INTERNAL))
+
+    def on_end(self, end: StreamEnded) -> None:
+        """Take the end of the stream."""
+        self._break(self._failed(end))
+
+    def on_writable(self) -> None:
+        """Say what could not be said before."""
+        self._wake()
+
+    def _break(self, failure: CallEnded) -> None:
+        """End the stream, and fail what still runs."""
+        self.broken = True
+        if self._stream is not None:
+            self._stream.close()
+        calls, self._calls = self._calls, {}
+        self._later.clear()
+        self.fast.clear()
+        if calls and not (self._touched or self._pushed):
+            self._deliver(self)
+        self._touched |= calls
+        for call in calls.values():
+            call.end(failure)
+
+    def _wake(self) -> None:
+        """Send, when this turn of the event loop has said all."""
+        if not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._waking = False
+        stream = self._stream
+        try:
+            while stream is not None and stream.writable and (message := self._gather()) is not None:
+                stream.send(message.SerializeToString())
         except Exception:
             log.exception("nothing can be sent to %s any more", self._name)
-            self._stream.cancel()
+            self._break(CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE))
 
     def _gather(self) -> worker_pb2.GenerateManyRequest | None:
         """Return what is to be said, as much as one message may have; ``None``: nothing."""
@@ -276,14 +299,12 @@ class CallStream:
             self._silent = None
         return message if message.starts or message.cancels or message.HasField("silent") else None
 
-    def _take(self, message: worker_pb2.GenerateManyResponse | None) -> None:
+    def _take(self, message: worker_pb2.GenerateManyResponse) -> None:
         """Keep what a message brings, to hand it on with what others bring.
 
         Raises:
             ValueError: It makes no sense.
         """
-        if message is None:  # gRPC could not parse it, and has logged why
-            raise ValueError("a message of GenerateMany cannot be read")
         # Lists of what repeated fields hold are quicker to walk than the fields.
         keys, token_ids = message.token_calls[:], message.token_ids[:]
         touched: dict[int, Call] = {}
@@ -324,17 +345,19 @@ class CallStream:
             except (Exception, asyncio.CancelledError):  # of one reader: the others' tokens must come
                 log.exception("a reader of %s failed", self._name)
 
-    def _failed(self, error: grpc.aio.AioRpcError) -> CallEnded:
+    def _failed(self, end: StreamEnded) -> CallEnded:
         """Why the stream is gone. Errors of single calls come in their ends: this one is no request's fault."""
-        code = error.code()
+        code = end.code
+        if code is grpc.StatusCode.OK:
+            return CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
         if code in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
             # gRPC's core says so, now and then, where a connection breaks.
-            return CallEnded(UnavailableError(f"the stream broke: {error.details()}"), grpc.StatusCode.UNAVAILABLE)
+            return CallEnded(UnavailableError(f"the stream broke: {end.message}"), grpc.StatusCode.UNAVAILABLE)
         text = {  # about neither of which a caller can do anything
             grpc.StatusCode.UNAUTHENTICATED: f"{self._name} refuses this router's token",
             grpc.StatusCode.UNIMPLEMENTED: f"{self._name} does not know GenerateMany: it is of another version",
         }.get(code)
-        return CallEnded(UnavailableError(text) if text else from_rpc_error(error), code)
+        return CallEnded(UnavailableError(text) if text else end.error, code)
 
 
 def _failure(end: worker_pb2.CallEnd) -> CallEnded:

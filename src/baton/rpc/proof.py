@@ -31,7 +31,7 @@ import ssl
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -47,7 +47,8 @@ SCHEME = "Baton "
 _NONCE_BYTES, _TAG_BYTES, _TIME_BYTES, _MAC_BYTES = 16, 16, 8, 32
 _SERVICE_NONCE_BYTES = _TIME_BYTES + _NONCE_BYTES + _TAG_BYTES
 _CREDENTIAL_BYTES = _SERVICE_NONCE_BYTES + _NONCE_BYTES + _MAC_BYTES
-_HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0
+"""How long a proof may take."""
 _RENEW_S, _LIFE_S = 60.0, 300.0
 _PURPOSE = b"gRPC"
 _OVER = "what proved the shared token counts no more: prove it again"
@@ -81,7 +82,7 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
 
     async def Prove(self, request: auth_pb2.ProveRequest, context: Any) -> auth_pb2.ProveResponse:
         """Check a caller's proof and give this service's."""
-        if len(request.caller_nonce) != _NONCE_BYTES or not self._gave(request.service_nonce, context, _HANDSHAKE_S):
+        if len(request.caller_nonce) != _NONCE_BYTES or not self._gave(request.service_nonce, context, HANDSHAKE_S):
             raise UnavailableError("the proof is for another challenge than this service's")
         nonces = request.service_nonce + request.caller_nonce
         expected = b"caller" + nonces + _shown_certificate(context)
@@ -130,6 +131,72 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
         return _mac(self._secret, told + _shown_certificate(context) + host)[:_TAG_BYTES]
 
 
+class CallerProof:
+    """One proof, from the caller's side.
+
+    Args:
+        token: What both ends must know.
+        address: Of the service, for messages.
+        certificate: Digest of the certificate that this side shows; empty: it shows none.
+    """
+
+    def __init__(self, token: Token, address: str, certificate: bytes) -> None:
+        self._address, self._certificate = address, certificate
+        self._key, self._nonce = token.keys(_PURPOSE)[0], secrets.token_bytes(_NONCE_BYTES)
+        self._nonces = b""
+        self._headers: dict[str, str] = {}
+
+    def prove(self, challenge: auth_pb2.ChallengeResponse) -> auth_pb2.ProveRequest:
+        """Return what proves the token to a service that has challenged this side.
+
+        Raises:
+            UnauthenticatedError: No service with a token gives such a challenge.
+        """
+        if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
+            raise _unknown(self._address)
+        self._nonces = challenge.nonce + self._nonce
+        return auth_pb2.ProveRequest(
+            service_nonce=challenge.nonce,
+            caller_nonce=self._nonce,
+            proof=_mac(self._key, b"caller" + self._nonces + self._certificate),
+        )
+
+    def check(self, answer: auth_pb2.ProveResponse) -> None:
+        """Check the service's own proof.
+
+        Raises:
+            UnauthenticatedError: It does not know the token.
+        """
+        if not hmac.compare_digest(_mac(self._key, b"service" + self._nonces), answer.proof):
+            raise _unknown(self._address)
+
+    def header(self, method: str) -> str:
+        """Return the ``authorization`` of calls of a method (``/package.Service/Method``)."""
+        found = self._headers.get(method)
+        if found is None:
+            credential = self._nonces + _credential(self._key, self._nonces, method)
+            found = self._headers[method] = SCHEME + base64.urlsafe_b64encode(credential).decode()
+        return found
+
+
+def disproved(address: str, code: grpc.StatusCode) -> UnauthenticatedError | None:
+    """Return what it means that a service has ended a proof with a status; ``None``: nothing of the token."""
+    why = {
+        grpc.StatusCode.UNIMPLEMENTED: "has no token, or is none of Baton's",
+        grpc.StatusCode.UNAUTHENTICATED: "has another token than this side",
+    }.get(code)
+    return UnauthenticatedError(f"the service at {address} {why}", field="token") if why else None
+
+
+def not_in_time(address: str) -> UnavailableError:
+    """Return what it means that a service has not proved the token within ``HANDSHAKE_S``."""
+    return UnavailableError(f"{address} did not prove the shared token within {HANDSHAKE_S:g} s")
+
+
+def _unknown(address: str) -> UnauthenticatedError:
+    return UnauthenticatedError(f"the service at {address} does not know the shared token", field="token")
+
+
 class Prover:
     """Proves the token on one channel, and has the service prove it, before the first call.
 
@@ -145,8 +212,7 @@ class Prover:
         self._proved_at = -_RENEW_S
         self._generation = -1
         self._lost: asyncio.Task[None] | None = None
-        self._key = self._nonces = b""
-        self._headers: dict[str, str] = {}
+        self._proof: CallerProof | None = None
 
     def serve(self, channel: grpc.aio.Channel) -> None:
         """Take note of the channel; comes before its first call."""
@@ -163,13 +229,13 @@ class Prover:
         Raises:
             grpc.aio.AioRpcError: The service cannot be reached, or does not know the token.
         """
-        if not self._is_proved():
-            await self._prove(timeout_s, wait_for_ready)
-        found = self._headers.get(method)
-        if found is None:
-            credential = self._nonces + _credential(self._key, self._nonces, method)
-            found = self._headers[method] = SCHEME + base64.urlsafe_b64encode(credential).decode()
-        return found
+        proof = self._proof
+        if proof is None or not self._is_proved():
+            try:
+                proof = await self._prove(timeout_s, wait_for_ready)
+            except BatonError as error:
+                raise _rpc_error(error) from error
+        return proof.header(method)
 
     def _is_proved(self) -> bool:
         """Whether the service at the other end of the connection, which is still the same one, knows the token."""
@@ -180,49 +246,33 @@ class Prover:
         channel = self._channel()
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
-    async def _prove(self, timeout_s: float | None, wait_for_ready: bool | None) -> None:
+    async def _prove(self, timeout_s: float | None, wait_for_ready: bool | None) -> CallerProof:
         began, generation = time.monotonic(), self._token.generation
-        key, nonce = self._token.keys(_PURPOSE)[0], secrets.token_bytes(_NONCE_BYTES)
+        proof = CallerProof(self._token, self._address, self._certificate)
         channel = self._channel()
         assert channel is not None  # a call on it is about to begin
         stub: Any = auth_pb2_grpc.AuthServiceStub(channel)
         patience_s = timeout_s  # a call that does not wait for a connection does not wait for a proof either
-        if not wait_for_ready and (timeout_s is None or timeout_s > _HANDSHAKE_S):
-            patience_s = _HANDSHAKE_S
+        if not wait_for_ready and (timeout_s is None or timeout_s > HANDSHAKE_S):
+            patience_s = HANDSHAKE_S
         challenge = await self._ask(
             stub.Challenge(auth_pb2.ChallengeRequest(), timeout=patience_s, wait_for_ready=wait_for_ready), patience_s
         )
-        if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
-            self._refuse("does not know the shared token")
-        nonces = challenge.nonce + nonce
-        request = auth_pb2.ProveRequest(
-            service_nonce=challenge.nonce,
-            caller_nonce=nonce,
-            proof=_mac(key, b"caller" + nonces + self._certificate),
-        )
-        answer = await self._ask(stub.Prove(request, timeout=patience_s), patience_s)
-        if not hmac.compare_digest(_mac(key, b"service" + nonces), answer.proof):
-            self._refuse("does not know the shared token")
-        self._key, self._nonces, self._headers = key, nonces, {}
-        self._proved_at, self._generation = began, generation
+        proof.check(await self._ask(stub.Prove(proof.prove(challenge), timeout=patience_s), patience_s))
+        self._proof, self._proved_at, self._generation = proof, began, generation
         if self._lost is None or self._lost.done():
             self._lost = asyncio.create_task(_until_lost(channel), name=f"connection {self._address}")
+        return proof
 
     async def _ask(self, call: Any, patience_s: float | None) -> Any:
         try:
             return readable(await call)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self._refuse("has no token, or is none of Baton's", error)
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._refuse("has another token than this side", error)
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == _HANDSHAKE_S:
-                unproved = UnavailableError(f"{self._address} did not prove the shared token within {patience_s:g} s")
-                raise _rpc_error(unproved) from error
+            if (refusal := disproved(self._address, error.code())) is not None:
+                raise refusal from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == HANDSHAKE_S:
+                raise not_in_time(self._address) from error
             raise
-
-    def _refuse(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        raise _rpc_error(UnauthenticatedError(f"the service at {self._address} {why}", field="token")) from cause
 
 
 async def _until_lost(channel: grpc.aio.Channel) -> None:

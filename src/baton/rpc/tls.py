@@ -23,6 +23,8 @@ from baton.rpc.roles import CertificateRoles
 
 log = logging.getLogger(__name__)
 
+ALPN = "h2"
+"""How both ends of a TLS handshake name HTTP/2."""
 _MAX_FILE_BYTES = 1 << 20
 _ROUNDS = 8
 
@@ -82,7 +84,8 @@ class Tls:
         self._lock = threading.Lock()
         self.generation = 0
         """How often the files were read again."""
-        self._contexts: dict[bool, ssl.SSLContext] = {}
+        self._contexts: dict[bool | str, ssl.SSLContext] = {}
+        """Of pipes, by whether they are a server's, and of calls, by their protocol."""
         self._seen = self._stamp()
         self._material = self._read()
         check_certificates(cert, key, ca)
@@ -121,6 +124,19 @@ class Tls:
             if server_side not in self._contexts:
                 self._contexts[server_side] = _pipe_context(*self._paths, server_side)
             return self._contexts[server_side]
+
+    def http2_context(self) -> tuple[bytes, ssl.SSLContext]:
+        """Return what a connection to a gRPC server is made with: the certificate that it shows, PEM, and its context.
+
+        Raises:
+            ConfigError: A file that could be read before cannot be any more.
+        """
+        self.refresh()
+        with self._lock:
+            if ALPN not in self._contexts:
+                context = self._contexts[ALPN] = _pipe_context(*self._paths, False)
+                context.set_alpn_protocols([ALPN])
+            return self._material.cert, self._contexts[ALPN]
 
     def http_context(self) -> ssl.SSLContext:
         """Return the context of an HTTP server: its clients need no certificate, they show API keys."""

@@ -10,9 +10,9 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 from tests.fuzz.choices import Choices
+from tests.support.call_stream import Wire
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError, QueueFullError
@@ -22,7 +22,6 @@ from baton.rpc.multiplex_server import generate_many
 
 _TURNS = 30
 """Of an event loop: enough for what is ready to come to rest."""
-_EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -64,31 +63,6 @@ def _response(choices: Choices) -> worker_pb2.GenerateResponse:
 
 _FAST = 7
 """Token ids from 0 to here take the fast path."""
-
-
-class _Wire:
-    """A channel whose other end says what an input says."""
-
-    def __init__(self) -> None:
-        self._said: asyncio.Queue[Any] = asyncio.Queue()
-        self.starts: list[int] = []
-
-    def stream_stream(self, method: str, **_: Any) -> Any:
-        return lambda: self
-
-    async def read(self) -> Any:
-        if isinstance(item := await self._said.get(), Exception):
-            raise item
-        return item
-
-    async def write(self, message: worker_pb2.GenerateManyRequest) -> None:
-        self.starts += [start.call for start in message.starts]
-
-    def cancel(self) -> None:
-        """Do nothing: there is no connection."""
-
-    def say(self, item: object) -> None:
-        self._said.put_nowait(item)
 
 
 class _Reader:
@@ -147,8 +121,8 @@ class _Reader:
         assert (failure is None) == (self.code == 0)
 
 
-def _said(choices: Choices, most: int) -> worker_pb2.GenerateManyResponse | None:
-    """Return what an instance says; ``None``: gRPC cannot read it."""
+def _said(choices: Choices, most: int) -> bytes:
+    """Return what an instance says."""
     message = worker_pb2.GenerateManyResponse()
     for _ in range(choices.number(0, 5)):
         message.token_calls.append(choices.number(0, most))
@@ -161,16 +135,16 @@ def _said(choices: Choices, most: int) -> worker_pb2.GenerateManyResponse | None
         details = choices.pick([b"", status_details(QueueFullError("no room")), choices.take(20)])
         code = choices.pick([0, 0, 1, 8, 13, 14, 99, 2**32 - 1])
         message.ends.add(call=choices.number(0, most), code=code, message="why", details=choices.mutated(details))
-    if choices.number(0, 15):
-        return message
-    try:
-        return worker_pb2.GenerateManyResponse.FromString(choices.mutated(message.SerializeToString()))
-    except DecodeError:
-        return None
+    data = message.SerializeToString()
+    return data if choices.number(0, 15) else choices.mutated(data)
 
 
-def _take(message: worker_pb2.GenerateManyResponse, readers: dict[int, _Reader]) -> bool:
+def _take(data: bytes, readers: dict[int, _Reader]) -> bool:
     """Do what a message says; returns whether it makes sense."""
+    try:
+        message = worker_pb2.GenerateManyResponse.FromString(data)
+    except DecodeError:
+        return False
     running = {key: reader for key, reader in readers.items() if reader.runs}
     for key, token_id in zip(message.token_calls, message.token_ids, strict=False):
         if key in running:
@@ -187,9 +161,9 @@ def _take(message: worker_pb2.GenerateManyResponse, readers: dict[int, _Reader])
 
 
 async def _client(choices: Choices) -> None:
-    wire = _Wire()
-    channel: Any = wire
-    stream = CallStream(channel, "i", lambda each: _soon(each.flush), lambda call: _soon(call.tell_end))
+    wire = Wire()
+    stream = CallStream(wire, "i", lambda each: _soon(each.flush), lambda call: _soon(call.tell_end))
+    await stream._opening
     readers: dict[int, _Reader] = {}
     running: dict[int, Call] = {}
     while choices.more() and not stream.broken:
@@ -210,23 +184,26 @@ async def _client(choices: Choices) -> None:
                 reader.code = 13
             call.fail(CallEnded(InternalError("ours"), grpc.StatusCode.INTERNAL))
         elif action == 5 and choices.number(0, 3) == 0:
-            nothing = grpc.aio.Metadata()
-            code = choices.pick([*grpc.StatusCode])
-            wire.say(choices.pick([_EOF, grpc.aio.AioRpcError(code, nothing, nothing, "gone", None)]))
+            wire.end(choices.pick([*grpc.StatusCode]))
+        elif action == 5 and choices.number(0, 3) == 0:
+            wire.writable = False
+        elif action == 5:
+            wire.drain()
         else:
-            message = _said(choices, 7)
-            wire.say(message)
-            if message is not None:
-                _take(message, readers)
+            said = _said(choices, 7)
+            wire.say(said)
+            _take(said, readers)
         for _ in range(choices.pick([_TURNS, 2])):
             await asyncio.sleep(0)
         if action > 4:  # the model has it already
             await _rest()
+    wire.drain()
     await _rest()
+    told = [start.call for message in wire.sent for start in message.starts]
     untold = {key for key, reader in readers.items() if not reader.runs} if not stream.broken else set(readers)
-    assert sorted({*wire.starts, *untold}) == sorted(readers)
-    assert len(set(wire.starts)) == len(wire.starts)
-    wire.say(_EOF)
+    assert sorted({*told, *untold}) == sorted(readers)
+    assert len(set(told)) == len(told)
+    wire.end(grpc.StatusCode.OK)
     await _rest()
     assert stream.broken
     for key, call in running.items():

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
 import pytest
 from tests.integration.router.test_router_dispatch import PROMPT, World, assert_right, make_request, run
 from tests.support.call_stream import Wire, open_call_stream
@@ -40,11 +39,10 @@ async def test_a_stream_that_broke_is_opened_again(world: World) -> None:
 
 
 @pytest.fixture
-async def opened() -> AsyncIterator[tuple[CallStream, Wire, TurnBatcher]]:
+async def opened() -> tuple[CallStream, Wire, TurnBatcher]:
     stream, wire, steps = open_call_stream()
-    yield stream, wire, steps
-    stream._task.cancel()
-    await asyncio.wait([stream._task])
+    await stream._opening
+    return stream, wire, steps
 
 
 Opened = tuple[CallStream, Wire, TurnBatcher]
@@ -71,16 +69,17 @@ class Notes:
         """There is none."""
 
 
-@pytest.mark.parametrize("behind", [None, worker_pb2.GenerateManyResponse(token_calls=[1])], ids=["garbage", "odd"])
+@pytest.mark.parametrize(
+    "behind", [b"\xff\xff", worker_pb2.GenerateManyResponse(token_calls=[1])], ids=["garbage", "odd"]
+)
 async def test_what_cannot_be_read_takes_nothing_with_it_that_could(opened: Opened, behind: Any) -> None:
     (stream, wire, _), first, second = opened, Notes(), Notes()
     stream.start(REQUEST, first)
     stream.start(REQUEST, second)
     good = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
     good.ends.add(call=1)
-    wire.answers.put_nowait(good)
-    wire.answers.put_nowait(behind)  # None: what gRPC could not parse
-    await asyncio.wait([stream._task], timeout=20)
+    wire.say(good)
+    wire.say(behind)
     await asyncio.sleep(0)  # the turn's end
     assert (first.tokens, first.ends) == ([7], [None])
     (failure,) = second.ends
@@ -117,8 +116,7 @@ async def test_a_reader_that_fails_hinders_no_other_when_the_stream_breaks(opene
 
     stream.start(REQUEST, Failing())
     stream.start(REQUEST, fine)
-    wire.answers.put_nowait(None)
-    await asyncio.wait([stream._task], timeout=20)
+    wire.end()
     await asyncio.sleep(0)  # the turn's end
     (failure,) = fine.ends
     assert failure is not None
@@ -127,19 +125,33 @@ async def test_a_reader_that_fails_hinders_no_other_when_the_stream_breaks(opene
 async def test_calls_fail_when_nothing_can_be_sent(opened: Opened) -> None:
     (stream, wire, _), notes = opened, Notes()
 
-    async def write(message: bytes) -> None:
+    def send(message: bytes) -> None:
         raise ZeroDivisionError("of ours")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "write", write)
-        patch.setattr(wire, "cancel", lambda: wire.answers.put_nowait(grpc.aio.EOF))
+        patch.setattr(wire, "send", send)
         stream.start(REQUEST, notes)
-        done, _ = await asyncio.wait([stream._task], timeout=20)
-    assert done
-    await asyncio.sleep(0)  # the turn's end
+        await asyncio.sleep(0)  # it is sent
+        await asyncio.sleep(0)  # the turn's end
     (failure,) = notes.ends
     assert failure is not None
     assert isinstance(failure.error, UnavailableError)
+    assert stream.broken
+
+
+async def test_what_an_instance_does_not_take_waits_here_and_goes_as_one_message(opened: Opened) -> None:
+    (stream, wire, _) = opened
+    wire.writable = False
+    for name in ("a", "b", "c"):
+        call = stream.start(worker_pb2.GenerateRequest(request_id=name), Notes())
+    call.close()
+    await asyncio.sleep(0)
+    assert wire.sent == []
+    wire.drain()
+    await asyncio.sleep(0)
+    (message,) = wire.sent
+    assert [start.request.request_id for start in message.starts] == ["a", "b"]
+    assert list(message.cancels) == [call.key]
 
 
 async def test_a_held_call_keeps_what_comes_in_its_order(opened: Opened) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.support.call_stream import open_call_stream
@@ -14,6 +15,7 @@ from tests.unit.router.test_openai_pipeline import pipeline
 from tests.unit.router.test_plain_tokens import BODIES, STREAM, completion
 
 from baton.api.v1 import worker_pb2
+from baton.rpc.http2.message_stream import StreamEnded
 from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath
 from baton.tokenizer import IncrementalDetokenizer
 from baton_router.frontend.openai.answer import EventStream
@@ -204,8 +206,7 @@ async def test_a_path_that_fails_hinders_no_other(caplog: pytest.LogCaptureFixtu
 async def test_what_was_taken_is_sent_before_the_stream_breaks() -> None:
     stream, (reader,), _ = await started()
     stream._take(tokens((1, 1)))
-    stream._task.cancel()
-    await asyncio.wait([stream._task])
+    stream.on_end(StreamEnded(grpc.StatusCode.UNAVAILABLE, "gone"))
     await asyncio.sleep(0)
     (taken, (kind, failure)) = reader.notes
     assert (taken, kind) == (("fast", [1]), "end")

@@ -12,6 +12,7 @@ import pytest
 from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -30,7 +31,7 @@ def instance(name: str, fingerprint: Fingerprint = FINGERPRINT) -> Instance:
     channel: Any = SimpleNamespace(
         **dict.fromkeys(("unary_unary", "unary_stream", "stream_stream"), lambda *_, **__: None)
     )
-    made = Instance(name, role, channel, EventApplier(INDEX, now=lambda: 0.0))
+    made = Instance(name, role, channel, Dialer(name), EventApplier(INDEX, now=lambda: 0.0))
     made.info = InstanceInfo(
         InstanceId(name), role, Epoch(b"e" * 16), fingerprint, 100, 1000, "m", "", 1000, frozenset()
     )

@@ -11,6 +11,7 @@ from baton.api.v1 import events_pb2
 from baton.bench.core.traces import BLOCK_TOKENS
 from baton.hashing import HASH_SCHEME
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.rpc.http2.message_stream import Dialer
 from baton.types import BlockHash, Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -55,7 +56,7 @@ class VirtualInstance:
         self.role = role
         self._sequence = 0
         events = EventApplier(index, now=now)
-        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), events)
+        self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), Dialer(name), events)
         self.instance.load.now = now
         self.instance.info = _info(name, role, kv_bytes_per_token, max_num_seqs)
         self.instance.status = Status.READY

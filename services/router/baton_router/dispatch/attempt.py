@@ -48,7 +48,7 @@ _SUMS = (
 
 
 class WorkerStreams:
-    """The streams of one router, opened when they are needed. Each ends with its instance's channel.
+    """The streams of one router, opened when they are needed. Each ends when its instance is closed.
 
     Args:
         steps: Of this router's requests.
@@ -71,7 +71,7 @@ class WorkerStreams:
         stream = self._streams.get(instance)
         if stream is None or stream.broken:
             stream = self._streams[instance] = CallStream(
-                instance.channel, instance.instance_id, self._deliver, self._deliver_end
+                instance.dialer, instance.instance_id, self._deliver, self._deliver_end
             )
             if self._silent:
                 stream.tell_silent(self._silent)

@@ -16,6 +16,7 @@ from baton.errors import ConfigError, FingerprintMismatchError
 from baton.hashing import HASH_SCHEME
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
+from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
 from baton.version import __version__, works_with
 from baton_router.indexer.event_applier import EventApplier
@@ -110,10 +111,12 @@ class Instance:
     Changed only by its monitor (health, identity), by placements (load) and by the registry (removal).
     """
 
-    def __init__(self, address: str, role: Role, channel: grpc.aio.Channel, events: EventApplier) -> None:
+    def __init__(
+        self, address: str, role: Role, channel: grpc.aio.Channel, dialer: Dialer, events: EventApplier
+    ) -> None:
         self.address = address
         self.role = role
-        self.channel = channel
+        self.channel, self.dialer = channel, dialer
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self.events = events
         self.load = LoadTracker(role)
@@ -162,6 +165,7 @@ class Instance:
 
     async def close(self) -> None:
         """Close every connection to it."""
+        self.dialer.close()
         await self.channel.close(None)
 
     async def wait_idle(self) -> None:

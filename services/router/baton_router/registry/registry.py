@@ -16,6 +16,7 @@ from baton.api.v1 import router_pb2
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
+from baton.rpc.http2.message_stream import Dialer
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.tokenizer.model_files import tokenizer_digest
@@ -394,7 +395,8 @@ class Registry:
             decision_ttl_s=self._config.index_decision_ttl_s,
             settle_s=SILENT_BEATS * self._config.index_heartbeat_ms / 1000,
         )
-        instance = Instance(address, role, self._open(address), events)
+        dialer = Dialer(address, token=self._token, tls=self._tls)
+        instance = Instance(address, role, self._open(address), dialer, events)
         monitor = InstanceMonitor(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
         self._instances[address] = instance
         self._monitors[address] = monitor, asyncio.create_task(monitor.run(), name=f"monitor {address}")
