@@ -7,10 +7,11 @@ with enums and patterns, new names in each so that none is known.
   masks along documents that follow the schema. CPU time of the thread, as machines are shared; ``wall`` beside it.
   ``--rivals``: xgrammar and outlines_core on the same schemas, documents and vocabulary, each in an environment of its
   own in ``--cache``.
-* Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16. Steps of rows
-  all free, all guided (each by a schema of its own; forced tokens sampled one by one, so that each step does the same
-  work) and half of them, in turns within each repeat; medians of steps. What guided rows cost those beside them is the
-  step of the half-guided batch against that of the free one.
+* Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16, in three
+  engines: all rows free, all guided (each by a schema of its own; forced tokens sampled one by one, so that each step
+  does the same work), and half of them. The engines step in turns, so what the machine does besides meets all alike:
+  each step is compared with the free one beside it, in time and in CPU time of all threads; medians. What guided rows
+  cost those beside them is the step of the half-guided batch against that of the free one.
 * Forced tokens: their share along the documents, and forward passes per token of a random model's guided answers (most
   of which is free text), in float32, with jump-forward and without; the answers are compared.
 
@@ -96,8 +97,8 @@ def parse_args() -> argparse.Namespace:
         "--parts", nargs="*", choices=("masks", "steps", "forced"), default=["masks", "steps", "forced"]
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=8, help="turns of free, guided and mixed batches")
-    parser.add_argument("--steps", type=int, default=24, help="decode steps per turn")
+    parser.add_argument("--repeats", type=int, default=10, help="batches of 32 answers, per engine")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps per batch")
     parser.add_argument("--schemas", type=int, default=40, help="schemas whose first mask is timed")
     parser.add_argument("--answers", type=int, default=16, help="guided answers with and without jump-forward")
     parser.add_argument("--rivals", action="store_true", help="beside xgrammar and outlines_core")
@@ -123,6 +124,7 @@ def measure_masks(args: argparse.Namespace, folder: Path, vocab: int) -> dict[st
     assert compiler is not None
     table = time.perf_counter() - began
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    compiler.constraint(grammar_of(args.schemas))  # what all of them need is loaded before, as in a router's process
     numbers = range(args.schemas)
     documents = {i: [core.encode(document(i, seed)).ids for seed in range(4)] for i in numbers}
     ours = ours_s(compiler, documents)
@@ -241,7 +243,7 @@ def build(args: argparse.Namespace, folder: str, dtype: str = "bfloat16") -> Eng
         model=folder,
         dtype=dtype,
         threads=args.threads,
-        kv_blocks=1000,
+        kv_blocks=400,
         prefix_caching=False,
         grammar_backend="llguidance",
     )
@@ -257,65 +259,68 @@ def add(engine: EngineCore, name: str, seed: int, sampling: SamplingParams) -> N
     engine.add_request(EngineRequest(RequestId(name), ids, sampling.replace(seed=seed), constraint=constraint))
 
 
-def turn(engine: EngineCore, number: int, guided: int, steps: int) -> list[float]:
-    """Return the seconds of each decode step of a batch of which some rows are guided."""
+def begin_batch(engine: EngineCore, number: int, guided: int, tokens: int) -> None:
+    """Give an engine rows of which some are guided, and have it compute their prompts."""
     for row in range(ROWS):
         grammar = grammar_of(1000 + row) if row < guided else None
-        sampling = SamplingParams(temperature=1.0, max_tokens=steps + 2, ignore_eos=True, grammar=grammar)
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, grammar=grammar)
         add(engine, f"{number}-{row}", 100 * number + row, sampling)
     while engine.stats().num_waiting or engine.prompt_queue():
         engine.step()
-    found = []
-    for _ in range(steps - 2):
-        began = time.perf_counter()
-        outputs = engine.step()
-        found.append(time.perf_counter() - began)
-        if any(output.error for output in outputs):
-            raise RuntimeError(next(output.error for output in outputs if output.error))
-        if len(outputs) < ROWS:
-            break
-    while engine.has_work():
-        engine.step()
-    return found
+
+
+def timed_step(engine: EngineCore) -> tuple[float, float] | None:
+    """Do one step; return its time and its CPU time in seconds, or ``None`` if a row has ended."""
+    began, cpu = time.perf_counter(), time.process_time()
+    outputs = engine.step()
+    found = time.perf_counter() - began, time.process_time() - cpu
+    if any(output.error for output in outputs):
+        raise RuntimeError(next(output.error for output in outputs if output.error))
+    return found if len(outputs) == ROWS and not any(output.finish_reason for output in outputs) else None
 
 
 def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Time decode steps of free, guided and mixed batches in turns."""
-    engine = build(args, folder)
-    assert engine.masks is not None
-    engine.masks.jump_forward = False
     ways = {"free": 0, "guided": ROWS, "half": ROWS // 2}
-    steps: dict[str, list[list[float]]] = {name: [] for name in ways}
-    number = 0
+    engines = {name: build(args, folder) for name in ways}
+    for engine in engines.values():
+        assert engine.masks is not None
+        engine.masks.jump_forward = False
+    rounds: list[dict[str, tuple[float, float]]] = []
     for repeat in range(args.repeats + 1):  # the first warms up
-        order = list(ways.items())
-        for name, guided in order if repeat % 2 else reversed(order):
-            number += 1
-            found = turn(engine, number, guided, args.steps)
+        for name, engine in engines.items():
+            begin_batch(engine, repeat, ways[name], args.steps + 2)
+        for at in range(args.steps - 2):
+            names = [*ways][at % 3 :] + [*ways][: at % 3]
+            found = {name: timed_step(engines[name]) for name in names}
+            times = {name: each for name, each in found.items() if each is not None}
+            if len(times) < len(ways):
+                break
             if repeat:
-                steps[name].append(found)
-    medians = {name: statistics.median(s for each in turns for s in each) for name, turns in steps.items()}
-    wait = engine.masks.mask_wait_seconds / max(
-        1, sum(len(each) for name in ("guided", "half") for each in steps[name])
-    )
+                rounds.append(times)
+        for engine in engines.values():
+            while engine.has_work():
+                engine.step()
+    wait = sum(e.masks.mask_wait_seconds for e in engines.values() if e.masks) / max(1, 2 * len(rounds))
+    median = {name: [statistics.median(one[name][at] for one in rounds) for at in (0, 1)] for name in ways}
     return {
         "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
-        "steps": {name: sum(map(len, turns)) for name, turns in steps.items()},
-        "step_ms": {name: round(1e3 * value, 3) for name, value in medians.items()},
-        "tokens_per_s": {name: round(ROWS / value, 1) for name, value in medians.items()},
-        "guided_loss": loss(steps, "guided"),
-        "cost_to_rows_beside": loss(steps, "half"),
+        "steps": len(rounds),
+        "step_ms": {name: round(1e3 * value, 3) for name, (value, _) in median.items()},
+        "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},
+        "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},
+        **{
+            f"{what}{unit}": loss(rounds, name, at)
+            for what, name in (("guided_loss", "guided"), ("cost_to_rows_beside", "half"))
+            for at, unit in enumerate(("", "_cpu"))
+        },
         "mask_wait_ms_per_step": round(1e3 * wait, 3),
     }
 
 
-def loss(steps: dict[str, list[list[float]]], name: str) -> dict[str, float]:
-    """Return the share of tokens/s lost against free batches: the median over turns, and its quartiles."""
-    shares = [
-        1 - statistics.median(free) / statistics.median(other)
-        for free, other in zip(steps["free"], steps[name], strict=True)
-    ]
-    low, middle, high = np.quantile(shares, (0.25, 0.5, 0.75))
+def loss(rounds: list[dict[str, tuple[float, float]]], name: str, at: int) -> dict[str, float]:
+    """Return the share of tokens/s lost against the free step beside: the median over steps, and its quartiles."""
+    low, middle, high = np.quantile([1 - one["free"][at] / one[name][at] for one in rounds], (0.25, 0.5, 0.75))
     return {"median": round(float(middle), 4), "quartiles": [round(float(low), 4), round(float(high), 4)]}
 
 

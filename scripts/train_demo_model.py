@@ -14,7 +14,7 @@ one machine and one set of package versions.
 ``--tools`` trains its sibling ``models/baton-tiny-tools`` instead, which calls
 tools with what a request says, from conversations that are made up::
 
-    python scripts/train_demo_model.py --tools --minutes 10 --threads 2
+    python scripts/train_demo_model.py --tools --minutes 15 --threads 2
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from demo_model.training import MAX_CONTEXT, build_model, save_model, train
 LOGGER = logging.getLogger("train_demo_model")
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "baton-tiny"
 TOOLS_DEFAULTS: dict[str, Any] = {
-    "out": DEFAULT_OUT.with_name("baton-tiny-tools"), "minutes": 10.0, "rows": 32, "vocab": 640, "layers": 3,
-    "answers": 400, "warmup": 100,
+    "out": DEFAULT_OUT.with_name("baton-tiny-tools"), "minutes": 15.0, "rows": 16, "vocab": 896, "layers": 3,
+    "answers": 1024, "warmup": 100,
 }  # fmt: skip
 """What ``--tools`` changes of the defaults."""
 CURVE_ROWS = 32

@@ -43,7 +43,10 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Token
         rows: Rows that have a mask.
         masks: Parallel to ``rows``.
     """
-    allowed = torch.from_numpy(np.stack([unpack_mask(mask, logits.shape[1]) for mask in masks])).to(logits.device)
+    # Words go to the device, a 32nd of what there is of tokens, and become bits there.
+    words = torch.from_numpy(np.stack(masks).view(np.int32)).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
     at = torch.tensor(rows, device=logits.device)
     logits[at] = logits[at].masked_fill_(~allowed, float("-inf"))
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
-VOWELS, ONSETS, CODAS = (
-    "aeiou",
-    ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"),
-    ("", "n", "r", "s"),
-)
+ONSETS, VOWELS, CODAS = tuple("bdfgklmnprstvz"), tuple("aeiou"), ("", "", "n", "r", "s")
+RARE_ONSETS = ("c", "h", "j", "w", "ch", "sh", "br", "st", "tr")
+RARE_VOWELS = ("ai", "ee", "ie", "ou", "y")
+RARE_CODAS = ("l", "m", "x", "ck", "gne", "nd", "th")
+RARE = 0.08
+"""Share of the parts of words that are rare ones: real names have some."""
+HELD_OUT_WORDS = 8
+"""One in so many words is kept from training."""
+MADE_UP = 0.25
+"""Share of the conversations in which a tool is offered, or asked for, that nobody ever heard of."""
 REFUSAL = "I cannot do that."
 GREETINGS = {"Hello": "Hello!", "Good morning": "Good morning!", "Thank you": "You are welcome.", "Bye": "Bye!"}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that the model knows.
+    """A tool, and how one asks for it.
 
     Attributes:
         name: Its name.
@@ -58,26 +64,6 @@ TOOLS = (
 )
 
 
-def word(rng: random.Random) -> str:
-    """Make a word up; it is hardly ever one that was made before."""
-    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.randint(2, 3)))
-
-
-def value(rng: random.Random, kind: str) -> str | int:
-    """Make a value up for a parameter."""
-    if kind == "number":
-        return rng.randrange(1, 1000)
-    if kind == "words":
-        return " ".join(word(rng) for _ in range(rng.randint(1, 2)))
-    return word(rng).capitalize()
-
-
-def request(rng: random.Random, tool: Tool) -> tuple[str, dict[str, str | int]]:
-    """Make up what a user says, and the arguments of the call that it asks for."""
-    arguments = {name: value(rng, kind) for name, kind in tool.parameters.items()}
-    return rng.choice(tool.requests).format(**arguments), arguments
-
-
 def call_text(name: str, arguments: dict[str, str | int]) -> str:
     """Return a call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -100,26 +86,76 @@ class Exchange:
     call: tuple[str, dict[str, str | int]] | None = None
 
 
-def exchange(rng: random.Random) -> Exchange:
-    """Make up a conversation: mostly a request for a call, else its result, a greeting, or what no tool can do."""
-    offered = rng.sample(TOOLS, rng.randint(1, 3))
-    definitions = [tool.definition() for tool in offered]
-    kind = rng.random()
-    if kind < 0.05:
-        greeting, answer = rng.choice(list(GREETINGS.items()))
-        return Exchange(definitions, [{"role": "user", "content": greeting}], answer)
-    if kind < 0.12:
-        text, _ = request(rng, rng.choice([tool for tool in TOOLS if tool not in offered]))
-        return Exchange(definitions, [{"role": "user", "content": text}], REFUSAL)
-    tool = rng.choice(offered)
-    text, arguments = request(rng, tool)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
-    if kind > 0.85:
-        result = value(rng, rng.choice(("words", "number", "name")))
-        function = {"name": tool.name, "arguments": arguments}
-        messages.append(
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-        )
-        messages.append({"role": "tool", "content": str(result)})
-        return Exchange(definitions, messages, f"It says: {result}.")
-    return Exchange(definitions, messages, call_text(tool.name, arguments), (tool.name, arguments))
+class ConversationMaker:
+    """Makes conversations up.
+
+    Args:
+        seed: Of all that it makes.
+        held_out: Whether its words are those that are kept from training; else they are the others.
+    """
+
+    def __init__(self, seed: int, *, held_out: bool = False) -> None:
+        self.rng, self._held_out = random.Random(seed), held_out
+
+    def word(self) -> str:
+        """Make a word up."""
+        while True:
+            syllables = self.rng.randint(2, 3)
+            parts = [self._syllable(last=at == syllables - 1) for at in range(syllables)]
+            found = "".join(parts)
+            if (zlib.crc32(found.encode()) % HELD_OUT_WORDS == 0) == self._held_out:
+                return found
+
+    def _syllable(self, *, last: bool) -> str:
+        onset, vowel = self._part(ONSETS, RARE_ONSETS), self._part(VOWELS, RARE_VOWELS)
+        return onset + vowel + (self._part(CODAS, RARE_CODAS) if last or self.rng.random() < 2 * RARE else "")
+
+    def _part(self, usual: tuple[str, ...], rare: tuple[str, ...]) -> str:
+        return self.rng.choice(rare if self.rng.random() < RARE else usual)
+
+    def value(self, kind: str) -> str | int:
+        """Make a value up for a parameter."""
+        if kind == "number":
+            return self.rng.randrange(1, 100) if self.rng.random() < 0.8 else self.rng.randrange(100, 1000)
+        if kind == "words":
+            return " ".join(self.word() for _ in range(self.rng.randint(1, 2)))
+        return self.word().capitalize()
+
+    def tool(self) -> Tool:
+        """Make a tool up, whose request names it and its parameters."""
+        name = "_".join(self.word() for _ in range(self.rng.randint(1, 2)))
+        parameters = {self.word(): self.rng.choice(("name", "number")) for _ in range(self.rng.randint(1, 2))}
+        asked = " and ".join(f"{parameter} {{{parameter}}}" for parameter in parameters)
+        return Tool(name, parameters, (f"Use {name} with {asked}.", f"Call {name} with {asked}."))
+
+    def request(self, tool: Tool) -> tuple[str, dict[str, str | int]]:
+        """Make up what a user says, and the arguments of the call that it asks for."""
+        arguments = {name: self.value(kind) for name, kind in tool.parameters.items()}
+        return self.rng.choice(tool.requests).format(**arguments), arguments
+
+    def exchange(self) -> Exchange:
+        """Make up a conversation: mostly a request for a call, else its result, a greeting, or what no tool can do."""
+        rng = self.rng
+        offered = rng.sample(TOOLS, rng.randint(1, 3))
+        if rng.random() < MADE_UP:
+            offered[rng.randrange(len(offered))] = self.tool()
+        definitions = [tool.definition() for tool in offered]
+        kind = rng.random()
+        if kind < 0.05:
+            greeting, answer = rng.choice(list(GREETINGS.items()))
+            return Exchange(definitions, [{"role": "user", "content": greeting}], answer)
+        if kind < 0.12:
+            text, _ = self.request(rng.choice([tool for tool in TOOLS if tool not in offered]))
+            return Exchange(definitions, [{"role": "user", "content": text}], REFUSAL)
+        tool = rng.choice(offered)
+        text, arguments = self.request(tool)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        if kind > 0.88:
+            result = self.value(rng.choice(("words", "number", "name")))
+            function = {"name": tool.name, "arguments": arguments}
+            messages.append(
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+            )
+            messages.append({"role": "tool", "content": str(result)})
+            return Exchange(definitions, messages, f"It says: {result}.")
+        return Exchange(definitions, messages, call_text(tool.name, arguments), (tool.name, arguments))

@@ -4,11 +4,13 @@ python -m tests.grammars.run answers                  # 300 schemas, 2,100 answe
 python -m tests.grammars.run mutated --count 30000    # each is taken or refused by its place, and nothing else
 python -m tests.grammars.run http --count 1000        # the same over HTTP, to 1P1D: 200 or 400, nobody dies
 python -m tests.grammars.run costly                   # CPU time of what is too large, too deep or too costly
+python -m tests.grammars.run beside                   # the same through real services, and what others' streams feel
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -24,6 +26,8 @@ import jsonschema
 import numpy as np
 import psutil
 from tests.e2e.test_up import start, stop
+from tests.grammars.beside import deep
+from tests.grammars.beside import report as report_beside
 from tests.grammars.schemas import UNSUPPORTED, Maker
 
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
@@ -155,15 +159,12 @@ def over_http(seeds: Iterable[int], report: Report) -> None:
 
 def costly() -> list[str]:
     """Return the CPU time that each of some hostile grammars takes until it is refused or taken."""
-    deep: dict[str, Any] = {"type": "string"}
-    for _ in range(500):
-        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
     names = [f"name {i}" for i in range(100_000)]
     cases: dict[str, Callable[[], object]] = {
         "enum of 100,000 strings": lambda: json_schema_grammar({"enum": names}, "s"),
         "choice of 100,000 strings": lambda: choice_grammar(names),
         "enum of 25,000 strings": lambda: json_schema_grammar({"enum": [str(i) for i in range(25_000)]}, "s"),
-        "schema 500 deep": lambda: json_schema_grammar(deep, "s"),
+        "schema 500 deep": lambda: json_schema_grammar(deep(0), "s"),
         "(a|b)*a(a|b){20}": lambda: regex_grammar("(a|b)*a(a|b){20}"),
         "(a+)+b": lambda: regex_grammar("(a+)+b"),
         "((a{100}){100}){100}": lambda: regex_grammar("((a{100}){100}){100}"),
@@ -181,6 +182,17 @@ def costly() -> list[str]:
     return found
 
 
+def beside() -> list[str]:
+    """Measure costly schemas through real services, and streams beside them."""
+    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
+    try:
+        found = asyncio.run(report_beside(running.url, running.process.pid))
+        stop(running)
+    finally:
+        running.process.kill()
+    return found
+
+
 def tiny_compiler() -> GrammarCompiler:
     """Return a compiler for the demo model's tokenizer."""
     compiler = load_compiler("llguidance", MODEL, vocab_size=VOCAB, eos_token_ids=EOS)
@@ -191,14 +203,14 @@ def tiny_compiler() -> GrammarCompiler:
 def main() -> int:
     """Run, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("answers", "mutated", "http", "costly"))
+    parser.add_argument("what", choices=("answers", "mutated", "http", "costly", "beside"))
     parser.add_argument("--count", type=int, help="schemas; default: 300, 30,000 mutated ones")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--max-tokens", type=int, default=150)
     args = parser.parse_args()
     report, started = Report(), time.monotonic()
-    if args.what == "costly":
-        print("\n".join(costly()))  # noqa: T201
+    if args.what in ("costly", "beside"):
+        print("\n".join(costly() if args.what == "costly" else beside()))  # noqa: T201
         return 0
     if args.what == "answers":
         seeds = range(args.first, args.first + (args.count or 300))

@@ -134,6 +134,12 @@ class EngineConfig:
         "draft: the model that drafts, with the same tokenizer; eagle, eagle3, medusa: the heads; a local path or a "
         "hub name",
     )
+    speculative_acceptance: str = option(
+        "equal",
+        "which drafts are kept: equal (those that would have been sampled: no token changes), rejection (by min(1, p / "
+        "q): more of what a draft model drew; tokens are distributed as without, but are not the same)",
+        choices=("equal", "rejection"),
+    )
     speculative_tp: int = option(1, "draft: tensor parallelism of that model")
     speculative_tokens: int | None = option(
         None,

@@ -18,7 +18,7 @@ from baton.engine.device_arena import DeviceArena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
-from baton.engine.speculation.drafter import load_drafter
+from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.speculator import MOST_ROWS
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena, HostArena, arena_bytes

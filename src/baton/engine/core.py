@@ -330,7 +330,8 @@ class EngineCore:
         hidden_of = () if self.speculator is None else self.speculator.hidden_of
         batch = build_batch(plan, self._block_size, self.executor.input_buffers, hidden_of)
         self._bridge.begin_step(plan.counts)
-        sampling = StepSampling(batch, self.masks)
+        drawn_from = None if self.speculator is None else self.speculator.drawn_from
+        sampling = StepSampling(batch, self.masks, drawn_from)
         try:
             output = self.executor.forward(batch.forward)
         finally:

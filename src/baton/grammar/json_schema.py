@@ -146,7 +146,7 @@ def decode_schema(schema: Any, field: str) -> Mapping[str, Any]:
     """
     if isinstance(schema, str | bytes):
         if len(schema) > MAX_GRAMMAR_BYTES:
-            raise _too_long(field)
+            raise too_long(field)
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
@@ -182,9 +182,10 @@ def json_rule(
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{field} is no JSON: {error}", field=field) from error
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise _too_long(field)
+        raise too_long(field)
     return f"%json {text}"
 
 
-def _too_long(field: str) -> InvalidRequestError:
+def too_long(field: str) -> InvalidRequestError:
+    """Return the refusal of a schema whose JSON is longer than grammars may be."""
     return InvalidRequestError(f"{field} must have at most {MAX_GRAMMAR_BYTES} bytes", field=field)

@@ -6,9 +6,11 @@ too much, are refused before a request is placed. What the real vocabulary adds 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import time
+from collections.abc import Iterator
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -32,7 +34,8 @@ TRIAL_BYTES = 12
 _PART = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*+|/(?P<regex>(?:\\.|[^/\\\n])++)/?')
 """A string, a comment or a regular expression of a Lark grammar."""
 _EOS = 256
-_SPECIAL = "can't validate <special_token>"
+_TOKEN_IDS, _UNKNOWN_TOKEN, _SPECIAL = "<[", "unknown special token", "can't validate <special_token>"
+"""How tokens are written by their ids, and what the compiler says of those by name: with a tokenizer, and without."""
 
 
 def check_grammar(grammar: Grammar, field: str) -> Grammar:
@@ -52,26 +55,37 @@ def check_grammar(grammar: Grammar, field: str) -> Grammar:
     if grammar.kind in ("regex", "grammar", "structural_tag"):
         for found in _PART.finditer(grammar.text):
             check_repeats(found["regex"] or "", field)
-    failed, messages = _validated(grammar, field)
-    unknown = [message for message in messages if _SPECIAL not in message]
-    if failed or unknown:
-        raise InvalidRequestError(f"{field}: {plain_error(unknown[0])}", field=field)
-    if not messages:  # else it names special tokens of the model, which bytes have none of
-        _try(grammar, field, started)
+    with _panics_refused(field):
+        matcher = LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
+        if (_TOKEN_IDS in grammar.text or _UNKNOWN_TOKEN in matcher.get_error()) and _has_tokens(grammar, field):
+            return grammar
+        unsupported = matcher.get_grammar_warnings()
+        if unsupported and not matcher.is_error():
+            raise InvalidRequestError(f"{field}: {plain_error(unsupported[0])}", field=field)
+        _try(matcher, field, started)
     return grammar
 
 
-def _validated(grammar: Grammar, field: str) -> tuple[bool, list[str]]:
+def _has_tokens(grammar: Grammar, field: str) -> bool:
+    """Tell whether a grammar names special tokens of the model, which bytes have none of; check it if it does."""
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar.text, limits=LIMITS)
+    unknown = [message for message in messages if _SPECIAL not in message]
+    if failed or unknown:
+        raise InvalidRequestError(f"{field}: {plain_error(unknown[0])}", field=field)
+    return bool(messages)
+
+
+@contextlib.contextmanager
+def _panics_refused(field: str) -> Iterator[None]:
     try:
-        return LLMatcher.validate_grammar_with_warnings(grammar.text, limits=LIMITS)
+        yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # Rust's; its class cannot be imported
             raise
         raise InvalidRequestError(f"{field}: the compiler of grammars cannot read it", field=field) from error
 
 
-def _try(grammar: Grammar, field: str, started: float) -> None:
-    matcher = LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
+def _try(matcher: LLMatcher, field: str, started: float) -> None:
     for _ in range(TRIAL_BYTES):
         if matcher.is_error() or matcher.is_stopped():
             break

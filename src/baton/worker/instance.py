@@ -15,7 +15,7 @@ from baton.config.worker import WorkerConfig
 from baton.engine.build import load_grammars, make_arena
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import load_executor
-from baton.engine.speculation.drafter import load_drafter
+from baton.engine.speculation.methods import load_drafter
 from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions

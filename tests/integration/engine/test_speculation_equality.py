@@ -11,7 +11,7 @@ from tests.support.equality import ARCHITECTURES, References, mixed_prompts
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM, RequestOutput
-from baton.engine.speculation.drafter import load_drafter
+from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.speculator import Speculator
 from baton.errors import ConfigError
 from baton.types import SamplingParams

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import jsonschema
 import pytest
-from scripts.demo_model.tool_conversations import TOOLS, Exchange, exchange
+from scripts.demo_model.tool_conversations import ConversationMaker, Exchange
 from scripts.demo_model.tool_training import CALL_TOKENS, ToolRows, make_tokenizer
 
 from baton.dialects import CallArguments, CallStart, DialectParser
@@ -24,15 +23,14 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def conversations() -> list[Exchange]:
-    return [exchange(random.Random(seed)) for seed in SEEDS]
+    return [ConversationMaker(seed).exchange() for seed in SEEDS]
 
 
 def test_every_argument_stands_in_the_request(conversations: list[Exchange]) -> None:
-    schemas = {tool.name: tool.definition()["function"]["parameters"] for tool in TOOLS}
     calls = [(one, one.call) for one in conversations if one.call is not None]
     assert len(calls) > len(SEEDS) // 2
     for one, (name, arguments) in calls:
-        assert name in {tool["function"]["name"] for tool in one.tools}
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in one.tools}
         jsonschema.validate(arguments, schemas[name])
         assert all(str(value) in one.messages[0]["content"] for value in arguments.values())
 
@@ -63,10 +61,21 @@ def test_what_is_copied_has_the_same_tokens_wherever_it_stands(tokenizer: Any) -
         assert len(ids(token)) == 1
 
 
-def test_only_answers_count(conversations: list[Exchange], tokenizer: Any) -> None:
-    inputs, targets = ToolRows(tokenizer, 3).batch(16)
-    assert inputs.shape == targets.shape
-    counted = targets >= 0
-    assert (counted.sum(1) > 0).all()
-    inner = counted[:, :-1] & counted[:, 1:]  # the last token of an answer is no input
-    assert (inputs[:, 1:][inner] == targets[:, :-1][inner]).all()
+def test_words_that_are_held_out_are_in_no_training() -> None:
+    trained, held_out = (
+        {maker.word() for _ in range(2000)} for maker in (ConversationMaker(0), ConversationMaker(0, held_out=True))
+    )
+    assert trained
+    assert held_out
+    assert not trained & held_out
+
+
+def test_only_answers_count(tokenizer: Any) -> None:
+    rows = ToolRows(tokenizer, 3)
+    for progress in (0.0, 0.5):  # mostly repeated tokens, mostly conversations
+        inputs, targets = rows.batch(16, progress)
+        assert inputs.shape == targets.shape
+        counted = targets >= 0
+        assert (counted.sum(1) > 0).all()
+        inner = counted[:, :-1] & counted[:, 1:]  # the last token of an answer is no input
+        assert (inputs[:, 1:][inner] == targets[:, :-1][inner]).all()

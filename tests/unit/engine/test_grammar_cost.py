@@ -14,7 +14,6 @@ from baton.grammar import lark_grammar, regex_grammar
 
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | "b"'
 MANY_STATES = r"(\w*a\w{400}){5}"
-NOTHING = np.array([], np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def backend() -> GuidanceBackend:
 
 def step(masks: StepMasks, rows: list[Constraint], choice: int) -> None:
     """Take a token per row, the same of those that are allowed."""
-    found = masks.end(masks.begin([MaskRow(one, NOTHING) for one in rows]))
+    found = masks.end(masks.begin([MaskRow(one) for one in rows]))
     for one, mask in zip(rows, found, strict=True):
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = allowed[allowed != 0]

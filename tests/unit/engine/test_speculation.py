@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence as SequenceOf
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +18,10 @@ from baton.engine.core import EngineCore
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.bounded import MAX_ENDED, BoundedDrafter
 from baton.engine.speculation.draft_model import ModelDrafter
-from baton.engine.speculation.drafter import Drafter, load_drafter
+from baton.engine.speculation.drafter import Drafter, DrafterHangsError
+from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.ngram import NgramDrafter
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar import regex_grammar
@@ -331,6 +336,52 @@ def test_a_broken_drafter_fails_no_request(compiler: GrammarCompiler, plain: Ans
     assert set(faults) == {"raises": {"raised"}, "many": set()}.get(kind, {"bad_ids"})
     if kind == "raises":
         assert drafter.calls == faults["raised"] <= 7  # it rests longer after each failure
+
+
+def test_a_drafter_that_hangs_is_waited_for_once_and_asked_again_when_it_is_back(
+    compiler: GrammarCompiler, plain: Answers
+) -> None:
+    come_back, asked = threading.Event(), threading.Semaphore(0)
+    right = recorded(plain, 1.0)
+
+    def answer(sequence: Sequence, limit: int) -> SequenceOf[int]:
+        asked.release()
+        assert come_back.wait(60)
+        return right.propose([(sequence, limit)])[0].token_ids
+
+    drafter = BoundedDrafter(BrokenDrafter(answer), wait_s=0.05)
+    try:
+        engine = Engine(compiler, drafter, speculative_tokens=4)
+        engine.add_all()
+        assert engine.run() == plain  # nobody failed, and nothing was drafted
+        speculator = engine.core.speculator
+        assert speculator is not None
+        assert set(speculator.stats.faults) == {"hangs"}
+        assert asked.acquire(timeout=60)
+        assert not asked.acquire(blocking=False)  # the others did not wait for it
+        assert not speculator.stats.steps
+        come_back.set()
+        while not speculator.stats.steps:  # it rests for a while, then it is asked again
+            engine.outputs.clear()
+            engine.add_all()
+            assert engine.run() == plain
+    finally:
+        come_back.set()
+        drafter.close()
+
+
+def test_a_drafter_that_never_comes_back_does_not_keep_the_engine_from_ending() -> None:
+    never = threading.Event()
+    hanging = BoundedDrafter(BrokenDrafter(lambda sequence, limit: [int(never.wait())]), wait_s=0.01)
+    with pytest.raises(DrafterHangsError, match="took more than"):
+        hanging.propose([(None, 1)])  # type: ignore[list-item]
+    with pytest.raises(DrafterHangsError, match="has not come back"):
+        hanging.propose([(None, 1)])  # type: ignore[list-item]
+    for _ in range(2 * MAX_ENDED):  # of whom it cannot be told: they are forgotten
+        hanging.ended(None)  # type: ignore[arg-type]
+    hanging.close()  # which waits no longer than a step would
+    assert next(one for one in threading.enumerate() if one.name == "drafter broken").daemon
+    never.set()
 
 
 @pytest.mark.parametrize("place", range(5))

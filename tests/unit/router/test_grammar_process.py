@@ -98,6 +98,19 @@ def test_what_a_tenant_asked_for_is_unknown_to_others() -> None:
     cache.close()
 
 
+def test_a_schema_that_is_far_too_long_is_refused_before_a_process_looks_at_it() -> None:
+    registry = CollectorRegistry()
+    cache = GrammarCache(GrammarMetrics(registry))
+    long = StructuredOutputs(json={"enum": [f"name {at}" for at in range(100_000)]}, field="guided_json")
+    with pytest.raises(InvalidRequestError, match="at most 262144 bytes") as caught:
+        cache.find(long, "")
+    assert caught.value.field == "guided_json"
+    with pytest.raises(InvalidRequestError, match="at most 262144 bytes"):  # as they would
+        long.to_grammar()
+    cache.close()
+    assert b'baton_router_grammars_refused_total{reason="json"} 1.0' in generate_latest(registry)
+
+
 def test_kinds_that_clients_made_up_are_no_series() -> None:
     registry = CollectorRegistry()
     cache = GrammarCache(GrammarMetrics(registry))

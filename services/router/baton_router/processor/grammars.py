@@ -10,12 +10,16 @@ from prometheus_client import CollectorRegistry
 
 from baton.dialects.call_grammar import AnswerGrammar
 from baton.errors import InvalidRequestError
-from baton.types import Grammar
+from baton.grammar import StructuredOutputs
+from baton.grammar.json_schema import too_long
+from baton.types import MAX_GRAMMAR_BYTES, Grammar
 from baton_router.metrics.fast_metrics import Counter, Histogram
 from baton_router.processor.grammar_process import Asked, GrammarProcesses
 
 MAX_GRAMMARS = 256
 MAX_BYTES = 16 * 1024 * 1024
+MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_BYTES
+"""As UTF-8: a schema that has more is longer than grammars may be, whatever its letters."""
 _LABELS = frozenset({"json", "json_schema", "json_object", "regex", "choice", "grammar"}) | {
     "structural_tag",
     "tools",
@@ -51,8 +55,16 @@ class GrammarCache:
         self._bytes = 0
 
     def find(self, asked: Asked, tenant: str) -> Grammar | None:
-        """Return a grammar that was made before for the same tenant; ``None``: it was not."""
+        """Return a grammar that was made before for the same tenant; ``None``: it was not.
+
+        Raises:
+            InvalidRequestError: It is no JSON, or so long that no process need look at it.
+        """
         key = tenant, _key(asked)
+        if isinstance(asked, StructuredOutputs) and asked.kind == "json" and len(key[1]) > MAX_SCHEMA_BYTES:
+            with self._lock:
+                self._metrics.refused.labels(asked.kind).inc()
+            raise too_long(asked.place)
         with self._lock:
             found = self._kept.get(key)
             if found is not None:

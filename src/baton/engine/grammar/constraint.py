@@ -12,7 +12,7 @@ The mask wins over everything else that chooses tokens. What contradicts it mean
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
 from baton.errors import InvalidRequestError
 from baton.types import Grammar, TokenLogprob
-from baton_kernels.token_mask import TokenMask, mask_words
+from baton_kernels.token_mask import TokenMask, mask_words, pack_mask
 
 LONG_RUN = 64
 """A run of more forced tokens is taken as a whole. One that is shorter is asked for anew after each of its tokens, as
@@ -118,17 +118,41 @@ def check_output(constraint: Constraint) -> Constraint:
     return constraint
 
 
+class BannedTokens:
+    """Tokens that are forbidden where others are allowed.
+
+    Args:
+        token_ids: The tokens.
+    """
+
+    __slots__ = ("_keep", "_words")
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        tokens = np.unique(np.fromiter(token_ids, np.int64))
+        self._words = np.unique(tokens >> 5)
+        self._keep = np.full(len(self._words), 0xFFFFFFFF, np.uint32)
+        bits = ~(np.uint32(1) << (tokens & 31).astype(np.uint32))
+        np.bitwise_and.at(self._keep, np.searchsorted(self._words, tokens >> 5), bits)
+
+    def forbid(self, mask: TokenMask) -> None:
+        """Take the tokens out of a mask, in place; one that has no others stays as it is."""
+        before = mask[self._words]
+        mask[self._words] = before & self._keep
+        if not mask.any():
+            mask[self._words] = before
+
+
 @dataclass(frozen=True, slots=True)
 class MaskRow:
     """A row whose mask is wanted.
 
     Attributes:
         constraint: Of its sequence.
-        banned: Tokens that are forbidden where others are allowed.
+        banned: Tokens that are forbidden where others are allowed; ``None``: none.
     """
 
     constraint: Constraint
-    banned: npt.NDArray[np.int64]
+    banned: BannedTokens | None = None
 
 
 class StepMasks:
@@ -150,9 +174,8 @@ class StepMasks:
         self._backend = backend
         self._words = mask_words(vocab_size)
         self._memory = np.empty((0, self._words), np.uint32)
-        self._all = np.full(self._words, 0xFFFFFFFF, np.uint32)
-        if vocab_size % 32:
-            self._all[-1] = (1 << vocab_size % 32) - 1
+        self._vocab_size = vocab_size
+        self._unended: dict[frozenset[int], TokenMask] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = self.mask_wait_seconds = 0.0
         self.masks = self.forced_tokens = 0
@@ -192,20 +215,30 @@ class StepMasks:
         guided = [row.constraint for row in rows if row.constraint.started]
         if guided:
             self._fill(guided, memory)
-        filled, found = iter(memory), list[TokenMask]()
+        filled = zip(memory, memory[: len(guided)].any(axis=1).tolist(), strict=False)
+        found = list[TokenMask]()
         for row in rows:
             constraint = row.constraint
             if not constraint.started:
-                found.append(self._all)
-                found[-1] = _without(self._all, np.array(sorted(constraint.eos_token_ids)))
+                found.append(self._all_but(constraint.eos_token_ids))
                 continue
-            mask = next(filled)
+            mask, some = next(filled)
             constraint.error = constraint.error or constraint.matcher.error
-            if not constraint.error and not mask.any():
+            if not constraint.error and not some:
                 constraint.error = "no token may follow"
-            found.append(_without(mask, row.banned) if len(row.banned) else mask)
+            if row.banned is not None:
+                row.banned.forbid(mask)
+            found.append(mask)
         self.mask_seconds += time.perf_counter() - started
         self.masks += len(guided)
+        return found
+
+    def _all_but(self, token_ids: frozenset[int]) -> TokenMask:
+        """Return the mask of all tokens but some, which are few sets of tokens in all."""
+        found = self._unended.get(token_ids)
+        if found is None:
+            found = self._unended[token_ids] = pack_mask(np.ones(self._vocab_size, np.bool_))
+            BannedTokens(token_ids).forbid(found)
         return found
 
     def _forced(self, constraint: Constraint) -> list[int]:
@@ -243,10 +276,3 @@ def _charge(one: Constraint, extra: float) -> None:
         one.matcher.family.seconds += extra
         if one.cost.seconds > MAX_EXTRA_S:
             one.error = one.error or "its masks take too long: it is ambiguous, or has too many states"
-
-
-def _without(mask: TokenMask, banned: npt.NDArray[np.int64]) -> TokenMask:
-    """Return a mask without some tokens, or as it was if it has no others."""
-    less = mask.copy()
-    np.bitwise_and.at(less, banned >> 5, ~(np.uint32(1) << (banned & 31).astype(np.uint32)))
-    return less if less.any() else mask

@@ -18,14 +18,15 @@ of the key ``mix(seed + (position + 1) * GOLDEN)``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.grammar.constraint import Constraint, MaskRow
+from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow
 from baton.engine.sample.filters import LEAST_TEMPERATURE, filtered_probs
 from baton.engine.sample.native import cpu_token_mask, token_sampler
 from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
@@ -59,7 +60,7 @@ class SamplerRow:
             it.
     """
 
-    __slots__ = ("_stop_ids", "constraint", "counts", "edits", "filter", "mask", "params", "position", "seed")
+    __slots__ = ("_banned", "constraint", "counts", "edits", "filter", "mask", "params", "position", "seed")
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class SamplerRow:
         self.params = params
         self.seed = seed
         self.constraint = constraint
-        self._stop_ids = np.array(stop_ids, np.int64)
+        self._banned = (None, None) if constraint is None else _banned_tokens(params, constraint, stop_ids)
         # Under a grammar the mask has the banned tokens, as it knows whether others are left.
         self.edits = LogitEdits(params, () if constraint else stop_ids) if LogitEdits.needed(params) else None
         temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
@@ -124,7 +125,7 @@ class SamplerRow:
         """Return a row that draws alike, but for its grammar."""
         row = SamplerRow.__new__(SamplerRow)
         row.params, row.seed, row.edits, row.filter = self.params, self.seed, self.edits, self.filter
-        row._stop_ids, row.position, row.counts = self._stop_ids, self.position, self.counts
+        row._banned, row.position, row.counts = self._banned, self.position, self.counts
         row.mask = row.constraint = None
         return row
 
@@ -136,10 +137,16 @@ class SamplerRow:
 
     def mask_row(self, constraint: Constraint) -> MaskRow:
         """Return what the mask of its next token is computed from."""
-        banned = self._stop_ids[: len(self._stop_ids) if self.position < self.params.min_tokens else 0]
-        if self.params.ignore_eos:
-            banned = np.union1d(banned, np.array(sorted(constraint.eos_token_ids), np.int64))
-        return MaskRow(constraint, banned)
+        return MaskRow(constraint, self._banned[self.position >= self.params.min_tokens])
+
+
+def _banned_tokens(
+    params: SamplingParams, constraint: Constraint, stop_ids: Sequence[int]
+) -> tuple[BannedTokens | None, BannedTokens | None]:
+    """Return what is forbidden before ``min_tokens``, and from then on."""
+    ends = constraint.eos_token_ids if params.ignore_eos else frozenset()
+    early = ends.union(stop_ids) if params.min_tokens else ends
+    return BannedTokens(early) if early else None, BannedTokens(ends) if ends else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +164,19 @@ class SamplerOutput:
     bad_rows: tuple[int, ...] = ()
 
 
+Amend: TypeAlias = Callable[[torch.Tensor, list[int], tuple[int, ...]], None]
+"""Called with the logits that tokens were chosen from (edited and masked), the tokens, which it may change, and the
+rows whose logits are not finite."""
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
+def sample(logits: torch.Tensor, rows: Sequence[SamplerRow], amend: Amend | None = None) -> SamplerOutput:
     """Choose one token per row.
 
     Args:
         logits: [R, vocab] in any float dtype, on any device; may be changed.
         rows: R rows.
+        amend: Has the last word, before log probabilities are taken.
     """
     logits = logits.detach()
     masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
@@ -185,6 +198,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> SamplerOutput:
             subset = logits if len(drawn) == len(rows) else logits[drawn]
             for i, token in zip(drawn, _draw(subset, [rows[i] for i in drawn]), strict=True):
                 tokens[i] = token
+    if amend is not None:
+        amend(logits, tokens, bad)
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 

@@ -7,6 +7,7 @@ computed again, a bounded number of tokens in each step.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
@@ -23,6 +24,7 @@ from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.sample.sampler import SamplerRow, sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
+from baton.engine.speculation.rejection import Probabilities, probabilities
 
 CATCH_UP = 512
 """Tokens of prompts, and of what others drafted, that a drafter computes in one step at most."""
@@ -52,12 +54,22 @@ StateT = TypeVar("StateT", bound=ChainState)
 
 @dataclass(slots=True)
 class _Job(Generic[StateT]):
-    """A sequence that is being drafted for; ``row``: the sampler's row for its next token."""
+    """A sequence that is being drafted for.
+
+    Attributes:
+        row: The sampler's row for its next token.
+        drawn_from: What its tokens were drawn from, if somebody asks.
+    """
 
     sequence: Sequence
     state: StateT
     limit: int
     row: SamplerRow
+    drawn_from: list[Probabilities] = field(default_factory=list)
+
+    def proposal(self) -> Proposal:
+        """Return what was drafted."""
+        return Proposal(self.state.draft, drawn_from=np.stack(self.drawn_from) if self.drawn_from else None)
 
 
 Part = tuple[Sequence, StateT, npt.NDArray[np.uint32]]
@@ -74,6 +86,8 @@ class ChainDrafter(ABC, Generic[StateT]):
     """
 
     sequential = True
+    tells_draws = False
+    """Whether proposals say what their tokens were drawn from."""
 
     def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
         self._block_size, self._max_len = block_size, max_len
@@ -112,8 +126,8 @@ class ChainDrafter(ABC, Generic[StateT]):
             room -= missing - 1
             jobs.append(_Job(sequence, state, limit, sequence.sampler.unguided()))
         self._draft(jobs)
-        drafts = {job.sequence: job.state.draft for job in jobs}
-        return [Proposal(drafts.get(sequence, ())) for sequence, _ in wanted]
+        done = {job.sequence: job for job in jobs}
+        return [done[sequence].proposal() if sequence in done else Proposal(()) for sequence, _ in wanted]
 
     def _missing(self, sequence: Sequence, state: StateT) -> npt.NDArray[np.uint32]:
         """Return the tokens that are not computed yet."""
@@ -137,7 +151,8 @@ class ChainDrafter(ABC, Generic[StateT]):
         tokens = [self._missing(job.sequence, job.state) for job in jobs]
         while jobs:
             parts = [(job.sequence, job.state, new) for job, new in zip(jobs, tokens, strict=True)]
-            found = sample(self._forward(parts), [job.row for job in jobs])
+            amend = functools.partial(_note_draws, jobs) if self.tells_draws else None
+            found = sample(self._forward(parts), [job.row for job in jobs], amend)
             going, tokens = [], []
             for i, job in enumerate(jobs):
                 token = found.token_ids[i]
@@ -160,6 +175,15 @@ class ChainDrafter(ABC, Generic[StateT]):
         """Forget all sequences; harmless if repeated."""
         for sequence in list(self._states):
             self.ended(sequence)
+
+
+def _note_draws(
+    jobs: SequenceOf[_Job[StateT]], logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]
+) -> None:
+    """Keep what the tokens of sequences that draw were drawn from."""
+    for i, job in enumerate(jobs):
+        if not job.row.params.greedy and i not in bad:
+            job.drawn_from.append(probabilities(logits[i], job.row))
 
 
 def chain_batch(parts: SequenceOf[Part[StateT]]) -> ForwardBatch:

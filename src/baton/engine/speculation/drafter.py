@@ -1,4 +1,4 @@
-"""What proposes draft tokens, and how an implementation is chosen."""
+"""What proposes draft tokens."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from baton.config import EngineConfig
-from baton.engine.executor.base import Executor
-from baton.engine.plugins import find_implementation
 from baton.engine.sequence import Sequence
-from baton.errors import ConfigError
-
-BUILT_IN = {
-    "draft": "baton.engine.speculation.draft_model:load_draft_model",
-    "eagle": "baton.engine.speculation.eagle:load_eagle",
-    "eagle3": "baton.engine.speculation.eagle:load_eagle",
-    "medusa": "baton.engine.speculation.medusa:load_medusa",
-    "ngram": "baton.engine.speculation.ngram:NgramDrafter",
-    "suffix": "baton.engine.speculation.suffix:SuffixDrafter",
-}
-"""Methods of ``--speculative``: a new one is a file and a line here."""
-ENTRY_POINTS = "baton.drafters"
-"""Entry point group of other packages' methods: a callable that takes the :class:`EngineConfig` and the executor."""
-NOT_THERE = ("mtp",)
-"""Methods known from elsewhere that there are not here; an installed package may bring one of such a name."""
-
+from baton.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -36,10 +20,17 @@ class Proposal:
     Attributes:
         token_ids: The tokens expected to follow its last one; none is a valid answer.
         chances: Parallel to them, how likely each is right if those before it are; ``None``: as the past says.
+        drawn_from: float32 [tokens, vocab], what each was drawn from, rows that sum to 1; ``None``: it was not drawn,
+            or greedily. For acceptance by rejection alone.
     """
 
     token_ids: SequenceOf[int]
     chances: SequenceOf[float] | None = None
+    drawn_from: npt.NDArray[np.float32] | None = None
+
+
+class DrafterHangsError(InternalError):
+    """A drafter has not come back from a call in time."""
 
 
 class Drafter(Protocol):
@@ -88,25 +79,3 @@ class ReadsHidden(Protocol):
             hidden: Per member of ``hidden_of`` [T, width], all sequences' tokens one after the other. A view of them
                 takes the memory of the whole step: what is kept is to be copied.
         """
-
-
-def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
-    """Return what drafts for a loaded model; ``None``: nobody is to.
-
-    Raises:
-        ConfigError: There is no such method, or it cannot work with this model; names the field.
-    """
-    name = config.speculative
-    if name == "none":
-        return None
-    try:
-        make = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")
-    except ConfigError as error:
-        if name in NOT_THERE:
-            there = ", ".join(("none", *sorted(BUILT_IN)))
-            raise ConfigError(
-                f"speculative {name!r} is not there yet (there are: {there})", field="speculative"
-            ) from error
-        raise
-    drafter: Drafter = make(config, executor)
-    return drafter

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,14 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.drafter import Drafter, Proposal, ReadsHidden
+from baton.engine.speculation.drafter import Drafter, DrafterHangsError, Proposal, ReadsHidden
 from baton.engine.speculation.pace import Pace, Record, worth_drafting
 from baton.types import MAX_SPECULATIVE_TOKENS
 
 log = logging.getLogger(__name__)
+
+DrawnFrom: TypeAlias = dict[Sequence, npt.NDArray[np.float32]]
+"""Per sequence [tokens, vocab], rows that sum to 1."""
 
 USUAL_RATE = 0.3
 """Share of draft tokens that are taken to be right before anything is known, and again after long."""
@@ -30,11 +34,12 @@ MOST_REST = 1024
 
 @dataclass(slots=True)
 class _Draft:
-    """A draft, and per token the chance that it and those before it are right, float64."""
+    """A draft, per token the chance that it and those before it are right, float64, and what it was drawn from."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     chances: npt.NDArray[np.float64]
+    drawn_from: npt.NDArray[np.float32] | None
 
 
 class SpeculationStats:
@@ -60,9 +65,13 @@ class Speculator:
     """Has a drafter propose tokens for the sequences of a step.
 
     Args:
-        config: ``speculative_tokens``.
+        config: ``speculative_tokens``, ``speculative_acceptance``.
         drafter: Who proposes; it may do anything wrong.
         vocab_size: Draft tokens must be below it.
+
+    Attributes:
+        drawn_from: What the step's drafts were drawn from, as far as they were; ``None``: nobody asks, as drafts are
+            kept by equality.
     """
 
     def __init__(self, config: EngineConfig, drafter: Drafter, vocab_size: int) -> None:
@@ -74,10 +83,13 @@ class Speculator:
         self._promised: dict[Sequence, float] = {}
         self._usual = USUAL_RATE
         self.drafter = drafter
+        self.drawn_from: DrawnFrom | None = {} if config.speculative_acceptance == "rejection" else None
         self.stats = SpeculationStats(drafter.name)
 
     def add_drafts(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Add drafts to the decodes of a plan that is complete else: they get what is left of budget and blocks."""
+        if self.drawn_from is not None:
+            self.drawn_from.clear()
         room = min(scheduler.room_for_drafts(plan), MOST_ROWS)
         if room <= 0 or self._rest > 0 or (self._pace is not None and self._pace.wait()):
             self._rest = max(0, self._rest - 1)
@@ -94,6 +106,8 @@ class Speculator:
             if room <= 0:
                 return
             self._promised[draft.sequence] = float(draft.chances[: len(draft.token_ids)].sum())
+            if self.drawn_from is not None and draft.drawn_from is not None:
+                self.drawn_from[draft.sequence] = draft.drawn_from
             room -= scheduler.add_draft(plan, draft.sequence, draft.token_ids[:room])
 
     @property
@@ -177,6 +191,9 @@ class Speculator:
             found = self.drafter.propose(wanted)
             if len(found) != len(wanted):
                 raise ValueError(f"{len(found)} drafts for {len(wanted)} sequences")
+        except DrafterHangsError:
+            self._failed("hangs")
+            return []
         except Exception:
             self._failed("raised")
             return []
@@ -210,4 +227,6 @@ class Speculator:
         if record is None:
             record = self._records[sequence] = Record(max(USUAL_RATE, self._usual))
         given = None if proposal.chances is None else np.array(proposal.chances[: len(draft)], np.float64)
-        return _Draft(sequence, tuple(draft), record.chances(given, len(draft)))
+        # Of what was drawn a grammar takes only what it allows: that is no draw from the whole any more.
+        drawn_from = proposal.drawn_from if constraint is None else None
+        return _Draft(sequence, tuple(draft), record.chances(given, len(draft)), drawn_from)

@@ -4,7 +4,8 @@ Every row of a draft gets the token that the engine would have sampled at that p
 masks and filters as they are after the tokens before it, and with the random numbers of its own position. A draft token
 is kept while it is that token. So the tokens of a sequence do not depend on who drafts, and on whether anybody does:
 acceptance by equality, in place of that by ``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", ICML 2023), which keeps the distribution but not the sequence.
+Speculative Decoding", ICML 2023), which keeps the distribution but not the sequence, and is there for those who want
+it (:mod:`~baton.engine.speculation.rejection`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from baton.engine.grammar.constraint import StepMasks
 from baton.engine.runner.input_batch import StepBatch
 from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.rejection import keep_or_replace
+from baton.engine.speculation.speculator import DrawnFrom
 from baton.types import TokenLogprob
 from baton_kernels.token_mask import TokenMask
 
@@ -60,9 +63,12 @@ class StepSampling:
     Args:
         batch: What is computed.
         masks: Computes masks; ``None``: no sequence is under a grammar.
+        drawn_from: What drafts were drawn from, as far as they were, for acceptance by rejection; ``None``: by
+            equality.
     """
 
-    def __init__(self, batch: StepBatch, masks: StepMasks | None) -> None:
+    def __init__(self, batch: StepBatch, masks: StepMasks | None, drawn_from: DrawnFrom | None = None) -> None:
+        self._drawn_from = drawn_from
         self._wanted = [
             _Rows(sequence, [], [row], [sequence.sampler])
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
@@ -93,13 +99,33 @@ class StepSampling:
         if not self._wanted:
             return []
         rows = [row for each in self._wanted for row in each.rows]
-        found = sample(logits if rows == list(range(len(logits))) else logits[rows], self._samplers)
+        amend = self._reject if self._drawn_from is not None and any(each.draft for each in self._wanted) else None
+        found = sample(logits if rows == list(range(len(logits))) else logits[rows], self._samplers, amend)
         bad = set(found.bad_rows)
         chosen, at = [], 0
         for each in self._wanted:
             chosen.append(_verified(each, found, bad, at))
             at += len(each.rows)
         return chosen
+
+    def _reject(self, logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]) -> None:
+        """Choose the tokens of sequences that have a draft, and draw, by rejection."""
+        assert self._drawn_from is not None
+        at = 0
+        for each in self._wanted:
+            begin, at = at, at + len(each.rows)
+            if not each.draft or each.samplers[0].params.greedy:
+                continue
+            wrong = (i for i, row in enumerate(each.samplers) if row.error or begin + i in bad)
+            count = next(wrong, len(each.rows))  # behind a row that is wrong nothing can be said
+            if count:
+                kept = keep_or_replace(
+                    logits[begin : begin + count],
+                    each.samplers[:count],
+                    each.draft[: count - 1],
+                    self._drawn_from.get(each.sequence),
+                )
+                tokens[begin : begin + len(kept)] = kept
 
 
 def _along(sampler: SamplerRow, draft: list[int]) -> list[SamplerRow]:

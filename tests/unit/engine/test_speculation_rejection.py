@@ -1,0 +1,160 @@
+"""Acceptance by rejection: tokens are distributed as without drafts, whatever is drafted; greedy ones are the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import pytest
+from tests.support.drafters import BrokenDrafter
+from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
+from tests.support.toy_runner import ToyRunner
+
+from baton.config import EngineConfig
+from baton.engine.core import EngineCore
+from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.request import EngineRequest
+from baton.engine.sequence import Sequence
+from baton.engine.speculation.draft_model import ModelDrafter
+from baton.engine.speculation.drafter import Drafter, Proposal
+from baton.grammar import regex_grammar
+from baton.types import FinishReason, RequestId, SamplingParams
+from baton_kernels import rejection
+
+PROMPT = [5, 9, 14, 3, 21, 7, 10]
+DRAWN = SamplingParams(temperature=1.0, top_k=4, max_tokens=4, ignore_eos=True)
+COUNT = 2500
+CHI_SQUARE_LIMIT = 2.0
+"""Per degree of freedom, of some tens: once in 10,000 tries at most."""
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    return make_compiler(tmp_path_factory.mktemp("tokenizer"))
+
+
+class RandomDrafter:
+    """Draws drafts from a distribution of its own, with random numbers of its own, and says so."""
+
+    name, sequential = "random", False
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+        self.accepted = 0
+
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
+        """Return draws."""
+        return [self._draft(limit) for _, limit in wanted]
+
+    def _draft(self, limit: int) -> Proposal:
+        probs = self.rng.dirichlet(np.full(VOCAB, 0.3), limit)
+        tokens = [int(self.rng.choice(VOCAB, p=each)) for each in probs]
+        return Proposal(tokens, drawn_from=probs.astype(np.float32))
+
+    def ended(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def draft_model(seed: int = 1) -> ModelDrafter:
+    """A model that is another one than the target, which has seed 0."""
+    return ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400, tell=True)
+
+
+def look_up(answers: list[list[int]]) -> BrokenDrafter:
+    """Somebody who drafts what another answer has at the same place: it was not drawn for this one."""
+
+    def draft(sequence: Sequence, limit: int) -> list[int]:
+        other = answers[int(sequence.group.request.request_id) % len(answers)]
+        return other[sequence.num_output :][:limit]
+
+    return BrokenDrafter(draft)
+
+
+DRAFTERS: dict[str, Callable[[list[list[int]]], Drafter]] = {
+    "random": lambda _: RandomDrafter(),
+    "model": lambda _: draft_model(),
+    "look-up": look_up,
+}
+
+
+def run(
+    compiler: GrammarCompiler, drafter: Drafter | None, sampling: SamplingParams, seeds: range
+) -> tuple[list[list[int]], EngineCore]:
+    """Return the answers of requests that differ by their seeds."""
+    runner = ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS)
+    config = EngineConfig(
+        block_size=4, max_num_batched_tokens=512, max_num_seqs=64, max_queue=10_000,
+        speculative_tokens=3, speculative_acceptance="rejection",
+    )  # fmt: skip
+    core = EngineCore(config, runner, runner.make_arena(600), grammars=compiler, drafter=drafter)
+    for seed in seeds:
+        constraint = None if sampling.grammar is None else compiler.constraint(sampling.grammar)
+        one = sampling.replace(seed=seed)
+        core.add_request(EngineRequest(RequestId(str(seed)), PROMPT, one, constraint=constraint))
+    found: dict[str, list[int]] = {str(seed): [] for seed in seeds}
+    while core.has_work():
+        for output in core.step():
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            found[output.request_id] += output.token_ids
+            assert [one.token_id for one in output.logprobs or ()] in ([], output.token_ids)
+    core.check_integrity()
+    return list(found.values()), core
+
+
+def chi_square(a: list[list[int]], b: list[list[int]]) -> float:
+    """Return chi-square, per degree of freedom, of whether two samples of answers are of one distribution."""
+    counts = [Counter(map(tuple, each)) for each in (a, b)]
+    common = [key for key, total in (counts[0] + counts[1]).items() if total >= 10]
+    table = np.array([[each[key] for key in common] for each in counts], np.float64)
+    rest = np.array([len(each) for each in (a, b)]) - table.sum(1)
+    table = np.concatenate([table, rest[:, None]], 1) if rest.sum() else table
+    expected = table.sum(0)[None] * table.sum(1)[:, None] / table.sum()
+    return float(((table - expected) ** 2 / expected).sum() / (table.shape[1] - 1))
+
+
+@pytest.fixture(scope="module")
+def plain(compiler: GrammarCompiler) -> list[list[int]]:
+    return run(compiler, None, DRAWN, range(COUNT))[0]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_answers_are_distributed_as_without_drafts(
+    compiler: GrammarCompiler, plain: list[list[int]], name: str
+) -> None:
+    answers, core = run(compiler, DRAFTERS[name](plain), DRAWN, range(COUNT, 2 * COUNT))
+    assert core.speculator is not None
+    assert sum(core.speculator.stats.accepted.values()) > 50  # else nothing was tried
+    assert chi_square(plain, answers) < CHI_SQUARE_LIMIT
+
+
+def test_a_wrong_rule_of_acceptance_is_noticed(
+    compiler: GrammarCompiler, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rejection, "uniforms", lambda keys, numbers: np.zeros((1, 1)))  # all that is possible is kept
+    answers, _ = run(compiler, RandomDrafter(), DRAWN, range(COUNT, 2 * COUNT))
+    assert chi_square(plain, answers) > 2 * CHI_SQUARE_LIMIT
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(compiler: GrammarCompiler) -> None:
+    _, core = run(compiler, draft_model(0), DRAWN, range(50))
+    assert core.speculator is not None
+    assert core.speculator.stats.accepted == core.speculator.stats.drafted
+
+
+def test_greedy_answers_are_the_same(compiler: GrammarCompiler) -> None:
+    greedy = DRAWN.replace(temperature=0.0, top_k=0, max_tokens=20, logprobs=2)
+    assert run(compiler, draft_model(), greedy, range(3))[0] == run(compiler, None, greedy, range(3))[0]
+
+
+def test_what_a_grammar_takes_of_a_draft_is_no_draw_from_the_whole(compiler: GrammarCompiler) -> None:
+    guided = DRAWN.replace(top_k=0, grammar=regex_grammar("[a-e]{12}"), logprobs=0)
+    plain, _ = run(compiler, None, guided, range(COUNT))
+    answers, core = run(compiler, draft_model(), guided, range(COUNT, 2 * COUNT))
+    assert core.speculator is not None
+    assert sum(core.speculator.stats.accepted.values()) > 50
+    assert chi_square([each[:2] for each in plain], [each[:2] for each in answers]) < CHI_SQUARE_LIMIT
