@@ -44,7 +44,7 @@ LOGGER = logging.getLogger("train_demo_model")
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "baton-tiny"
 TOOLS_DEFAULTS: dict[str, Any] = {
     "out": DEFAULT_OUT.with_name("baton-tiny-tools"), "minutes": 15.0, "rows": 16, "vocab": 896, "layers": 3,
-    "answers": 1024, "warmup": 100,
+    "answers": 1024, "warmup": 200, "lr": 2e-3,
 }  # fmt: skip
 """What ``--tools`` changes of the defaults."""
 CURVE_ROWS = 32

@@ -18,6 +18,7 @@ import torch.nn.functional as functional
 import transformers
 
 from .card import render_tool_card
+from .induction import start_with_induction
 from .tokenizer import TURN_END, train_tokenizer
 from .tool_conversations import ConversationMaker, Exchange
 from .training import Shape, build_model, learning_rate, make_optimizer, save_model
@@ -60,9 +61,9 @@ CHAT_TEMPLATE = """\
 """
 SHAPE = Shape(hidden=128, mlp=256, heads=4, kv_heads=2)
 MAX_CONTEXT = 1024
-REPEATED, REPEATED_AT_FIRST = 0.15, 0.7
+REPEATED, REPEATED_AT_FIRST = 0.1, 0.4
 """Share of the rows in which made-up tokens come again and again: to copy is learnt from them first."""
-FIRST_PART = 0.2
+FIRST_PART = 0.1
 """Of the training: over it their share falls from the second to the first, and what is repeated grows longer."""
 MAX_PERIOD = 24
 CURVE_STEPS, CURVE_ANSWERS, MEASURED_ROWS = 200, 128, 32
@@ -214,6 +215,7 @@ def run(args: argparse.Namespace, arguments: list[str], started: float) -> None:
     tokenizer = make_tokenizer(args.vocab, args.seed)
     LOGGER.info("vocabulary %d, an untrained model loses %.2f", len(tokenizer), math.log(len(tokenizer)))
     model = build_model(tokenizer, args.layers, SHAPE, MAX_CONTEXT)
+    start_with_induction(model)
     training = train(model, tokenizer, args, started)
     shape = save_model(args.out, model, tokenizer)
     model.to(torch.float32).eval()  # the rounded weights are what is measured

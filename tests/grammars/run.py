@@ -164,7 +164,7 @@ def costly() -> list[str]:
         "enum of 100,000 strings": lambda: json_schema_grammar({"enum": names}, "s"),
         "choice of 100,000 strings": lambda: choice_grammar(names),
         "enum of 25,000 strings": lambda: json_schema_grammar({"enum": [str(i) for i in range(25_000)]}, "s"),
-        "schema 500 deep": lambda: json_schema_grammar(deep(0), "s"),
+        "schema 500 deep": lambda: json_schema_grammar(deep(), "s"),
         "(a|b)*a(a|b){20}": lambda: regex_grammar("(a|b)*a(a|b){20}"),
         "(a+)+b": lambda: regex_grammar("(a+)+b"),
         "((a{100}){100}){100}": lambda: regex_grammar("((a{100}){100}){100}"),

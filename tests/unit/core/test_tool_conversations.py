@@ -7,8 +7,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
+from scripts.demo_model.induction import start_with_induction
 from scripts.demo_model.tool_conversations import ConversationMaker, Exchange
-from scripts.demo_model.tool_training import CALL_TOKENS, ToolRows, make_tokenizer
+from scripts.demo_model.tool_training import CALL_TOKENS, MAX_CONTEXT, SHAPE, ToolRows, make_tokenizer
+from scripts.demo_model.training import build_model
 
 from baton.dialects import CallArguments, CallStart, DialectParser
 from baton.dialects.choice import choose_dialects
@@ -59,6 +62,24 @@ def test_what_is_copied_has_the_same_tokens_wherever_it_stands(tokenizer: Any) -
     for token in CALL_TOKENS:
         assert tokenizer.decode(ids(token), skip_special_tokens=True) == token
         assert len(ids(token)) == 1
+
+
+def test_the_model_begins_with_a_circuit_that_copies(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    model = build_model(tokenizer, 3, SHAPE, MAX_CONTEXT)
+    tokens = torch.stack([torch.randperm(400)[:20] + 60 for _ in range(16)])
+    rows = torch.cat([torch.full((16, 1), tokenizer.bos_token_id), tokens, tokens], 1)
+    with torch.no_grad():
+        before, _ = copied(model, rows), start_with_induction(model)
+        after = copied(model, rows)
+    assert before < 0.05
+    assert after > 0.5
+
+
+def copied(model: Any, rows: torch.Tensor) -> float:
+    """Return the share of tokens of the second half that the model says after what came before."""
+    likeliest = model(input_ids=rows, use_cache=False).logits[:, 21:-1].argmax(-1)
+    return float((likeliest == rows[:, 22:]).float().mean())
 
 
 def test_words_that_are_held_out_are_in_no_training() -> None:

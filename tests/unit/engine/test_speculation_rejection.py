@@ -25,7 +25,7 @@ from baton_kernels import rejection
 
 PROMPT = [5, 9, 14, 3, 21, 7, 10]
 DRAWN = SamplingParams(temperature=1.0, top_k=4, max_tokens=4, ignore_eos=True)
-COUNT = 2500
+COUNT, FEW = 1200, 500
 CHI_SQUARE_LIMIT = 2.0
 """Per degree of freedom, of some tens: once in 10,000 tries at most."""
 
@@ -36,20 +36,20 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 class RandomDrafter:
-    """Draws drafts from a distribution of its own, with random numbers of its own, and says so."""
+    """Draws drafts from a distribution of its own over the first tokens, and says so."""
 
     name, sequential = "random", False
 
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(1)
-        self.accepted = 0
+    def __init__(self, tokens: int = VOCAB) -> None:
+        self.rng, self.tokens = np.random.default_rng(1), tokens
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
         """Return draws."""
         return [self._draft(limit) for _, limit in wanted]
 
     def _draft(self, limit: int) -> Proposal:
-        probs = self.rng.dirichlet(np.full(VOCAB, 0.3), limit)
+        probs = np.zeros((limit, VOCAB))
+        probs[:, : self.tokens] = self.rng.dirichlet(np.full(self.tokens, 0.3), limit)
         tokens = [int(self.rng.choice(VOCAB, p=each)) for each in probs]
         return Proposal(tokens, drawn_from=probs.astype(np.float32))
 
@@ -132,12 +132,18 @@ def test_answers_are_distributed_as_without_drafts(
     assert chi_square(plain, answers) < CHI_SQUARE_LIMIT
 
 
-def test_a_wrong_rule_of_acceptance_is_noticed(
-    compiler: GrammarCompiler, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rejection, "uniforms", lambda keys, numbers: np.zeros((1, 1)))  # all that is possible is kept
-    answers, _ = run(compiler, RandomDrafter(), DRAWN, range(COUNT, 2 * COUNT))
-    assert chi_square(plain, answers) > 2 * CHI_SQUARE_LIMIT
+def test_a_wrong_rule_of_acceptance_is_noticed(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, first = DRAWN.replace(top_k=0), range(FEW)
+    samples = []
+    for drafter in (None, RandomDrafter(), None):
+        if drafter is not None:
+            monkeypatch.setattr(rejection, "uniforms", lambda keys, numbers: np.zeros((1, 1)))  # all drafts are kept
+        answers, _ = run(compiler, drafter, free, first)
+        samples.append([each[:2] for each in answers])
+        first = range(first.stop, first.stop + FEW)
+    right, wrong, again = samples
+    assert chi_square(right, again) < CHI_SQUARE_LIMIT
+    assert chi_square(right, wrong) > 2 * CHI_SQUARE_LIMIT
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(compiler: GrammarCompiler) -> None:
@@ -152,9 +158,9 @@ def test_greedy_answers_are_the_same(compiler: GrammarCompiler) -> None:
 
 
 def test_what_a_grammar_takes_of_a_draft_is_no_draw_from_the_whole(compiler: GrammarCompiler) -> None:
-    guided = DRAWN.replace(top_k=0, grammar=regex_grammar("[a-e]{12}"), logprobs=0)
-    plain, _ = run(compiler, None, guided, range(COUNT))
-    answers, core = run(compiler, draft_model(), guided, range(COUNT, 2 * COUNT))
+    guided = DRAWN.replace(top_k=0, max_tokens=3, grammar=regex_grammar("[a-e]{3}"), logprobs=0)
+    plain, _ = run(compiler, None, guided, range(FEW))
+    answers, core = run(compiler, RandomDrafter(8), guided, range(FEW, 2 * FEW))  # five of them are allowed
     assert core.speculator is not None
     assert sum(core.speculator.stats.accepted.values()) > 50
     assert chi_square([each[:2] for each in plain], [each[:2] for each in answers]) < CHI_SQUARE_LIMIT
