@@ -215,7 +215,8 @@ class StepMasks:
         guided = [row.constraint for row in rows if row.constraint.started]
         if guided:
             self._fill(guided, memory)
-        filled = zip(memory, memory[: len(guided)].any(axis=1).tolist(), strict=False)
+        some_of: list[bool] = np.any(memory[: len(guided)], axis=1).tolist()
+        filled = zip(memory, some_of, strict=False)
         found = list[TokenMask]()
         for row in rows:
             constraint = row.constraint
