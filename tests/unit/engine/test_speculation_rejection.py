@@ -162,5 +162,5 @@ def test_what_a_grammar_takes_of_a_draft_is_no_draw_from_the_whole(compiler: Gra
     plain, _ = run(compiler, None, guided, range(FEW))
     answers, core = run(compiler, RandomDrafter(8), guided, range(FEW, 2 * FEW))  # five of them are allowed
     assert core.speculator is not None
-    assert sum(core.speculator.stats.accepted.values()) > 50
+    assert sum(core.speculator.stats.accepted.values()) > 20
     assert chi_square([each[:2] for each in plain], [each[:2] for each in answers]) < CHI_SQUARE_LIMIT
