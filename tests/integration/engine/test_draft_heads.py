@@ -171,7 +171,7 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 def test_heads_need_a_model_in_one_process(references: References) -> None:
-    from baton.engine.speculation.drafter import load_drafter
+    from baton.engine.speculation.methods import load_drafter
 
     target = references.checkpoint("llama")
     for method in METHODS:

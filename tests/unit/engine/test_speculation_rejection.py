@@ -62,7 +62,9 @@ class RandomDrafter:
 
 def draft_model(seed: int = 1) -> ModelDrafter:
     """A model that is another one than the target, which has seed 0."""
-    return ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400, tell=True)
+    drafter = ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400)
+    drafter.tells_draws = True
+    return drafter
 
 
 def look_up(answers: list[list[int]]) -> BrokenDrafter:

@@ -177,9 +177,7 @@ class ChainDrafter(ABC, Generic[StateT]):
             self.ended(sequence)
 
 
-def _note_draws(
-    jobs: SequenceOf[_Job[StateT]], logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]
-) -> None:
+def _note_draws(jobs: SequenceOf[_Job[StateT]], logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]) -> None:
     """Keep what the tokens of sequences that draw were drawn from."""
     for i, job in enumerate(jobs):
         if not job.row.params.greedy and i not in bad:

@@ -13,6 +13,7 @@ import torch
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """How one sequence may go on.
