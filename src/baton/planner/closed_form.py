@@ -7,6 +7,7 @@ no more than what its link carries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Bounds:
         decode: Outputs that decode instances generate within the targets, if they compute no prompts.
         decodes: Decode instances.
         busy_s: Seconds of a decode instance per output.
-        own_s: Seconds of a decode instance per prompt that it computes beside its outputs.
+        own_s: Seconds of a decode instance per prompt that it computes beside its outputs; infinite: it does not.
         batch: Sequences per decode instance within the targets and the pool.
         prompt_s: Seconds of a prompt of mean length, less what can be cached, where prompts are computed.
     """
@@ -51,6 +52,8 @@ class Bounds:
         apart = min(self.prefill, self.link)
         if apart >= self.decode:
             return self.decode
+        if math.isinf(self.own_s):
+            return apart
         return (self.decodes + apart * self.own_s) / (self.busy_s + self.own_s)
 
     @property
@@ -85,7 +88,9 @@ def bounds(deployment: Deployment, workload: Workload, slos: Mapping[str, float]
         decode=deployment.decodes / busy,
         decodes=deployment.decodes,
         busy_s=busy,
-        own_s=max(0.0, own - deployment.decode.overlap * deployment.decode.decode.fixed_s),
+        own_s=math.inf
+        if deployment.threshold is not None
+        else max(0.0, own - deployment.decode.overlap * deployment.decode.decode.fixed_s),
         batch=batch,
         prompt_s=prompt_s,
     )

@@ -32,6 +32,8 @@ def cluster_yaml(found: Found, model: str, slos: Mapping[str, float], comments: 
         if count and (flags := _shape_flags(engine)):
             lines += ["", f"{role}:", "  flags:", *flags]
     lines += ["", "router:", "  flags:", f"    policy: {deployment.policy}"]
+    if deployment.threshold is not None:
+        lines.append(f"    remote-prefill-threshold: {deployment.threshold}")
     return "\n".join(lines) + "\n"
 
 

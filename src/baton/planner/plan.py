@@ -12,7 +12,17 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.planner.closed_form import kv_bandwidth_needed
 from baton.planner.profile import Profile
-from baton.planner.search import Found, Goal, Search, candidates, describe, fitting_engines, limit_of, make_deployment
+from baton.planner.search import (
+    Found,
+    Goal,
+    Search,
+    candidates,
+    describe,
+    fitting_engines,
+    limit_of,
+    make_deployment,
+    strictly_apart,
+)
 from baton.planner.simulator.outcome import Outcome
 from baton.planner.simulator.routing import MakeRouting
 from baton.planner.simulator.simulation import Deployment
@@ -124,6 +134,7 @@ class Plan:
         return {
             "deployment": describe(deployment),
             "ratio": deployment.ratio,
+            "remote_prefill_threshold": deployment.threshold,
             "prefill": {"tp": deployment.prefill.tp, "pp": deployment.prefill.pp} if deployment.prefills else None,
             "decode": {"tp": deployment.decode.tp, "pp": deployment.decode.pp},
             "gpus": deployment.devices,
@@ -215,4 +226,5 @@ def _of_ratio(options: PlanOptions, ratio: tuple[int, int]) -> list[Deployment]:
     engines = fitting_engines(options.profile, goal, options.workload.longest)
     if not ratio[0]:
         return [make_deployment(options.profile, goal, ratio, (engine, engine)) for engine in engines]
-    return [make_deployment(options.profile, goal, ratio, (p, d)) for p in engines for d in engines]
+    shared = [make_deployment(options.profile, goal, ratio, (p, d)) for p in engines for d in engines]
+    return [*shared, *map(strictly_apart, shared)]

@@ -1,8 +1,10 @@
 """Which deployment serves most requests within the targets, per GPU.
 
 Goodput is DistServe's: the highest rate at which a share of the requests (90 %) keeps all targets. Candidates are all
-ratios and parallel shapes that use the GPUs up, and those without prefill instances. The closed forms say how much each
-can do at most; candidates are tried in that order, and one that could not beat the best is not simulated at all.
+ratios and parallel shapes that use the GPUs up, those with prefill instances twice: with the router's policy free to
+let decode instances compute prompts that prefill has no time for, and without; and those without prefill instances.
+The closed forms say how much each can do at most; candidates are tried in that order, and one that could not beat the
+best is not simulated at all.
 """
 
 from __future__ import annotations
@@ -117,6 +119,11 @@ def make_deployment(
     )
 
 
+def strictly_apart(deployment: Deployment) -> Deployment:
+    """Return a deployment whose decode instances compute no prompts but short ones, however busy prefill is."""
+    return dataclasses.replace(deployment, threshold=deployment.limits.remote_prefill_threshold)
+
+
 def fitting_engines(profile: Profile, goal: Goal, longest: int) -> list[EngineProfile]:
     """Return the engines of the shapes to try whose KV pool holds a request of ``longest`` tokens.
 
@@ -155,7 +162,9 @@ def candidates(profile: Profile, goal: Goal, longest: int = 0) -> Iterator[Deplo
                 y = (goal.gpus - x * prefill.devices) // decode.devices
                 left = goal.gpus - x * prefill.devices - y * decode.devices
                 if y >= 1 and left < prefill.devices:
-                    yield make_deployment(profile, goal, (x, y), (prefill, decode))
+                    shared = make_deployment(profile, goal, (x, y), (prefill, decode))
+                    yield shared
+                    yield strictly_apart(shared)
 
 
 class Search:
@@ -276,7 +285,10 @@ class Search:
 
 
 def describe(deployment: Deployment) -> str:
-    """Return a deployment in words: ratio, and the instances' shapes where they are of several GPUs."""
+    """Return a deployment in words: ratio, and the instances' shapes where they are of several GPUs.
+
+    ``strict`` ones have ``--remote-prefill-threshold`` of the router: decode instances do not help out with prompts.
+    """
     shapes = []
     for role, count, engine in (
         ("prefill", deployment.prefills, deployment.prefill),
@@ -284,7 +296,8 @@ def describe(deployment: Deployment) -> str:
     ):
         if count and engine.devices > 1:
             shapes.append(f"{role} tp {engine.tp}" + (f" pp {engine.pp}" if engine.pp > 1 else ""))
-    return " ".join([deployment.ratio, *([f"({', '.join(shapes)})"] if shapes else [])])
+    name = deployment.ratio + (" strict" if deployment.threshold is not None else "")
+    return " ".join([name, *([f"({', '.join(shapes)})"] if shapes else [])])
 
 
 def limit_of(found: Found, goal: Goal) -> str:

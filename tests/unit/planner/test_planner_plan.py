@@ -149,7 +149,9 @@ def test_candidates_use_the_gpus_and_are_tried_once():
     found = list(candidates(PROFILE, goal(gpus=6, tps=(1, 2), pps=(1,))))
     names = [describe(each) for each in found]
     assert len(names) == len(set(names))
-    assert {"0P6D", "0P3D (decode tp 2)", "3P3D", "2P2D (decode tp 2)", "2P2D (prefill tp 2)"} <= set(names)
+    assert {"0P6D", "0P3D (decode tp 2)", "3P3D", "3P3D strict", "2P2D (decode tp 2)", "2P2D (prefill tp 2)"} <= set(
+        names
+    )
     for each in found:
         assert each.devices <= 6
         assert each.devices > 6 - max(each.prefill.devices, each.decode.devices)

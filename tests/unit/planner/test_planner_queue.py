@@ -146,10 +146,12 @@ def test_no_more_is_served_than_the_bounds_allow():
         outcome = Simulation(deployment, VirtualRouter).run(workload.requests, speedup=3 * bound.rate)
         assert 0.6 * bound.rate < len(outcome.requests) / outcome.seconds < 1.02 * bound.rate
         if prefills:
-            apart = min(bound.prefill, bound.link, bound.decode)
-            straight = Simulation(dataclasses.replace(deployment, prefills=1, decodes=1), Straight)
-            outcome = straight.run(workload.requests, speedup=3 * bound.rate)
-            assert len(outcome.requests) / outcome.seconds < 1.02 * apart
+            strict = dataclasses.replace(deployment, threshold=64)
+            apart = bounds(strict, workload, {})
+            assert apart.rate == min(bound.prefill, bound.link, bound.decode)
+            outcome = Simulation(strict, VirtualRouter).run(workload.requests, speedup=3 * bound.rate)
+            assert all(each.remote for each in outcome.requests)
+            assert 0.6 * apart.rate < len(outcome.requests) / outcome.seconds < 1.02 * apart.rate
 
 
 def test_a_link_that_is_too_slow_is_what_binds():

@@ -59,7 +59,7 @@ class VirtualRouter:
             make_policy(fleet.policy, context),
             SchedulerMetrics(CollectorRegistry()),
             max_prefills=1,
-            threshold=None,
+            threshold=fleet.threshold,
             speeds=self._speeds,
             seed=fleet.seed,
         )

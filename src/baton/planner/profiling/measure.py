@@ -49,7 +49,7 @@ def profile_engine(config: EngineConfig, *, isl: int, repeats: int, pipe: str, s
     # Random prompts that begin alike would be found in the cache.
     core = build_engine(dataclasses.replace(config, prefix_caching=False))
     try:
-        meter = _Meter(core, isl, repeats)
+        meter = _Meter(core, config, isl, repeats)
         step("prompts", 3)
         prefill, prefill_fit = fit_prefill(meter.prompts())
         step("decodes", 2)
@@ -89,13 +89,13 @@ class _Meter:
 
     Args:
         core: The engine.
+        config: What it was told.
         isl: Longest prompt.
         repeats: How often each is measured.
     """
 
-    def __init__(self, core: EngineCore, isl: int, repeats: int) -> None:
-        self._core, self._repeats = core, repeats
-        self._config = core._config
+    def __init__(self, core: EngineCore, config: EngineConfig, isl: int, repeats: int) -> None:
+        self._core, self._config, self._repeats = core, config, repeats
         room = min(core.max_model_len, core.stats().num_blocks * self._config.block_size) - _DECODE_STEPS - _WARM_UP - 2
         if not 16 <= isl <= room:
             raise ConfigError(f"--isl must be between 16 and the {room} tokens that fit, got {isl}", field="isl")

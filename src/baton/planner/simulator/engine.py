@@ -243,9 +243,10 @@ class SimulatedEngine:
         if self.decoding:
             self._decoded(began, 1)
         for sequence, count in plan:
+            first = sequence.computed // BLOCK_TOKENS
             sequence.computed += count
             self.use.prompt_tokens += count
-            self.cache.store(sequence.names[: sequence.computed // BLOCK_TOKENS])
+            self.cache.store(sequence.names[first : sequence.computed // BLOCK_TOKENS])
             if not sequence.missing:
                 self.prefilling.remove(sequence)
                 if not sequence.pinned:
@@ -420,6 +421,7 @@ class SimulatedEngine:
             return
         sequence.computed = max(sequence.computed, matched)
         self.use.matched_tokens += sequence.computed
+        self.cache.store(sequence.names[: sequence.computed // BLOCK_TOKENS])
         insort(self.prefilling, sequence, key=_by_key)
 
     def _matched(self, sequence: SimulatedSequence) -> int:

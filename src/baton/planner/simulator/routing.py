@@ -20,6 +20,7 @@ class Fleet:
         kv_bytes_per_token: All layers.
         max_num_seqs: Sequences that an instance batches.
         policy: Name of the router's policy.
+        threshold: ``--remote-prefill-threshold`` of the router; ``None``: the policy says who computes a prompt.
         seed: Of its choices.
     """
 
@@ -28,6 +29,7 @@ class Fleet:
     kv_bytes_per_token: float
     max_num_seqs: int = 64
     policy: str = "match_minus_load"
+    threshold: int | None = None
     seed: int = 0
 
 

@@ -39,6 +39,7 @@ class Deployment:
         overheads: Beyond the engine.
         speculation: Of decode instances.
         policy: Of the router.
+        threshold: Missing prompt tokens from which prefill instances compute; ``None``: the policy decides.
         cores: Processors that all instances share; ``None``: each has its own.
         threads: Of them that each instance keeps busy.
     """
@@ -54,6 +55,7 @@ class Deployment:
     overheads: Overheads = field(default_factory=Overheads)
     speculation: Speculation = field(default_factory=Speculation)
     policy: str = "match_minus_load"
+    threshold: int | None = None
     cores: float | None = None
     threads: float = 1.0
 
@@ -119,6 +121,7 @@ class Simulation:
             deployment.kv_bytes_per_token,
             deployment.limits.max_num_seqs,
             deployment.policy,
+            deployment.threshold,
             seed,
         )
         self._routing = make_routing(fleet, lambda: self._timeline.now)

@@ -36,19 +36,8 @@ def deployment(file: Path, *flags: str) -> Iterator[str]:
         UnavailableError: It ended before it was ready, or was not ready in time.
     """
     http, grpc = free_ports(2)
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        UP_MODULE,
-        "up",
-        "-f",
-        str(file),
-        "--port",
-        str(http),
-        "--grpc-port",
-        str(grpc),
-    ]
+    words = [sys.executable, "-P", "-m", UP_MODULE, "up", "-f", str(file)]
+    words += ["--port", str(http), "--grpc-port", str(grpc), *flags]
     lines: list[str] = []
     ready = threading.Event()
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
