@@ -152,7 +152,13 @@ def profile_model(folder: Path, executor: str) -> Profile:
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Predict, measure, and return everything."""
-    profile = profile_model(folder, args.executor)
+    kept = Path(args.profile) if args.profile else None
+    if kept is not None and kept.exists():
+        profile = Profile.load(kept)
+    else:
+        profile = profile_model(folder, args.executor)
+        if kept is not None:
+            profile.save(kept)
     cores = None if args.executor == "paced" else float(args.cores)
     goal = Goal(slos=SLOS, attainment=0.9, gpus=3, precision=0.02, cores=cores)
     engine, rows = profile.engines[0], []
@@ -223,6 +229,7 @@ def main() -> int:
     parser.add_argument(
         "--ratios", default=names, help=f"to measure (default: {names}); --write keeps the others' rows"
     )
+    parser.add_argument("--profile", default="", help="keep the profile in this file, and use it if it is there")
     parser.add_argument("--requests", type=int, default=80, help="per run (default: 80)")
     parser.add_argument("--cores", type=float, default=os.cpu_count(), help="of this machine, for --executor auto")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (default: 1)")
