@@ -25,6 +25,8 @@ struct QuantizedShape {
   int32_t gated, unused;                     // gated: out_features are as many gates, then ups; VL of each are a panel
 };
 
+constexpr long SEGMENT_INPUTS = 8 * 1024 / PW;
+
 constexpr long inputs_per_step(int form) { return form == INT8 || form == FP8 ? 4 : 8; }
 constexpr long ceil_div(long n, long unit) { return (n + unit - 1) / unit; }
 
@@ -32,6 +34,7 @@ constexpr long ceil_div(long n, long unit) { return (n + unit - 1) / unit; }
 struct PackedLayout {
   long inputs, group, in_features, groups, group_steps, last_steps;
   long number_bytes, head, group_bytes, panel_bytes, panels;
+  long segment_steps, group_segments, segments;
 
   explicit PackedLayout(const QuantizedShape& a)
       : inputs(inputs_per_step(a.form)),
@@ -44,9 +47,10 @@ struct PackedLayout {
         head(number_bytes * PW * (a.own_zeros ? 2 : 1)),
         group_bytes(head + group_steps * PW * 4),
         panel_bytes(round_up((groups - 1) * group_bytes + head + last_steps * PW * 4, 64)),
-        panels(ceil_div(a.out_features, PW)) {
-    if (a.gated) panels = ceil_div(a.out_features / 2, VL);
-  }
+        panels(a.gated ? ceil_div(a.out_features / 2, VL) : ceil_div(a.out_features, PW)),
+        segment_steps(SEGMENT_INPUTS / inputs),
+        group_segments(ceil_div(group_steps, segment_steps)),
+        segments((groups - 1) * group_segments + ceil_div(last_steps, segment_steps)) {}
 
   long steps(long g) const { return g + 1 == groups ? last_steps : group_steps; }
   // The row of the weight that column c of a panel is, or -1: none.
@@ -87,19 +91,10 @@ struct Segment {
   long group, first, steps, at;  // first: step of its group; at: of the panel
 };
 
-constexpr long SEGMENT_INPUTS = 16 * 1024 / PW;
-
-constexpr long segment_steps(const PackedLayout& a) { return SEGMENT_INPUTS / a.inputs; }
-
-// Segments of each group, and of a panel.
-inline long segments_per_group(const PackedLayout& a) { return ceil_div(a.group_steps, segment_steps(a)); }
-inline long segments_of(const PackedLayout& a) {
-  return (a.groups - 1) * segments_per_group(a) + ceil_div(a.last_steps, segment_steps(a));
-}
-
 inline Segment segment_of(const PackedLayout& a, long index) {
-  const long per_group = segments_per_group(a), g = index / per_group, first = index % per_group * segment_steps(a);
-  return {g, first, std::min(segment_steps(a), a.steps(g) - first), g * a.group_steps + first};
+  const long g = a.group_segments == 1 ? index : index / a.group_segments;
+  const long first = (index - g * a.group_segments) * a.segment_steps;
+  return {g, first, std::min(a.segment_steps, a.steps(g) - first), g * a.group_steps + first};
 }
 
 }  // namespace baton

@@ -24,7 +24,7 @@ struct Chunks {
   // Call each(segment, its index, its first chunk); returns all chunks.
   template <class F>
   static long visit(const PackedLayout& a, F each) {
-    const long segments = segments_of(a);
+    const long segments = a.segments;
     long first = 0;
     for (long i = 0; i < segments; ++i) {
       const Segment segment = segment_of(a, i);
@@ -49,7 +49,7 @@ struct AmxInt8Inputs {
   static float put(const PackedLayout& a, int, const float* x, float scale, int r, int rows, uint8_t* out,
                    int32_t* sums) {
     static thread_local Scratch memory;
-    int8_t* q = memory.get<int8_t>(a.all_steps() * a.inputs);
+    int8_t* q = memory.get<int8_t>(a.all_steps() * a.inputs + 4 * VL);
     const float damage = Int8Inputs::round(x, a.all_steps() * a.inputs, scale, q);
     Tiles::visit(a, [&](const Segment& segment, long i, long first) {
       const long count = segment.steps * a.inputs, chunks = Tiles::of(a, segment);
@@ -165,7 +165,9 @@ class AmxPanel : public Panel {
       for (int v = 0; v < 2; ++v) {
         vi whole;
         std::memcpy(&whole, products + r * PW + v * VL, sizeof whole);
-        scale(numbers, whole, input_sums[r], 0, v, block.sums + r * PW + v * VL);
+        float* to = block.sums + r * PW + v * VL;
+        store(to, load(to) + (shape_.own_zeros ? scaled_own(numbers, whole, input_sums[r], 0, v)
+                                               : scaled(numbers, whole, shape_.zero * input_sums[r], v)));
       }
   }
 
@@ -197,8 +199,8 @@ class AmxPanel : public Panel {
     const Numbers numbers(head(segment), shape_);
     const vu* from = weights(segment);
     const auto rounded = [&](int v, vu bits, int j) {
-      vf value = values(bits, j);
-      if (has_zeros(form)) value -= numbers.zero[v] - Values<form>::BASE;
+      vf value = values(bits, j) * Values<form>::factor(j);
+      if (has_zeros(form)) value -= numbers.zero[v];
       const vu whole = (vu)(value * numbers.scale[v]);
       return whole + (0x7fff + (whole >> 16 & 1));
     };

@@ -44,7 +44,7 @@ class Run {
         inner_(round_up(a.down.in_features, VL)),
         hidden_(second_.panels * PW),
         words_(round_up(std::max(I::words(first_, a.gate_up.form), I::words(second_, a.down.form)) * I::ROWS, 64)),
-        sums_(round_up(std::max(segments_of(first_), segments_of(second_)) * I::ROWS, 16)) {
+        sums_(round_up(std::max(first_.segments, second_.segments) * I::ROWS, 16)) {
     const long slots = round_up((long)plan.token.size(), 16), groups = (long)plan.groups.size();
     h_ = memory.get<float>(slots * (inner_ + hidden_ + 1) + groups * (words_ * sizeof(Word) / 4 + sums_));
     y_ = h_ + slots * inner_;

@@ -41,7 +41,9 @@ class LaidRow {
   const float* from(const T* x, const int32_t* order) {
     const long n = layout_.in_features, padded = layout_.all_steps() * layout_.inputs;
     float* natural = order || gaps_ ? natural_ : values_;
-    for (long i = 0; i < n; i += VL) store_upto(natural + i, load_upto(x + i, n - i), n - i);
+    const long even = n - n % VL;
+    for (long i = 0; i < even; i += VL) store(natural + i, load(x + i));
+    if (even < n) store_part(natural + even, load_part(x + even, (int)(n - even)), (int)(n - even));
     if (gaps_) std::fill(values_, values_ + padded, 0.0f);
     else std::fill(values_ + n, values_ + padded, 0.0f);
     if (natural == values_) return values_;
@@ -63,7 +65,7 @@ class LaidRow {
 // words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs are
 // multiplied with. Sums are [segments][rows].
 
-// Inputs as float32. A block of rows: [all_steps * inputs][rows].
+// Inputs as float32, times the factors of values. A block of rows: [all_steps * inputs][rows].
 struct FloatInputs {
   using Word = float;
   using Sum = float;
@@ -71,10 +73,12 @@ struct FloatInputs {
 
   static long words(const PackedLayout& a, int) { return a.all_steps() * a.inputs; }
 
-  static float put(const PackedLayout& a, int, const float* x, float, int r, int rows, float* out, float* sums) {
-    const long n = words(a, 0);
-    for (long i = 0; i < n; ++i) out[i * rows + r] = x[i];
-    const long segments = segments_of(a);
+  static float put(const PackedLayout& a, int form, const float* x, float, int r, int rows, float* out, float* sums) {
+    const long n = words(a, form);
+    float factors[8];
+    for (int j = 0; j < 8; ++j) factors[j] = factor_of(form, j % (int)a.inputs);
+    for (long i = 0; i < n; ++i) out[i * rows + r] = x[i] * factors[i % 8];
+    const long segments = a.segments;
     for (long i = 0; i < segments; ++i) {
       const Segment segment = segment_of(a, i);
       const float* from = x + segment.at * a.inputs;
@@ -96,7 +100,7 @@ struct Int8Inputs {
     return a.all_steps() * (form == INT8 ? Dot8::WORDS : Dot4::WORDS);
   }
 
-  // Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
+  // To q, which has room for VL more. Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
   static float round(const float* x, long n, float& scale, int8_t* q) {
     vf most = vf{}, damage = vf{};
     for (long i = 0; i < n; i += VL) {
@@ -105,12 +109,12 @@ struct Int8Inputs {
     }
     if (scale == 0) scale = largest(most) / 127.0f;
     const float inverse = scale > 1e-37f && scale < 1e37f ? 1.0f / scale : 0.0f;
-    for (long i = 0; i < n; ++i) {
-      const float v = x[i] * inverse, low = v > -127.0f ? v : -127.0f, bounded = low < 127.0f ? low : 127.0f;
-      const float shifted = bounded + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which is in the low bits
-      int32_t bits;
-      std::memcpy(&bits, &shifted, 4);
-      q[i] = (int8_t)(bits - 0x4b400000);
+    const vf bound = splat(127.0f);
+    for (long i = 0; i < n; i += VL) {
+      const vf v = load_upto(x + i, n - i) * inverse;
+      const vf bounded = select(v < bound, select(v > -bound, v, -bound), bound);
+      const vi whole = (vi)(bounded + 12582912.0f) - 0x4b400000;  // plus 1.5 * 2^23: rounded, in the low bits
+      store_bytes(q + i, whole);
     }
     return sum(damage);
   }
@@ -120,14 +124,14 @@ struct Int8Inputs {
                    int32_t* sums) {
     static thread_local Scratch memory;
     const long n = a.all_steps() * a.inputs;
-    int8_t* q = memory.get<int8_t>(n);
+    int8_t* q = memory.get<int8_t>(n + 4 * VL);
     const float damage = round(x, n, scale, q);
     if (form == INT8) {
-      spread<Dot8>(q, a.all_steps(), 4, r, rows, out);
+      spread<Dot8>(q, a.all_steps(), r, rows, out);
     } else {
-      spread<Dot4>(q, a.all_steps(), 8, r, rows, out);
+      for (long w = 0; w < n / 4; ++w) std::memcpy(out + w * rows + r, q + 4 * w, 4);
     }
-    const long segments = segments_of(a);
+    const long segments = a.segments;
     for (long i = 0; i < segments; ++i) {
       const Segment segment = segment_of(a, i);
       const int8_t* from = q + segment.at * a.inputs;
@@ -140,8 +144,18 @@ struct Int8Inputs {
 
  private:
   template <class D>
-  static void spread(const int8_t* q, long steps, long inputs, int r, int rows, uint32_t* out) {
-    for (long s = 0; s < steps; ++s) D::words(q + s * inputs, out + s * D::WORDS * rows + r, rows);
+  static void spread(const int8_t* q, long steps, int r, int rows, uint32_t* out) {
+    for (long s = 0; s < steps; s += VL) {
+      vu four;
+      std::memcpy(&four, q + 4 * s, sizeof four);
+      const int count = (int)std::min<long>(VL, steps - s);
+      for (int word = 0; word < D::WORDS; ++word) {
+        uint32_t words[VL];
+        const vu made = D::words(four, word);
+        std::memcpy(words, &made, sizeof made);
+        for (int i = 0; i < count; ++i) out[((s + i) * D::WORDS + word) * rows + r] = words[i];
+      }
+    }
   }
 };
 

@@ -34,7 +34,7 @@ class Run {
       : a_(a),
         layout_(a.shape),
         words_(round_up(I::words(layout_, a.shape.form) * I::ROWS, 64)),
-        sums_(round_up(segments_of(layout_) * I::ROWS, 64)) {}
+        sums_(round_up(layout_.segments * I::ROWS, 64)) {}
 
   // Bytes of the inputs of most rows, laid out.
   size_t input_bytes() const {

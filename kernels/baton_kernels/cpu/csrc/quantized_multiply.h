@@ -52,11 +52,10 @@ class Panel {
   // sums = inputs times this panel, for each block. tile: MEMORY.
   void multiply(const RowBlock<Int8Inputs>* blocks, int count, float*) const {
     clear(blocks, count);
-    const long segments = segments_of(layout_), bytes = segment_steps(layout_) * (long)sizeof(vu) * 2;
+    const long segments = layout_.segments, bytes = layout_.segment_steps * (long)sizeof(vu) * 2;
     const long at_once = std::max<long>(1, CACHED / std::min(bytes, layout_.group_steps * (long)sizeof(vu) * 2));
     for (long first = 0; first < segments; first += at_once)
-      for (int b = 0; b < count; ++b)
-        for (long i = first; i < std::min(segments, first + at_once); ++i) add(i, blocks[b]);
+      for (int b = 0; b < count; ++b) add(first, std::min(segments, first + at_once), blocks[b]);
   }
 
   void multiply(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
@@ -79,15 +78,14 @@ class Panel {
     return (const vu*)(head(segment) + layout_.head) + segment.first * 2;
   }
 
-  // Add products of weights, which are less by `base`, with inputs to a vector of sums.
-  void scale(const Numbers& numbers, vi products, int32_t input_sum, int base, int v, float* to) const {
-    vf exact;
-    if (shape_.own_zeros) {
-      exact = __builtin_convertvector(products, vf) - (numbers.zero[v] - (float)base) * (float)input_sum;
-    } else {
-      exact = __builtin_convertvector(products - (shape_.zero - base) * input_sum, vf);
-    }
-    store(to, load(to) + numbers.scale[v] * exact);
+  // Products of weights, which are less by `base`, with inputs, as what they stand for: groups have zeros of their own.
+  static vf scaled_own(const Numbers& numbers, vi products, int32_t input_sum, int base, int v) {
+    return numbers.scale[v] * (__builtin_convertvector(products, vf) - (numbers.zero[v] - (float)base) * (float)input_sum);
+  }
+
+  // The same where all groups have one zero: `less` is it times the sum of inputs.
+  static vf scaled(const Numbers& numbers, vi products, int32_t less, int v) {
+    return numbers.scale[v] * __builtin_convertvector(products - less, vf);
   }
 
   const QuantizedShape& shape_;
@@ -96,41 +94,62 @@ class Panel {
   const uint8_t* at_;
 
  private:
-  static constexpr long CACHED = 16 * 1024;  // bytes of a panel that stay in the first-level cache
+  static constexpr long CACHED = 8 * 1024;   // bytes of a panel that stay in the first-level cache
 
-  void add(long index, const RowBlock<Int8Inputs>& block) const {
-    const Segment segment = segment_of(layout_, index);
+  // Segments `first` to `end`.
+  void add(long first, long end, const RowBlock<Int8Inputs>& block) const {
     switch (block.rows) {
-#define BATON_ADD(R) shape_.form == INT8 ? add_rows<Dot8, R>(segment, index, block) : add_rows<Dot4, R>(segment, index, block)
+#define BATON_ADD(R) \
+  shape_.form == INT8 ? add_rows<Dot8, R>(first, end, block) : add_rows<Dot4, R>(first, end, block)
       BATON_BLOCK_ROWS(BATON_ADD)
 #undef BATON_ADD
     }
   }
 
   template <class D, int R>
-  void add_rows(const Segment& segment, long index, const RowBlock<Int8Inputs>& block) const {
-    vi products[R][2] = {};
-    const vu* values = weights(segment);
-    D::template add<R>(block.x + segment.at * D::WORDS * R, values, segment.steps, (const char*)values + QUANTIZED_AHEAD,
-                       products);
-    const Numbers numbers(head(segment), shape_);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v)
-        scale(numbers, products[r][v], block.input_sums[index * R + r], D::BASE, v, block.sums + r * PW + v * VL);
+  void add_rows(long first, long end, const RowBlock<Int8Inputs>& block) const {
+    for (long i = first; i < end; ++i) {
+      const Segment segment = segment_of(layout_, i);
+      vi products[R][2];
+      repeat<R>([&](auto r) __attribute__((always_inline)) { products[r][0] = products[r][1] = vi{}; });
+      const vu* values = weights(segment);
+      const char* ahead = (const char*)values + QUANTIZED_AHEAD;
+      D::template add<R>(block.x + segment.at * D::WORDS * R, values, segment.steps, ahead, products);
+      const Numbers numbers(head(segment), shape_);
+      const int32_t* input_sums = block.input_sums + i * R;
+      if (shape_.own_zeros) {
+        scale_rows<R>([&](auto r, auto v) __attribute__((always_inline)) {
+          return scaled_own(numbers, products[r][v], input_sums[r], D::BASE, v);
+        }, block.sums);
+      } else {
+        const int32_t zero = shape_.zero - D::BASE;
+        scale_rows<R>([&](auto r, auto v) __attribute__((always_inline)) {
+          return scaled(numbers, products[r][v], zero * input_sums[r], v);
+        }, block.sums);
+      }
+    }
   }
 
-  // Few rows: each value is unpacked in registers. Many: a segment is unpacked once for all blocks.
+  template <int R, class F>
+  static inline __attribute__((always_inline)) void scale_rows(F scaled, float* sums) {
+    repeat<R>([&](auto r) __attribute__((always_inline)) {
+      repeat<2>([&](auto v) __attribute__((always_inline)) {
+        float* to = sums + r * PW + v * VL;
+        store(to, load(to) + scaled(r, v));
+      });
+    });
+  }
+
+  // Few rows: values are unpacked in registers. Many: a segment is unpacked once for all blocks.
   template <int form>
   void multiply_floats(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
     clear(blocks, count);
     const Values<form> values(table_);
-    const long segments = segments_of(layout_);
+    const long segments = layout_.segments;
     for (long i = 0; i < segments; ++i) {
       const Segment segment = segment_of(layout_, i);
-      if (count == 1) {
-        add_few(values, segment, i, blocks[0]);
+      if (count <= (form == TABLE ? 1 : 2)) {
+        for (int b = 0; b < count; ++b) add_few(values, segment, i, blocks[b]);
         continue;
       }
       constexpr long STEPS = TILE_INPUTS / inputs_per_step(form);
@@ -156,47 +175,46 @@ class Panel {
   void add_few_rows(const Values<form>& values, const Segment& segment, long index,
                     const RowBlock<FloatInputs>& block) const {
     constexpr int INPUTS = inputs_per_step(form);
-    vf products[R][2] = {};
+    vf products[R][2];
+    repeat<R>([&](auto r) __attribute__((always_inline)) { products[r][0] = products[r][1] = vf{}; });
     const vu* at = weights(segment);
     const float* x = block.x + segment.at * INPUTS * R;
     for (long s = 0; s < segment.steps; ++s, at += 2, x += INPUTS * R) {
-      for (size_t line = 0; line < sizeof(vu) * 2; line += 64)
-        __builtin_prefetch((const char*)at + QUANTIZED_AHEAD + line, 0, 3);
+      fetch_step((const char*)at + QUANTIZED_AHEAD);
       const vu low = at[0], high = at[1];
-#pragma GCC unroll 8
-      for (int j = 0; j < INPUTS; ++j) {
+      repeat<INPUTS>([&](auto j) __attribute__((always_inline)) {
         const vf first = values(low, j), second = values(high, j);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
+        repeat<R>([&](auto r) __attribute__((always_inline)) {
           const vf inputs = splat(x[j * R + r]);
           products[r][0] += inputs * first, products[r][1] += inputs * second;
-        }
-      }
+        });
+      });
     }
     const Numbers numbers(head(segment), shape_);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) {
+    repeat<R>([&](auto r) __attribute__((always_inline)) {
+      repeat<2>([&](auto v) __attribute__((always_inline)) {
         float* to = block.sums + r * PW + v * VL;
         vf exact = products[r][v];
-        if (has_zeros(form)) exact -= (numbers.zero[v] - Values<form>::BASE) * block.input_sums[index * R + r];
+        if (has_zeros(form)) exact -= numbers.zero[v] * block.input_sums[index * R + r];
         store(to, load(to) + numbers.scale[v] * exact);
-      }
+      });
+    });
   }
 
   template <int form>
   void unpack(const Values<form>& values, const Segment& segment, float* tile) const {
     constexpr int INPUTS = inputs_per_step(form);
     const Numbers numbers(head(segment), shape_);
+    vf offsets[INPUTS][2];
+    for (int j = 0; j < INPUTS; ++j)
+      for (int v = 0; v < 2; ++v)
+        offsets[j][v] = has_zeros(form) ? numbers.zero[v] * numbers.scale[v] * (-1.0f / Values<form>::factor(j)) : vf{};
     const vu* at = weights(segment);
     for (long s = 0; s < segment.steps; ++s, at += 2)
 #pragma GCC unroll 8
       for (int j = 0; j < INPUTS; ++j, tile += PW)
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          vf value = values(at[v], j);
-          if (has_zeros(form)) value -= numbers.zero[v] - Values<form>::BASE;
-          store(tile + v * VL, value * numbers.scale[v]);
-        }
+        for (int v = 0; v < 2; ++v) store(tile + v * VL, values(at[v], j) * numbers.scale[v] + offsets[j][v]);
   }
 
   void add_tile(const float* tile, const Segment& segment, const RowBlock<FloatInputs>& block) const {
@@ -212,15 +230,18 @@ class Panel {
     const long inputs = segment.steps * layout_.inputs;
     const float* x = block.x + segment.at * layout_.inputs * R;
     vf sums[R][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) sums[r][0] = load(block.sums + r * PW), sums[r][1] = load(block.sums + r * PW + VL);
+    repeat<R>([&](auto r) __attribute__((always_inline)) {
+      sums[r][0] = load(block.sums + r * PW), sums[r][1] = load(block.sums + r * PW + VL);
+    });
     for (long k = 0; k < inputs; ++k, tile += PW, x += R) {
       const vf low = load(tile), high = load(tile + VL);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) sums[r][0] += splat(x[r]) * low, sums[r][1] += splat(x[r]) * high;
+      repeat<R>([&](auto r) __attribute__((always_inline)) {
+        sums[r][0] += splat(x[r]) * low, sums[r][1] += splat(x[r]) * high;
+      });
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) store(block.sums + r * PW, sums[r][0]), store(block.sums + r * PW + VL, sums[r][1]);
+    repeat<R>([&](auto r) __attribute__((always_inline)) {
+      store(block.sums + r * PW, sums[r][0]), store(block.sums + r * PW + VL, sums[r][1]);
+    });
   }
 };
 

@@ -1,6 +1,8 @@
 // How rows of inputs are multiplied with a segment of quantized weights: rounded to int8 and summed in integers, or as
 // they are in float32.
 #pragma once
+#include <utility>
+
 #include "quantized.h"
 
 namespace baton {
@@ -12,15 +14,23 @@ constexpr long QUANTIZED_AHEAD = 4096;  // bytes that a streamed panel is fetche
 #if defined(BATON_AVX512)
 typedef __m512i Bytes;
 inline Bytes add_pairs16(vu a, vu b) { return _mm512_madd_epi16((Bytes)a, (Bytes)b); }
-inline Bytes add_pairs8(vu a, vu b) { return _mm512_maddubs_epi16((Bytes)a, (Bytes)b); }
-inline Bytes add16(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
 inline vu shift16(vu a, int n) { return (vu)_mm512_srli_epi16((Bytes)a, n); }
 #elif defined(__AVX2__)
 typedef __m256i Bytes;
 inline Bytes add_pairs16(vu a, vu b) { return _mm256_madd_epi16((Bytes)a, (Bytes)b); }
-inline Bytes add_pairs8(vu a, vu b) { return _mm256_maddubs_epi16((Bytes)a, (Bytes)b); }
-inline Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
 inline vu shift16(vu a, int n) { return (vu)_mm256_srli_epi16((Bytes)a, n); }
+#endif
+#if defined(__AVX2__)
+// sum += pairs of products, in 32 or in 16 bits. One instruction behind the other, as registers are scarce: compilers
+// gather the products first, and put them into memory.
+inline void add_products16(vi& sum, vu a, vu b) {
+  vi products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
+}
+inline void add_products8(Bytes& sum, vu unsigned_bytes, vu b) {
+  Bytes products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(unsigned_bytes), "v"(b));
+}
 #endif
 #if defined(BATON_AVX512) && defined(__AVX512VNNI__)
 #define BATON_VNNI 1
@@ -31,10 +41,19 @@ inline vi add_quads(vi sum, vu a, vu b) { return (vi)_mm256_dpbusd_avx_epi32((By
 #endif
 
 inline vu splat_word(uint32_t x) { return x - vu{}; }
-inline uint32_t word_of(const int8_t* q) {
-  uint32_t word;
-  std::memcpy(&word, q, 4);
-  return word;
+// The low bytes of VL integers.
+inline void store_bytes(int8_t* to, vi x) {
+#if defined(BATON_AVX512)
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((Bytes)x));
+#elif defined(__AVX2__)
+  const Bytes low = _mm256_shuffle_epi8((Bytes)x, _mm256_set1_epi32(0x0c080400));
+  const int words[2] = {_mm256_extract_epi32(low, 0), _mm256_extract_epi32(low, 4)};
+  std::memcpy(to, words, sizeof words);
+#else
+  typedef int8_t narrow __attribute__((vector_size(VL)));
+  const narrow bytes = __builtin_convertvector(x, narrow);
+  std::memcpy(to, &bytes, VL);
+#endif
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -53,53 +72,74 @@ inline vi add_quads(vi sum, vu a, uint32_t b) {
 inline vi add_quads(vi sum, vu a, vu b) { return add_quads(sum, a, b[0]); }
 #endif
 
-// WORDS: 32-bit words of a row's inputs per step, which lie `apart` from each other. BASE: what weights are less by.
+// Call each(i) for constants i from 0 to N: arrays that are indexed by them become registers before anything else is
+// decided about them, which unrolled loops do not always bring about.
+template <class F, size_t... I>
+inline __attribute__((always_inline)) void repeat_for(F each, std::index_sequence<I...>) {
+  (each(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+inline __attribute__((always_inline)) void repeat(F each) {
+  repeat_for(each, std::make_index_sequence<N>{});
+}
+
+inline void fetch_step(const char* ahead) {
+  __builtin_prefetch(ahead, 0, 3);
+  if (sizeof(vu) == 64) __builtin_prefetch(ahead + 64, 0, 3);
+}
+
+// Products of integers. BASE: what weights are less by. WORDS: 32-bit words of a row's inputs per step; words() makes word
+// `word` of VL steps of inputs that it is given as words of four. add(): sums[R][2] += x[steps][WORDS][R] * weights[steps][2].
 struct Dot8 {
   static constexpr int BASE = BYTE_BASE;
 #if defined(__AVX2__) && !defined(BATON_VNNI)
   static constexpr int WORDS = 2;  // inputs 0 and 2, 1 and 3, in 16 bits: sums of pairs of bytes could saturate
-  static void words(const int8_t* q, uint32_t* out, long apart) {
-    for (int i = 0; i < 2; ++i) out[i * apart] = (uint16_t)q[i] | (uint32_t)(uint16_t)q[i + 2] << 16;
+  static vu words(vu four, int word) {
+    const vi first = (vi)(four << (24 - 8 * word)) >> 24, second = (vi)(four << (8 - 8 * word)) >> 24;
+    return ((vu)first & 0xffffu) | (vu)second << 16;
+  }
+
+  template <int R>
+  static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
+    vi acc[R][2];
+    repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = sums[r][0], acc[r][1] = sums[r][1]; });
+    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2, x += 2 * R) {
+      fetch_step(ahead);
+      repeat<2>([&](auto half) __attribute__((always_inline)) {
+        const vu low = half ? shift16(weights[0], 8) : weights[0] & 0x00ff00ffu;
+        const vu high = half ? shift16(weights[1], 8) : weights[1] & 0x00ff00ffu;
+        repeat<R>([&](auto r) __attribute__((always_inline)) {
+          const vu inputs = splat_word(x[half * R + r]);
+          add_products16(acc[r][0], low, inputs), add_products16(acc[r][1], high, inputs);
+        });
+      });
+    }
+    repeat<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = acc[r][0], sums[r][1] = acc[r][1]; });
   }
 #else
   static constexpr int WORDS = 1;
-  static void words(const int8_t* q, uint32_t* out, long) { *out = word_of(q); }
-#endif
-
   static constexpr uint32_t SIGN = BYTE_BASE * 0x01010101u;
+  static vu words(vu four, int) { return four; }
 
-  // sums[R][2] += x[steps][WORDS][R] * weights[steps][2]
   template <int R>
   static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
-    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2) {
-      __builtin_prefetch(ahead, 0, 3);
-      if (sizeof(vu) == 64) __builtin_prefetch(ahead + 64, 0, 3);
-#if defined(__AVX2__) && !defined(BATON_VNNI)
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half, x += R) {
-        const vu low = half ? shift16(weights[0], 8) : weights[0] & 0x00ff00ffu;
-        const vu high = half ? shift16(weights[1], 8) : weights[1] & 0x00ff00ffu;
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          const vu inputs = splat_word(x[r]);
-          sums[r][0] += (vi)add_pairs16(low, inputs), sums[r][1] += (vi)add_pairs16(high, inputs);
-        }
-      }
-#else
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        const vu inputs = splat_word(x[r]), low = weights[0] ^ SIGN, high = weights[1] ^ SIGN;
-        sums[r][0] = add_quads(sums[r][0], low, inputs), sums[r][1] = add_quads(sums[r][1], high, inputs);
-      }
-      x += R;
-#endif
+    vi acc[R][2];
+    repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = sums[r][0], acc[r][1] = sums[r][1]; });
+    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2, x += R) {
+      fetch_step(ahead);
+      const vu low = weights[0] ^ SIGN, high = weights[1] ^ SIGN;
+      repeat<R>([&](auto r) __attribute__((always_inline)) {
+        const vu inputs = splat_word(x[r]);
+        acc[r][0] = add_quads(acc[r][0], low, inputs), acc[r][1] = add_quads(acc[r][1], high, inputs);
+      });
     }
+    repeat<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = acc[r][0], sums[r][1] = acc[r][1]; });
   }
+#endif
 };
 
 struct Dot4 {
   static constexpr int BASE = 0, WORDS = 2;
-  static void words(const int8_t* q, uint32_t* out, long apart) { out[0] = word_of(q), out[apart] = word_of(q + 4); }
 
   static vu half_of(vu weights, int half) { return (half ? weights >> 4 : weights) & 0x0f0f0f0fu; }
 
@@ -107,75 +147,70 @@ struct Dot4 {
   static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
 #if defined(__AVX2__) && !defined(BATON_VNNI)
     constexpr long NARROW = 4;  // steps whose sums fit 16 bits: 8 times two of 15 * 127
-    const vu ones = splat_word(0x00010001u);
+    using Sum = Bytes;
+#else
+    constexpr long NARROW = std::numeric_limits<long>::max();
+    using Sum = vi;
+#endif
     while (steps > 0) {
-      Bytes narrow[R][2] = {};
       const long count = std::min(NARROW, steps);
-      for (long s = 0; s < count; ++s, weights += 2, ahead += sizeof(vu) * 2) {
-        __builtin_prefetch(ahead, 0, 3);
-        if (sizeof(vu) == 64) __builtin_prefetch(ahead + 64, 0, 3);
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half, x += R) {
+      Sum acc[R][2];
+      repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = acc[r][1] = Sum{}; });
+#pragma GCC unroll 1
+      for (long s = 0; s < count; ++s, weights += 2, ahead += sizeof(vu) * 2, x += 2 * R) {
+        fetch_step(ahead);
+        repeat<2>([&](auto half) __attribute__((always_inline)) {
           const vu low = half_of(weights[0], half), high = half_of(weights[1], half);
-#pragma GCC unroll 12
-          for (int r = 0; r < R; ++r) {
-            const vu inputs = splat_word(x[r]);
-            narrow[r][0] = add16(narrow[r][0], add_pairs8(low, inputs));
-            narrow[r][1] = add16(narrow[r][1], add_pairs8(high, inputs));
-          }
-        }
+          repeat<R>([&](auto r) __attribute__((always_inline)) {
+            const vu inputs = splat_word(x[half * R + r]);
+            add_some(acc[r][0], low, inputs), add_some(acc[r][1], high, inputs);
+          });
+        });
       }
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) sums[r][v] += (vi)add_pairs16((vu)narrow[r][v], ones);
+      repeat<R>([&](auto r) __attribute__((always_inline)) { widen(acc[r][0], sums[r][0]), widen(acc[r][1], sums[r][1]); });
       steps -= count;
     }
-#else
-    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2) {
-      __builtin_prefetch(ahead, 0, 3);
-      if (sizeof(vu) == 64) __builtin_prefetch(ahead + 64, 0, 3);
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half, x += R) {
-        const vu low = half_of(weights[0], half), high = half_of(weights[1], half);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          const vu inputs = splat_word(x[r]);
-          sums[r][0] = add_quads(sums[r][0], low, inputs), sums[r][1] = add_quads(sums[r][1], high, inputs);
-        }
-      }
-    }
-#endif
   }
+
+ private:
+#if defined(__AVX2__) && !defined(BATON_VNNI)
+  static void add_some(Bytes& sum, vu a, vu b) { add_products8(sum, a, b); }
+  static void widen(Bytes sum, vi& to) { to += (vi)add_pairs16((vu)sum, splat_word(0x00010001u)); }
+#else
+  static void add_some(vi& sum, vu a, vu b) { sum = add_quads(sum, a, b); }
+  static void widen(vi sum, vi& to) { to += sum; }
+#endif
 };
 
 // --- float32: inputs as they are ----------------------------------------------------------------------------------
 
-// Values of a form as float32: of input j of a step, from its vector. BASE: what zeros are less then.
+// Values of a form as float32: of input j of a step, from its vector. Integers are left where they stand in their lane,
+// which makes them larger by a power of two; factor(j): what inputs are multiplied with for that.
 template <int form>
 struct Values;
 
 template <>
 struct Values<INT8> {
-  static constexpr float BASE = 128.0f;
   explicit Values(const float*) {}
+  static constexpr float factor(int j) { return j == 3 ? 1.0f : 1.0f / (1 << 8 * j); }
   vf operator()(vu weights, int j) const {
-    return __builtin_convertvector((vi)((weights ^ 0x80808080u) << (24 - 8 * j)) >> 24, vf);
+    return __builtin_convertvector((vi)(j == 3 ? weights >> 24 : weights & 255u << 8 * j), vf);
   }
 };
 
 template <>
 struct Values<INT4> {
-  static constexpr float BASE = 0.0f;
   explicit Values(const float*) {}
+  static constexpr int shift(int j) { return j < 4 ? 8 * j : 8 * j - 28; }
+  static constexpr float factor(int j) { return j == 7 ? 1.0f : 1.0f / (1 << shift(j)); }
   vf operator()(vu weights, int j) const {
-    return __builtin_convertvector((vi)(weights >> (j < 4 ? 8 * j : 8 * j - 28) & 15), vf);
+    return __builtin_convertvector((vi)(j == 7 ? weights >> 28 : weights & 15u << shift(j)), vf);
   }
 };
 
 template <>
 struct Values<FP8> {  // e4m3: as a float32 with its exponent, which has another bias
-  static constexpr float BASE = 0.0f;
+  static constexpr float factor(int) { return 1.0f; }
   explicit Values(const float*) {}
   vf operator()(vu weights, int j) const {
     return (vf)((vi)(weights << (24 - 8 * j)) >> 4 & (int32_t)0x87f00000u) * 0x1p120f;
@@ -184,7 +219,7 @@ struct Values<FP8> {  // e4m3: as a float32 with its exponent, which has another
 
 template <>
 struct Values<TABLE> {
-  static constexpr float BASE = 0.0f;
+  static constexpr float factor(int) { return 1.0f; }
 #if defined(BATON_AVX512)
   vf table;
   explicit Values(const float* from) : table(load(from)) {}
@@ -211,6 +246,10 @@ struct Values<TABLE> {
   }
 #endif
 };
+
+inline float factor_of(int form, int j) {
+  return form == INT8 ? Values<INT8>::factor(j) : form == INT4 ? Values<INT4>::factor(j) : 1.0f;
+}
 
 constexpr bool has_zeros(int form) { return form == INT8 || form == INT4; }
 
