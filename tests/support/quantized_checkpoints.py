@@ -446,7 +446,7 @@ def quantize_checkpoint(
             plain[key] = values.mT.contiguous()
         elif form is not None and PROJECTIONS.search(key) and weight.dim() == 2:
             module = key.removesuffix(".weight")
-            packed, plain[key] = form.pack(weight, generator)
+            packed, plain[key] = form.pack(weight.float(), generator)
             del tensors[key]
             tensors |= {f"{module}.{part}": tensor for part, tensor in packed.items()}
             modules.add(module)

@@ -13,7 +13,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.child_env import child_env
 from tests.support.quantized_checkpoints import quantize_checkpoint, read_tensors
 
-LAYERS, HIDDEN, INNER = 6, 768, 2048
+LAYERS, HIDDEN, INNER = 8, 512, 1536
 SLACK = 12 << 20
 """Bytes of buffers that do not grow with the model: rotary tables, the self-check's scratch memory, the allocator's."""
 

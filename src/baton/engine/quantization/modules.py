@@ -51,12 +51,13 @@ class HeldWeight:
             return self._weight
         weight = self._read()
         for change in self._changes:
-            weight = own(change(weight))
+            weight = change(weight)
         return weight
 
     def hold(self) -> None:
         """Keep the weight in memory."""
-        self._weight = self.get()
+        if self._weight is None:
+            self._weight = own(self.get())
 
     def release(self) -> None:
         """Drop the weight from memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +11,31 @@ import torch
 
 from baton_kernels.quantized_weights import Fp8Weight, QuantizedWeight, TableWeight, join
 
+MAPPED_BYTES = 1 << 16
+"""Bytes of a weight from which on it gets a mapping of its own."""
+ALIGNMENT = 64
+
 
 def own(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a weight with memory of its own, so that the one that it is a view of can go."""
+    """Return a copy of a weight in a mapping of its own, which goes back to the system when the copy is dropped.
+
+    The allocator would keep what is dropped among what was allocated meanwhile: the memory of two copies of a model
+    while its operators are made of it, and afterwards.
+    """
     kept: dict[str, Any] = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    copies: dict[str, Any] = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in kept.items()
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() != tensor.nbytes
-    }
-    return type(weight)(**kept | copies) if copies else weight
+    tensors = {name: tensor for name, tensor in kept.items() if isinstance(tensor, torch.Tensor)}
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    memory = _memory(sum(sizes)).split(sizes)
+    for (name, tensor), part in zip(tensors.items(), memory, strict=True):
+        copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        kept[name] = copy.copy_(tensor)
+    return type(weight)(**kept)
+
+
+def _memory(size: int) -> torch.Tensor:
+    if size < MAPPED_BYTES:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def pick_rows(weight: QuantizedWeight, ranges: Sequence[range]) -> QuantizedWeight:
