@@ -7,6 +7,7 @@ model itself): they are refused. A faster path is used only if it is as close as
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -62,6 +63,7 @@ class InProcessExecutor:
         self.attention_backend = self._runner.attention_backend
         self._join()
         self._choose_path(whole, check)
+        _return_free_memory()
 
     def _join(self) -> None:
         """Wait for the other ranks; called before anything is run."""
@@ -207,3 +209,10 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """There is no other process to end."""
+
+
+def _return_free_memory() -> None:
+    """Give back to the system what the C library keeps of what loading has freed, if it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

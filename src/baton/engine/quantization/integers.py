@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, pack_nibbles
+from baton_kernels.quantized_weights import Int4Weight, Int8Weight, pack_nibbles, unpack_nibbles
 
-LITTLE_END_FIRST = tuple(range(8))
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive columns stands in each four bits of AWQ's int32, the lowest first."""
 
@@ -28,6 +27,33 @@ def unpack_int32(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None 
     return out.flatten(-2)
 
 
+def packed_weight(
+    packed: torch.Tensor,
+    columns: int,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None = None,
+) -> Int4Weight | Int8Weight:
+    """Make a form of int32 [rows, ...] that hold columns in turn, from the lowest bits on.
+
+    Args:
+        packed: Contiguous.
+        columns: Of the weight; what is packed may be longer.
+        bits: 4 or 8.
+        scales: As :func:`integer_weight` takes them.
+        zeros: Likewise.
+        order: int64 [columns], in which order columns are to stand, or ``None``.
+    """
+    values = packed.view(torch.uint8)  # little end first, as the forms have it
+    if bits == 4 and order is None:
+        return Int4Weight(values[:, : columns // 2].contiguous(), scales, _or_middle(zeros, scales))
+    values = (values if bits == 8 else unpack_nibbles(values))[:, :columns]
+    if order is None:
+        return integer_weight(values, bits, scales, zeros)
+    return integer_weight(values[:, order], bits, scales, zeros, order.int())
+
+
 def integer_weight(
     values: torch.Tensor,
     bits: int,
@@ -45,7 +71,11 @@ def integer_weight(
         order: As forms have it.
     """
     if bits == 4:
-        middle = torch.full_like(scales, 8.0) if zeros is None else zeros
-        return Int4Weight(pack_nibbles(values), scales, middle, order)
+        return Int4Weight(pack_nibbles(values), scales, _or_middle(zeros, scales), order)
     signed = (values ^ 128).view(torch.int8)
     return Int8Weight(signed, scales, None if zeros is None else zeros - 128.0, order)
+
+
+def _or_middle(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor:
+    """Zeros, or one for all groups that takes no memory."""
+    return scales.new_full((1, 1), 8.0).expand_as(scales) if zeros is None else zeros

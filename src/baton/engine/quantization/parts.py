@@ -23,7 +23,10 @@ def own(weight: QuantizedWeight) -> QuantizedWeight:
     while its operators are made of it, and afterwards.
     """
     kept: dict[str, Any] = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    tensors = {name: tensor for name, tensor in kept.items() if isinstance(tensor, torch.Tensor)}
+    # One number that stands for all zeros takes no memory as it is.
+    tensors = {
+        name: tensor for name, tensor in kept.items() if isinstance(tensor, torch.Tensor) and any(tensor.stride())
+    }
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
     memory = _memory(sum(sizes)).split(sizes)
     for (name, tensor), part in zip(tensors.items(), memory, strict=True):

@@ -93,6 +93,8 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
         model=path,
         tp=config.speculative_tp,
         pp=1,
+        quantization="none",  # the target's flags: the draft's checkpoint may be quantized itself
+        quantized_activations="auto",
         max_model_len=None,
         layer_groups=False,
         executor="auto",

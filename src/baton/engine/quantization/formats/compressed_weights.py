@@ -24,7 +24,7 @@ from baton.engine.quantization.base import (
 from baton.engine.quantization.formats.fp8 import FP8, fp8_block, fp8_shape, read_fp8_weight, static_scale
 from baton.engine.quantization.formats.gptq import group_order
 from baton.engine.quantization.formats.mxfp4 import E2M1, e8m0
-from baton.engine.quantization.integers import integer_weight, unpack_int32
+from baton.engine.quantization.integers import integer_weight, packed_weight, unpack_int32
 from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
 from baton_kernels.quantized_weights import Int4Weight, Int8Weight, TableWeight
 
@@ -217,26 +217,26 @@ def _read_integer(
     scales = grouped(read_scales(source, f"{module}.weight_scale"), rows, groups)
     middle = 1 << (args.bits - 1)
     zeros = None
-    if args.form == "pack-quantized":
-        values = unpack_int32(source.read(f"{module}.weight_packed"), args.bits)[:, :columns]
-    else:
-        signed = source.read(f"{module}.weight")
-        if args.bits == 4 and bool(((signed < -8) | (signed > 7)).any()):
-            raise tensor_error(source, f"{module}.weight", "a value is beyond 4 bits")
-        values = (signed + middle if args.bits == 4 else signed ^ -128).view(torch.uint8)
     if not args.symmetric:
         stored = source.read(f"{module}.weight_zero_point")
         if stored.dtype is torch.int32:
             zeros = unpack_int32(stored.T.contiguous(), args.bits)[:, :rows].T.float().contiguous()
         else:
             zeros = grouped(stored.float() + middle, rows, groups)
-    order = None
-    index = f"{module}.weight_g_idx"
+    order, index = None, f"{module}.weight_g_idx"
     if index in source and args.group and not bool((source.read(index) == -1).all()):
         order = group_order(source, index, args.group, columns)
+    if args.form == "pack-quantized":
+        return packed_weight(source.read(f"{module}.weight_packed"), columns, args.bits, scales, zeros, order)
+    signed = source.read(f"{module}.weight")
+    if args.bits == 4 and bool(((signed < -8) | (signed > 7)).any()):
+        raise tensor_error(source, f"{module}.weight", "a value is beyond 4 bits")
+    kept = None
     if order is not None:
-        values = values[:, order]
-    return integer_weight(values, args.bits, scales, zeros, None if order is None else order.int())
+        signed, kept = signed[:, order], order.int()
+    if args.bits == 4:
+        return integer_weight((signed + middle).view(torch.uint8), 4, scales, zeros, kept)
+    return Int8Weight(signed, scales, None if zeros is None else zeros - middle, kept)
 
 
 def _float4_shape(args: WeightArgs, source: TensorSource, module: str, values: str) -> tuple[int, int]:

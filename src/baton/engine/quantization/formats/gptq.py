@@ -24,7 +24,7 @@ from baton.engine.quantization.base import (
     read_scales,
     tensor_error,
 )
-from baton.engine.quantization.integers import integer_weight, unpack_int32
+from baton.engine.quantization.integers import packed_weight, unpack_int32
 from baton_kernels.quantized_weights import Int4Weight, Int8Weight
 
 BITS = (4, 8)
@@ -125,13 +125,10 @@ def _read(source: TensorSource, module: str, scheme: _Scheme, group: int, _: int
     scales = read_scales(source, f"{module}.scales").T.contiguous()
     zeros = unpack_int32(source.read(f"{module}.qzeros"), scheme.bits).T.float() + scheme.zero_offset
     zeros = zeros.remainder_(2**scheme.bits) if scheme.zero_offset else zeros  # 15 + 1 was stored as 0 - 1
-    values = unpack_int32(source.read(f"{module}.qweight").T.contiguous(), scheme.bits)
-    order = None
-    if f"{module}.g_idx" in source:
-        order = group_order(source, f"{module}.g_idx", group, values.shape[1])
-        values = values if order is None else values[:, order]
-    kept = None if order is None else order.int()
-    return integer_weight(values, scheme.bits, scales, zeros.contiguous(), kept)
+    packed = source.read(f"{module}.qweight").T.contiguous()
+    columns, index = packed.shape[1] * 32 // scheme.bits, f"{module}.g_idx"
+    order = group_order(source, index, group, columns) if index in source else None
+    return packed_weight(packed, columns, scheme.bits, scales, zeros.contiguous(), order)
 
 
 def group_order(source: TensorSource, name: str, group: int, columns: int) -> torch.Tensor | None:
