@@ -318,6 +318,40 @@ def test_configurations_that_are_wrong(tmp_path: Path, case: str) -> None:
     assert "quantization_config" in text
 
 
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 130),
+    st.sampled_from(["int", "float", "group", "channel", "tensor", "gptq", "Linear", "re:(", "pack-quantized", ""]),
+    st.floats(allow_nan=True),
+    st.lists(st.integers(-1, 64), max_size=3),
+    st.dictionaries(st.sampled_from(["bits", "targets", "weights", "-:.*"]), st.integers(0, 9), max_size=2),
+)
+
+
+@given(st.data())
+def test_any_configuration_is_read_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """One field, at any depth, becomes anything."""
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    config = json.loads(json.dumps(FORMATS[name].config))
+    holder = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(holder)))
+        if not isinstance(holder[key], dict) or not holder[key] or data.draw(st.booleans()):
+            break
+        holder = holder[key]
+    holder[key] = data.draw(VALUES)
+    tensors, _, metadata = packed(name)
+    source = written(tmp_path_factory.mktemp("any"), tensors, metadata)
+    refusals = []
+    try:
+        for weight in stored_weights(config, source):
+            weight.read(0)
+    except ConfigError as error:
+        refusals.append(error.message)
+    assert not any("\n" in text for text in refusals)
+
+
 def test_a_named_target_without_scales_is_refused(tmp_path: Path) -> None:
     config = ct("int-quantized", ct_weights(8, "int", "channel"), targets=["re:.*up_proj"])
     text = refusal(tmp_path, "ct-w8a16", without("weight_scale"), **config)

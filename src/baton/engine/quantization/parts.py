@@ -28,7 +28,7 @@ def own(weight: QuantizedWeight) -> QuantizedWeight:
         name: tensor for name, tensor in kept.items() if isinstance(tensor, torch.Tensor) and any(tensor.stride())
     }
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    memory = _memory(sum(sizes)).split(sizes)
+    memory = torch.split(_memory(sum(sizes)), sizes)
     for (name, tensor), part in zip(tensors.items(), memory, strict=True):
         copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         kept[name] = copy.copy_(tensor)
