@@ -1,13 +1,17 @@
-/* Conversion of KV between floating-point formats for baton.kv_transfer.copy.block_copy, block by block, fenced as copies are.
+/* Conversion of KV between formats for baton.kv_transfer.copy.block_copy, block by block, fenced as copies are.
  *
- * All go through binary32, which holds every number of the others exactly, and round to nearest, ties to even. A finite
+ * Floats: all go through binary32, which holds every number of the others exactly, and round to nearest, ties to even. A finite
  * number that the target's format could only hold as infinity is told; what is infinite or no number stays so.
+ *
+ * int8 has a scale per row (one head's K or V of one token), a bfloat16 that lies elsewhere in the block: largest
+ * magnitude / 127, rounded, and 0 below the least normal number; numbers are rounded quotients. A row with an infinite
+ * number, or with none, has no number for a scale. baton_kernels.paged_attention.quantized is the definition.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { F32, BF16, F16, FORMATS };
+enum { F32, BF16, F16, FORMATS, INT8 = FORMATS };
 
 #define INFINITE 0x7f800000u
 /* Magnitudes (as binary32) from here on are infinite in the format. */
@@ -98,6 +102,31 @@ typedef int (*cast_function)(void *to, const void *from, size_t count);
             {prefix##_f16_f32, prefix##_f16_bf16, NULL},                                    \
     }
 
+/* The largest magnitude of some numbers, as its bits: what is no number is larger than any. */
+static uint32_t plain_largest(const float *from, size_t count)
+{
+    uint32_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t size = bits_of(from[i]) & 0x7fffffff;
+        largest = size > largest ? size : largest;
+    }
+    return largest;
+}
+
+#define ROUNDER 12582912.0f /* 1.5 * 2^23: what is added to it is rounded to an integer, ties to even */
+
+static void plain_quantize(int8_t *to, const float *from, float scale, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        to[i] = (int8_t)(from[i] / scale + ROUNDER - ROUNDER);
+}
+
+static void plain_dequantize(float *to, const int8_t *from, float scale, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        to[i] = (float)from[i] * scale;
+}
+
 FOR_ALL(DEFINE_PLAIN)
 static const cast_function plain[FORMATS][FORMATS] = TABLE(plain);
 
@@ -181,6 +210,64 @@ FOR_ALL(DEFINE_AVX512)
 static const cast_function avx2[FORMATS][FORMATS] = TABLE(avx2);
 static const cast_function avx512[FORMATS][FORMATS] = TABLE(avx512);
 
+__attribute__((target("avx2"))) static uint32_t avx2_largest(const float *from, size_t count)
+{
+    __m256i largest = _mm256_setzero_si256(), all = _mm256_set1_epi32(0x7fffffff);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(from + i)), all));
+    uint32_t parts[8], rest = plain_largest(from + i, count - i);
+    _mm256_storeu_si256((__m256i *)parts, largest);
+    for (int p = 0; p < 8; p++)
+        rest = parts[p] > rest ? parts[p] : rest;
+    return rest;
+}
+
+__attribute__((target("avx2"))) static void avx2_quantize(int8_t *to, const float *from, float scale, size_t count)
+{
+    __m256 each = _mm256_set1_ps(scale);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i q = _mm256_cvtps_epi32(_mm256_round_ps(_mm256_div_ps(_mm256_loadu_ps(from + i), each),
+                                                       _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
+        _mm_storel_epi64((__m128i *)(to + i), _mm_packs_epi16(pairs, pairs));
+    }
+    plain_quantize(to + i, from + i, scale, count - i);
+}
+
+__attribute__((target("avx2"))) static void avx2_dequantize(float *to, const int8_t *from, float scale, size_t count)
+{
+    __m256 each = _mm256_set1_ps(scale);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i q = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + i)));
+        _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_cvtepi32_ps(q), each));
+    }
+    plain_dequantize(to + i, from + i, scale, count - i);
+}
+
+static int has_avx2(int bits)
+{
+    __builtin_cpu_init();
+    return bits >= 256 && __builtin_cpu_supports("avx2");
+}
+
+static uint32_t largest_of(const float *from, size_t count, int bits)
+{
+    return has_avx2(bits) ? avx2_largest(from, count) : plain_largest(from, count);
+}
+
+static void quantize(int8_t *to, const float *from, float scale, size_t count, int bits)
+{
+    (has_avx2(bits) ? avx2_quantize : plain_quantize)(to, from, scale, count);
+}
+
+static void dequantize(float *to, const int8_t *from, float scale, size_t count, int bits)
+{
+    (has_avx2(bits) ? avx2_dequantize : plain_dequantize)(to, from, scale, count);
+}
+
 static cast_function choose(int from, int to, int bits)
 {
     __builtin_cpu_init();
@@ -191,6 +278,24 @@ static cast_function choose(int from, int to, int bits)
     return plain[from][to];
 }
 #else
+static uint32_t largest_of(const float *from, size_t count, int bits)
+{
+    (void)bits;
+    return plain_largest(from, count);
+}
+
+static void quantize(int8_t *to, const float *from, float scale, size_t count, int bits)
+{
+    (void)bits;
+    plain_quantize(to, from, scale, count);
+}
+
+static void dequantize(float *to, const int8_t *from, float scale, size_t count, int bits)
+{
+    (void)bits;
+    plain_dequantize(to, from, scale, count);
+}
+
 static cast_function choose(int from, int to, int bits)
 {
     (void)bits;
@@ -198,9 +303,12 @@ static cast_function choose(int from, int to, int bits)
 }
 #endif
 
-/* Part of a block: where it begins in the source's block and in the target's, in bytes, and its elements. */
+static const size_t SIZES[] = {sizeof(f32), sizeof(bf16), sizeof(f16), sizeof(int8_t)};
+
+/* Rows of numbers of a block: where they begin in the source's block and in the target's, and where their scales do (-1:
+ * they have none), in bytes; how many rows, numbers in each, and both sides' formats. */
 struct piece {
-    uint64_t from, to, elements;
+    int64_t from, from_scales, to, to_scales, rows, dim, from_format, to_format;
 };
 
 struct side {
@@ -208,15 +316,90 @@ struct side {
 };
 
 enum { STALE, RIGHT, OVER };
+enum { PART = 512 }; /* numbers of a row that are binary32 at a time */
 
-/* Blocks of one pool into another's of another format, as far as their generations are what is wanted, before and after.
- * `state` says per block what became of it; `bits` bounds the vector registers that are used. */
-void baton_cast_blocks(int from_format, int to_format, int bits, const struct side *to, const struct side *from,
-                       const uint64_t *generations, const int64_t *remote, const uint64_t *wanted,
-                       const int64_t *local, size_t count, const struct piece *pieces, size_t num_pieces,
-                       uint8_t *state)
+static const float *as_float(const struct piece *p, const char *from, size_t count, float *work, int bits)
 {
-    cast_function cast = choose(from_format, to_format, bits);
+    if (p->from_format == F32)
+        memcpy(work, from, count * sizeof *work);
+    else
+        choose((int)p->from_format, F32, bits)(work, from, count);
+    return work;
+}
+
+static void row_to_int8(const struct piece *p, char *to, bf16 *scale_to, const char *from, int bits)
+{
+    float work[PART];
+    uint32_t largest = 0;
+    size_t dim = (size_t)p->dim, unit = SIZES[p->from_format];
+    for (size_t at = 0; at < dim; at += PART) {
+        size_t count = dim - at < PART ? dim - at : PART;
+        uint32_t part = largest_of(as_float(p, from + at * unit, count, work, bits), count, bits);
+        largest = part > largest ? part : largest;
+    }
+    float wanted = float_of(largest) / 127.0f;
+    bf16 rounded = largest >= INFINITE ? 0x7fc0 : wanted < 0x1p-126f ? 0 : put_bf16(wanted);
+    memcpy(scale_to, &rounded, sizeof rounded);
+    if (rounded == 0 || largest >= INFINITE) {
+        memset(to, 0, dim);
+        return;
+    }
+    for (size_t at = 0; at < dim; at += PART) {
+        size_t count = dim - at < PART ? dim - at : PART;
+        quantize((int8_t *)to + at, as_float(p, from + at * unit, count, work, bits), get_bf16(rounded), count, bits);
+    }
+}
+
+static int row_from_int8(const struct piece *p, char *to, const char *from, const bf16 *scale_from, int bits)
+{
+    float work[PART];
+    bf16 scale;
+    int over = 0;
+    size_t dim = (size_t)p->dim, unit = SIZES[p->to_format];
+    memcpy(&scale, scale_from, sizeof scale);
+    for (size_t at = 0; at < dim; at += PART) {
+        size_t count = dim - at < PART ? dim - at : PART;
+        dequantize(work, (const int8_t *)from + at, get_bf16(scale), count, bits);
+        if (p->to_format == F32)
+            memcpy(to + at * unit, work, count * sizeof *work);
+        else
+            over |= choose(F32, (int)p->to_format, bits)(to + at * unit, work, count);
+    }
+    return over;
+}
+
+/* One piece of a block; returns whether a number became infinite that was not. */
+static int cast_piece(const struct piece *p, char *to, const char *from, int bits)
+{
+    size_t rows = (size_t)p->rows, dim = (size_t)p->dim;
+    char *into = to + p->to;
+    const char *of = from + p->from;
+    if (p->from_format == p->to_format) {
+        memcpy(into, of, rows * dim * SIZES[p->from_format]);
+        if (p->from_format == INT8)
+            memcpy(to + p->to_scales, from + p->from_scales, rows * sizeof(bf16));
+        return 0;
+    }
+    if (p->from_format != INT8 && p->to_format != INT8)
+        return choose((int)p->from_format, (int)p->to_format, bits)(into, of, rows * dim);
+    int over = 0;
+    for (size_t row = 0; row < rows; row++) {
+        char *a = into + row * dim * SIZES[p->to_format];
+        const char *b = of + row * dim * SIZES[p->from_format];
+        if (p->to_format == INT8)
+            row_to_int8(p, a, (bf16 *)(to + p->to_scales) + row, b, bits);
+        else
+            over |= row_from_int8(p, a, b, (const bf16 *)(from + p->from_scales) + row, bits);
+    }
+    return over;
+}
+
+/* Blocks of one pool into another's of another KV type, as far as their generations are what is wanted, before and after.
+ * `state` says per block what became of it; `bits` bounds the vector registers that are used. */
+void baton_cast_blocks(int bits, const struct side *to, const struct side *from, const uint64_t *generations,
+                       const int64_t *remote, const uint64_t *wanted, const int64_t *local, size_t count,
+                       const struct piece *pieces, size_t num_pieces, uint8_t *state)
+{
     for (size_t i = 0; i < count; i++) {
         state[i] = STALE;
         if (__atomic_load_n(generations + remote[i], __ATOMIC_ACQUIRE) != wanted[i])
@@ -225,7 +408,7 @@ void baton_cast_blocks(int from_format, int to_format, int bits, const struct si
         const char *b = (const char *)(uintptr_t)from->base + (uint64_t)remote[i] * from->block_bytes;
         int over = 0;
         for (size_t p = 0; p < num_pieces; p++)
-            over |= cast(a + pieces[p].to, b + pieces[p].from, pieces[p].elements);
+            over |= cast_piece(pieces + p, a, b, bits);
         state[i] = over ? OVER : RIGHT;
     }
     /* The generations below are read after the conversions. */

@@ -13,16 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.kv_pair import DTYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
+from tests.support.kv_pair import KV_TYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
 from tests.support.transport_faults import Proxy
 from tests.support.transport_rig import KINDS, in_thread, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
-from baton.kv_cache.layout import LayerShape
+from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks.staging import MAX_AREAS, Staging
 from baton.kv_transfer.protocol.deadline import Wait
 
-PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a != b]
+MIXED = "int8;bfloat16@0,2"
+PAIRS = [(a, b) for a in KV_TYPES for b in KV_TYPES if a != b]
 
 
 @pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -38,15 +39,27 @@ def pair(kind: tuple[str, int]) -> Iterator[Pair]:
     pair.close()
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=" to ".join)
+@pytest.mark.parametrize("dtypes", [*PAIRS, (MIXED, "bfloat16"), ("float32", MIXED), (MIXED, "int8")], ids=" to ".join)
 def test_what_arrives_is_what_torch_makes_of_it(kind: tuple[str, int], dtypes: tuple[str, str]) -> None:
     for shapes in (RESHARDED, ((1, 1, 16), (1, 1, 16))):
         pair = Pair(*kind, shapes, dtypes)
         result = pair.fetch()
         assert result.valid.all()
         assert pair.right()
-        kv_bytes = sum(x.elements_per_token for x in LAYERS) * TOKENS * (4 if dtypes[0] == "float32" else 2)
-        assert result.num_bytes == kv_bytes  # what moved: the source's bytes
+        assert result.num_bytes == TOKENS * KVLayout(LAYERS, 16, dtypes[0]).bytes_per_token  # the source's bytes
+        pair.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", MIXED])
+def test_int8_goes_as_it_is_with_its_scales(kind: tuple[str, int], dtype: str) -> None:
+    same: tuple[Shape, Shape] = ((1, 1, 16), (1, 1, 16))
+    for shapes in (same, RESHARDED, ((1, 1, 32), (2, 1, 16))):
+        pair = Pair(*kind, shapes, (dtype, dtype))
+        assert pair.fetch().valid.all()
+        assert pair.right()
+        progress = pair.source.shards.primary.progress
+        progress.advance(len(LAYERS))
+        assert pair.fetch(ready=0).valid.all()
         pair.close()
 
 

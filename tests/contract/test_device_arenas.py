@@ -41,7 +41,17 @@ def copied(arena: Any) -> int:
 
 
 @pytest.mark.parametrize("shapes", [SAME, RESHARDED, ((4, 1, 16), (2, 2, 32)), ((2, 2, 24), (1, 1, 16))])
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("int8", "int8"),
+        ("bfloat16", "int8"),
+        ("int8", "float32"),
+    ],
+)
 def test_every_block_is_equal(way: Any, shapes: tuple[Shape, Shape], dtypes: tuple[str, str]) -> None:
     pair = Pair(way[0], 1, shapes, dtypes, on_device=way[1])
     result = pair.fetch()
@@ -51,7 +61,7 @@ def test_every_block_is_equal(way: Any, shapes: tuple[Shape, Shape], dtypes: tup
 
 
 @pytest.mark.parametrize("area", [64, 1 << 10])
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32")])
 def test_blocks_bigger_than_a_staging_area_come_in_parts(way: Any, area: int, dtypes: tuple[str, str]) -> None:
     pair = Pair(way[0], 1, RESHARDED, dtypes, on_device=way[1])
     pair.fetcher._staging, pair.fetcher._device_staging = Staging(area_bytes=area), Staging(area_bytes=area)

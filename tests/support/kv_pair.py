@@ -12,6 +12,7 @@ from tests.support.transport_rig import soon, tls_of
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.kv_types import layer_types
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks import (
@@ -25,9 +26,11 @@ from baton.kv_transfer.blocks import (
     TcpOptions,
 )
 from baton.types import InstanceId
+from baton_kernels.paged_attention.quantized import quantize_rows
 
 LAYERS = (LayerShape(4, 6, 4), LayerShape(2, 8, 8), LayerShape(4, 6, 4))
 DTYPES = ("float32", "bfloat16", "float16")
+KV_TYPES = (*DTYPES, "int8")
 TOKENS = 192
 Shape = tuple[int, int, int]
 """TP, PP, block size."""
@@ -38,17 +41,39 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """The numbers as unsigned integers, which numpy has for all dtypes."""
     if tensor.dtype is torch.float32:
         return tensor.view(torch.int32).numpy().view(np.uint32)
+    if tensor.dtype is torch.int8:
+        return tensor.numpy().view(np.uint8)
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
-def whole_kv(layers: tuple[LayerShape, ...], dtype: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer K and V [heads, tokens, dim] of a dtype, within every dtype's range."""
+def kept_as(kv: list[tuple[torch.Tensor, ...]], types: tuple[str, ...]) -> list[tuple[np.ndarray, ...]]:
+    """What blocks hold of K and V per layer: their numbers as bits, and with int8 the scales of both."""
+    held = []
+    for pair, kind in zip(kv, types, strict=True):
+        if kind == "int8":
+            (k, k_scales), (v, v_scales) = map(quantize_rows, pair)
+            held.append((bits_of(k), bits_of(v), bits_of(k_scales), bits_of(v_scales)))
+        else:
+            held.append(tuple(bits_of(x.to(getattr(torch, kind))) for x in pair))
+    return held
+
+
+def read_as(kv: list[tuple[torch.Tensor, ...]], types: tuple[str, ...]) -> list[tuple[torch.Tensor, ...]]:
+    """K and V per layer as their blocks' reader has them."""
+
+    def one(x: torch.Tensor, kind: str) -> torch.Tensor:
+        if kind != "int8":
+            return x.to(getattr(torch, kind))
+        q, scales = quantize_rows(x)
+        return q.float() * scales.float()[..., None]
+
+    return [tuple(one(x, kind) for x in pair) for pair, kind in zip(kv, types, strict=True)]
+
+
+def whole_kv(layers: tuple[LayerShape, ...]) -> list[tuple[torch.Tensor, ...]]:
+    """Per layer K and V float32 [heads, tokens, dim], within every dtype's range."""
     torch.manual_seed(len(layers))
-    return [
-        (torch.randn(x.kv_heads, TOKENS, x.k_dim).to(kind), torch.randn(x.kv_heads, TOKENS, x.v_dim).to(kind) * 100)
-        for x in layers
-        for kind in (getattr(torch, dtype),)
-    ]
+    return [(torch.randn(x.kv_heads, TOKENS, x.k_dim), torch.randn(x.kv_heads, TOKENS, x.v_dim) * 100) for x in layers]
 
 
 class Side:
@@ -58,7 +83,7 @@ class Side:
         self,
         shape: Shape,
         dtype: str,
-        kv: list[tuple[torch.Tensor, torch.Tensor]],
+        kv: list[tuple[torch.Tensor, ...]],
         layers: tuple[LayerShape, ...],
         *,
         on_device: bool = False,
@@ -72,8 +97,7 @@ class Side:
         arena = FakeDeviceArena if on_device else HostArena
         sizes = [shard_layout(geometry, spec, self.size).block_bytes for spec in specs]
         self.shards = KVShards([arena(self.blocks, size) for size in sizes])
-        kind = getattr(torch, dtype)
-        arrays = [(bits_of(k.to(kind)), bits_of(v.to(kind))) for k, v in kv]
+        arrays = kept_as(kv, layer_types(dtype, len(layers)))
         self.pools = [pool_of(geometry, spec, self.size, arrays) for spec in specs]
 
     def fill(self) -> None:
@@ -99,12 +123,12 @@ class Pair:
         layers: tuple[LayerShape, ...] = LAYERS,
         on_device: tuple[bool, bool] = (False, False),
     ) -> None:
-        kv = whole_kv(layers, dtypes[0])
+        kv = whole_kv(layers)
         self.layers = layers
-        self.source, self.target = (
-            Side(shape, dtype, kv, layers, on_device=device)
-            for shape, dtype, device in zip(shapes, dtypes, on_device, strict=True)
-        )
+        self.source = Side(shapes[0], dtypes[0], kv, layers, on_device=on_device[0])
+        if dtypes[0] != dtypes[1]:
+            kv = read_as(kv, layer_types(dtypes[0], len(layers)))
+        self.target = Side(shapes[1], dtypes[1], kv, layers, on_device=on_device[1])
         self.source.fill()
         network = MemoryNetwork()
         options = ServerOptions(memory=network, tls=tls_of(kind))

@@ -91,7 +91,7 @@ class ToyRunner:
         size = self.layout.block_size
         self._keys, self._values = [], []
         for layer in range(LAYERS):
-            k, v = self.layout.layer_offsets[layer], self.layout.v_offset(layer)
+            k, v = (at // 4 for at in (self.layout.places[layer].k, self.layout.places[layer].v))
             length = HEADS * size * DIM
             self._keys.append(pool[:, k : k + length].view(-1, HEADS, size, DIM))
             self._values.append(pool[:, v : v + length].view(-1, HEADS, size, DIM))

@@ -13,6 +13,9 @@ from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.latent import LatentProjections
 
+_STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
+"""What lies in the pool, as ``csrc/paged_attention.h`` numbers it."""
+
 
 class AttentionCall(ctypes.Structure):
     """The C structure ``Attention``; see ``csrc/paged_attention.h``."""
@@ -21,12 +24,13 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm", "key_up", "value_up")),
+        *((name, ctypes.c_void_p) for name in ("k_scales", "v_scales")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
-        *((name, ctypes.c_int64) for name in ("block_stride", "table_stride")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "table_stride", "scale_stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
         *((name, ctypes.c_int32) for name in ("block_size", "window", "rotary", "threads", "pairs")),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
-        *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs", "nope", "up_dim")),
+        *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs", "nope", "up_dim", "storage")),
     ]
 
 
@@ -64,6 +68,7 @@ class CpuPagedAttention:
     """See the module's docstring. Not thread-safe: one object per runner."""
 
     name = "cpp"
+    stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def __init__(self, library: CpuLibrary) -> None:
         if library.attention_struct_bytes != ctypes.sizeof(AttentionCall):
@@ -111,8 +116,14 @@ class CpuPagedAttention:
         call.k_token, call.k_head, _ = k.stride()
         call.v_token, call.v_head, _ = v.stride()
         fill_rotation(call, rotation)
-        self._run(ctypes.byref(call))
+        self._call(call, q.dtype)
         return out
+
+    def _call(self, call: AttentionCall, dtype: torch.dtype) -> None:
+        """Run a call whose queries, and all that is not in the pool, are of one dtype."""
+        call.dtype = DTYPE_CODES[dtype]
+        if self._run(ctypes.byref(call)):
+            raise ValueError(f"{dtype} does not attend to a pool of the storage type {call.storage}")
 
     def run_latent(
         self,
@@ -158,7 +169,7 @@ class CpuPagedAttention:
         call.k_token, call.k_head, _ = keys.stride()
         call.key_up, call.value_up = projections.key_up.data_ptr(), projections.value_up.data_ptr()
         call.nope, call.up_dim = projections.nope, projections.v_dim
-        self._run(ctypes.byref(call))
+        self._call(call, q.dtype)
         return out
 
     def _divide(self, plan: CpuPlan, projections: LatentProjections, window: int) -> tuple[LatentPart, ...]:
@@ -205,7 +216,11 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
     if call.latent and (spec.kv_heads != 1 or spec.v_dim > spec.k_dim):
         raise ValueError("a latent has one KV head, and values that are part of its keys")
     call.sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-    call.dtype = DTYPE_CODES[pool.k.dtype]
+    call.storage = _STORAGE_CODES[pool.k.dtype]
+    call.k_scales = call.v_scales = None
+    if pool.k_scales is not None and pool.v_scales is not None:
+        call.k_scales, call.v_scales = pool.k_scales.data_ptr(), pool.v_scales.data_ptr()
+        call.scale_stride = pool.k_scales.stride(0)
 
 
 def fill_rotation(call: AttentionCall, rotation: Rotation | None) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton_kernels.paged_attention.quantized import read_blocks, write_rows
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
@@ -71,12 +73,17 @@ class LayerPool:
 
     Both have the same stride from block to block, and within a block they are contiguous. The values of a latent are
     the first elements of its keys: v is the view ``k[..., :v_dim]``, and takes no memory of its own. ``group``
-    says whose block table leads to the layer's blocks.
+    says whose block table leads to the layer's blocks. Their dtype need not be that of what is written.
+
+    int8 has scales beside it, views of the pool too, bfloat16 [blocks, kv_heads, block_size], contiguous in a block.
+    float8_e4m3fn has the checkpoint's, float32 [kv_heads]. See :mod:`baton_kernels.paged_attention.quantized`.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     group: int = 0
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -107,7 +114,8 @@ class Rotation:
 class PagedAttention(Protocol):
     """A backend: writes the new tokens' KV into the pool and attends over it.
 
-    ``prepare`` is called once per step, ``run`` once per layer with what it returned.
+    ``prepare`` is called once per step, ``run`` once per layer with what it returned. A backend that takes pools of
+    other dtypes than the model's has them in an attribute ``stores``, a set of torch dtypes.
     """
 
     name: str
@@ -142,11 +150,14 @@ def paged_attention_reference(
         for row in range(first, last):
             position = int(batch.positions[row])
             block, offset = int(table[position // batch.block_size]), position % batch.block_size
-            pool.k[block, :, offset] = k[row].to(pool.k.dtype)
-            pool.v[block, :, offset] = v[row].to(pool.v.dtype)
-        slots = [(int(table[p // batch.block_size]), p % batch.block_size) for p in range(context)]
-        keys = torch.stack([pool.k[b, :, o] for b, o in slots]).double()
-        values = torch.stack([pool.v[b, :, o] for b, o in slots]).double()
+            where = torch.tensor([block]), torch.tensor([offset])
+            write_rows(pool.k, pool.k_scales, where, k[row][None])
+            write_rows(pool.v, pool.v_scales, where, v[row][None])
+        blocks = torch.from_numpy(table[: -(-context // batch.block_size)].astype(np.int64))
+        keys, values = (
+            read_blocks(cache, scales, blocks).transpose(1, 2).flatten(0, 1)[:context].double()
+            for cache, scales in ((pool.k, pool.k_scales), (pool.v, pool.v_scales))
+        )
         for row in range(first, last):
             position = int(batch.positions[row])
             begin = max(0, position + 1 - spec.window) if spec.window else 0

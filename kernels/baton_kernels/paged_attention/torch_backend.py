@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch
 from baton_kernels.paged_attention.latent import LatentProjections
+from baton_kernels.paged_attention.quantized import read_blocks, write_rows
 
 GATHER_BYTES = 1 << 28
 """Bytes of K and V that one group of decodes may gather, or some heads of a prompt chunk expand, at a time."""
@@ -55,6 +56,7 @@ class TorchPagedAttention:
     """See the module's docstring."""
 
     name = "torch"
+    stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def prepare(self, batch: RaggedBatch) -> tuple[TorchPlan, ...]:
         """Split a batch into decodes and prompt chunks and find each new token's place in the pool, group by group."""
@@ -71,9 +73,10 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """See :meth:`PagedAttention.run`."""
         mine = plan[pool.group]
-        pool.k[mine.blocks, :, mine.offsets] = k.to(pool.k.device, pool.k.dtype)
+        where = mine.blocks, mine.offsets
+        write_rows(pool.k, pool.k_scales, where, k)
         if not pool.is_latent:
-            pool.v[mine.blocks, :, mine.offsets] = v.to(pool.v.device, pool.v.dtype)
+            write_rows(pool.v, pool.v_scales, where, v)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
         if len(mine.decode_rows):
             self._decode(mine, spec, pool, q, out)
@@ -92,7 +95,7 @@ class TorchPagedAttention:
         """See :class:`LatentPagedAttention`."""
         q, rows = inputs
         mine = plan[pool.group]
-        pool.k[mine.blocks, :, mine.offsets] = rows[:, None].to(pool.k.device, pool.k.dtype)
+        write_rows(pool.k, pool.k_scales, (mine.blocks, mine.offsets), rows[:, None])
         out = q.new_empty(*q.shape[:2], projections.v_dim)
         if count := len(mine.decode_rows):
             at = mine.decode_rows.to(q.device)
@@ -216,12 +219,12 @@ def _plan(batch: RaggedBatch, tables: npt.NDArray[np.int32]) -> TorchPlan:
 def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks [B, W] -> K and V as [B, kv_heads, W * block_size, dim] on the device of ``like``, in its dtype."""
 
-    def one(cache: torch.Tensor) -> torch.Tensor:
-        blocks = cache[tables].permute(0, 2, 1, 3, 4)
+    def one(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        blocks = read_blocks(cache, scales, tables).permute(0, 2, 1, 3, 4)
         return blocks.reshape(tables.shape[0], cache.shape[1], -1, cache.shape[3]).to(like.device, like.dtype)
 
-    keys = one(pool.k)
-    return keys, keys[..., : pool.v.shape[3]] if pool.is_latent else one(pool.v)
+    keys = one(pool.k, pool.k_scales)
+    return keys, keys[..., : pool.v.shape[3]] if pool.is_latent else one(pool.v, pool.v_scales)
 
 
 def _needs_scores(spec: AttentionSpec) -> bool:

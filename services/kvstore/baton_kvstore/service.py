@@ -305,7 +305,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
 
 def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, source: BlockSource) -> None:
-    fingerprint.require_equal(source.fingerprint.undivided(), who="source")
+    theirs = source.fingerprint.undivided()
+    if fingerprint.kv_cast and theirs.kv_cast:
+        theirs = theirs.kept_as(fingerprint.kv_dtype)  # it is converted on its way here
+    fingerprint.require_equal(theirs, who="source")
     for name in ("block_ids", "generations"):
         count = len(getattr(request, name))
         if count != len(request.block_hashes):

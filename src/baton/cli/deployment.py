@@ -246,5 +246,6 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
         if item.name == "model" or not hasattr(args, item.name):
             continue
         value, flag = getattr(args, item.name), item.name.replace("_", "-")
+        value = ",".join(value) if isinstance(value, tuple) else value
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags

@@ -37,7 +37,7 @@ class EngineConfig:
 
     model: str = option("models/baton-tiny", "model: a local path or a hub name")
     served_model_name: str = option("", "name clients use for the model; default: the last part of --model")
-    dtype: str = option("auto", "weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option(
         "none",
         "quantize the weights of linear layers and experts while a plain checkpoint is loaded: int8 and fp8 (a scale "
@@ -103,6 +103,15 @@ class EngineConfig:
         "recompute",
         "when KV from outside does not come: compute what is missing here, or fail the request",
         choices=("recompute", "fail"),
+    )
+    kv_dtype: str = option(
+        "auto",
+        "how KV is kept; auto: as --dtype; int8: in half of bfloat16's bytes, with a scale per token and head in the "
+        "block; fp8_e4m3: with the checkpoint's scales; bfloat16: also where --dtype is float32",
+        choices=("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3"),
+    )
+    kv_skip_layers: tuple[str, ...] = option(
+        (), "layers whose KV stays as --dtype where --kv-dtype is int8 or fp8_e4m3: numbers, first, last, sliding"
     )
     kv_cast: bool = option(
         False,
@@ -236,6 +245,12 @@ class WorkerConfig:
     kvstore_ttl_s: float = option(3600.0, "seconds that a Redis keeps a block after its last use; 0: for ever")
     kvstore_decode_saves: bool = option(
         True, "decode: save to the KV store too, what it generated included, for the next turn of a conversation"
+    )
+    kv_tier_dtype: str = option(
+        "auto",
+        "how KV stores, files and host memory keep KV, converted on the way there and back; auto: as --kv-dtype; any "
+        "other needs --kv-cast, and instances that share a store have the same",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     kv_connectors: tuple[str, ...] = option(
         (),

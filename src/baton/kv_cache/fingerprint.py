@@ -8,16 +8,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from baton.errors import FingerprintMismatchError
+from baton.errors import ConfigError, FingerprintMismatchError
 from baton.hashing import HASH_SCHEME
-from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape
+from baton.kv_cache.kv_types import can_convert
+from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape, layout_name
 from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
 from baton.kv_cache.shards import KVGeometry
 
 SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes", "layer_groups"})
 """What may differ between instances that exchange blocks: how the same KV is cut up."""
-DTYPE_FIELDS = frozenset({"kv_dtype", "kv_cast"})
+DTYPE_FIELDS = frozenset({"kv_dtype", "kv_cast", "layout"})
 """What may differ too where the reader converts."""
+_TIER = "kv_tier_dtype"
 _HOW_TO_CAST = "; an instance with --kv-cast takes KV of another dtype, and converts it"
 
 
@@ -27,6 +29,8 @@ class Fingerprint:
 
     Attributes:
         layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
+        kv_dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
+        kv_scales: Digest of the checkpoint's scales, where the KV type has such.
         unsplit_layers: Layers whose heads every rank holds, in rising order.
         layer_groups: Per layer the number of the group whose blocks it lies in; empty: a block holds all layers.
         kv_cast: Whether the instance takes KV of other dtypes and converts it. What it holds may then have been
@@ -65,6 +69,7 @@ class Fingerprint:
             block_size=layout.block_size,
             layer_shapes=layout.layers,
             block_bytes=layout.block_bytes,
+            layout=layout_name(layout.dtype),
         )
 
     def content_key(self) -> bytes:
@@ -81,6 +86,31 @@ class Fingerprint:
     def undivided(self) -> Fingerprint:
         """Return the fingerprint of the same KV on a single rank."""
         return dataclasses.replace(self, tp_size=1, pp_size=1, layer_groups=())
+
+    def kept_as(self, kv_dtype: str) -> Fingerprint:
+        """Return the fingerprint of this KV, undivided, as stores and files keep it in a type of their own.
+
+        It says ``kv_cast``: whoever loads such KV has it converted, and declares so.
+
+        Args:
+            kv_dtype: Their type; ``auto``: the instance's.
+
+        Raises:
+            ConfigError: This instance does not convert, or not to that type; names ``kv_tier_dtype``.
+        """
+        whole = self.undivided()
+        if kv_dtype in ("auto", self.kv_dtype):
+            return whole
+        if not self.kv_cast:
+            raise ConfigError(f"kv_tier_dtype {kv_dtype} needs --kv-cast: what is loaded was converted", field=_TIER)
+        if not can_convert(self.kv_dtype, kv_dtype):
+            raise ConfigError(
+                f"KV of {self.kv_dtype} is not kept as {kv_dtype}: fp8_e4m3 is not converted", field=_TIER
+            )
+        layout = KVLayout(self.layer_shapes, self.block_size, kv_dtype)
+        return dataclasses.replace(
+            whole, kv_dtype=kv_dtype, layout=layout_name(kv_dtype), block_bytes=layout.block_bytes
+        )
 
     @property
     def geometry(self) -> KVGeometry:
@@ -100,8 +130,7 @@ class Fingerprint:
                 model; names the field.
         """
         self.require_source(source, who=who)
-        plan = reshard(source.geometry, source.grid, self.grid)
-        return plan if source.kv_dtype == self.kv_dtype else dataclasses.replace(plan, trivial=False)
+        return reshard(source.geometry, source.grid, self.grid, self.kv_dtype)
 
     @property
     def kind(self) -> str:
@@ -110,7 +139,9 @@ class Fingerprint:
 
     def takes(self, source: Fingerprint) -> bool:
         """Whether this instance takes KV of a source's dtype, all else being equal."""
-        return self.kv_cast or (self.kv_dtype == source.kv_dtype and not source.kv_cast)
+        if self.kv_dtype == source.kv_dtype:
+            return self.kv_cast or not source.kv_cast
+        return self.kv_cast and can_convert(source.kv_dtype, self.kv_dtype)
 
     def require_source(self, source: Fingerprint, *, who: str = "source") -> None:
         """Refuse to read from a peer whose KV is not the same thing; it may be cut up otherwise.
@@ -120,6 +151,8 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
+        if self.kv_cast:
+            _require_convertible(self, source, who)
         self._require(source, who, _free_for(self))
         if source.kv_cast and not self.kv_cast:
             raise _may_be_cast(f"of the {who}")
@@ -130,6 +163,8 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
+        if reader.kv_cast:
+            _require_convertible(self, reader, who)
         self._require(reader, who, _free_for(reader))
         if self.kv_cast and not reader.kv_cast:
             raise _may_be_cast("here")
@@ -140,7 +175,7 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS)
+        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS | {"kv_scales"})
 
     def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
         """Refuse a peer whose blocks are not the same thing.
@@ -166,6 +201,22 @@ class Fingerprint:
 def _free_for(reader: Fingerprint) -> frozenset[str]:
     """Which fields of a source a reader may differ in and still make its own KV of the source's."""
     return SHAPE_FIELDS | (DTYPE_FIELDS if reader.kv_cast else {"kv_cast"})
+
+
+def _require_convertible(mine: Fingerprint, theirs: Fingerprint, who: str) -> None:
+    """Refuse KV that no conversion makes what is here, or whose bytes lie in an order of their own."""
+    if mine.kv_dtype == theirs.kv_dtype and mine.layout == theirs.layout:
+        return
+    if not can_convert(mine.kv_dtype, theirs.kv_dtype):
+        raise FingerprintMismatchError(
+            f"KV of the {who} differs in kv_dtype: {mine.kv_dtype} here, {theirs.kv_dtype:.80} there; fp8_e4m3 is not "
+            "converted: its scales are the checkpoint's, not the blocks'",
+            field="kv_dtype",
+        )
+    if theirs.layout != layout_name(theirs.kv_dtype):
+        raise FingerprintMismatchError(
+            f"KV of the {who} has a layout that is not known here: {_short(theirs.layout)}", field="layout"
+        )
 
 
 def _may_be_cast(whose: str) -> FingerprintMismatchError:

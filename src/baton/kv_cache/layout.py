@@ -5,6 +5,9 @@ then V; within each (kv_head, token, dim). So a block is one descriptor and one 
 contiguous (layer-wise transfer), and so is one head's slice of it (tensor-parallel resharding). Layers may differ
 in shape (some models vary heads per layer): each has its own offset. Where the KV is a latent that all query heads
 share (MLA), its layer has one head whose K is the latent and the rotary key, and no V.
+
+int8 KV has scales behind K and V of each layer: those of K (kv_head, token), then those of V, bfloat16. That is version
+2; without them the bytes of both versions are the same ones.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from baton.errors import ConfigError
+from baton.kv_cache.kv_types import DTYPE_BYTES, SCALE_BYTES, SCALED, layer_types
 
 LAYOUT_NAME = "block-layer-kv-head-token-dim-v1"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALED_LAYOUT_NAME = "block-layer-kv-head-token-dim-scales-v2"
 BLOCK_ALIGNMENT = 64
 """Blocks begin at multiples of a cache line (bytes)."""
 
@@ -56,11 +60,35 @@ def groups_of(numbers: Sequence[int]) -> tuple[LayerGroup, ...]:
     )
 
 
-@dataclass(frozen=True)
-class KVLayout:
-    """Geometry of a block: sizes in elements unless a name says bytes.
+def layout_name(dtype: str) -> str:
+    """Return the name of the order of bytes in blocks of a KV type."""
+    return SCALED_LAYOUT_NAME if dtype.partition(";")[0] in SCALED else LAYOUT_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where the parts of a layer begin within a block, in bytes.
 
     Attributes:
+        dtype: Of K and V.
+        k_scales: -1: there are none; so for ``v_scales``.
+        end: Behind the last part.
+    """
+
+    dtype: str
+    k: int
+    v: int
+    k_scales: int
+    v_scales: int
+    end: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Geometry of a block.
+
+    Attributes:
+        dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
         groups: Empty: a block holds all layers. Otherwise one group's, all of which have one shape; a group with fewer
             layers than the largest leaves the end of its blocks empty.
     """
@@ -73,46 +101,46 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {self.block_size}", field="block_size")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}", field="kv_dtype")
         if not self.layers:
             raise ConfigError("a KV layout needs at least one layer", field="layers")
+        types = layer_types(self.dtype, len(self.layers))
         if self.groups and (
             sorted(layer for group in self.groups for layer in group.layers) != list(range(len(self.layers)))
             or len(set(self.layers)) > 1
+            or len(set(types)) > 1
         ):
             raise ConfigError("layer groups must name every layer once, and all of one shape", field="layer_groups")
 
-    @property
-    def dtype_bytes(self) -> int:
-        """Bytes per element."""
-        return DTYPE_BYTES[self.dtype]
-
     @cached_property
-    def layer_offsets(self) -> tuple[int, ...]:
-        """Per layer, the element at which its K begins within a block; V follows K."""
-        offsets, at = [], 0
+    def places(self) -> tuple[LayerPlace, ...]:
+        """Where each layer lies."""
+        types = layer_types(self.dtype, len(self.layers))
         if self.groups:
-            each = self.layers[0].elements_per_token * self.block_size
-            place = {layer: i for group in self.groups for i, layer in enumerate(group.layers)}
-            return tuple(place[layer] * each for layer in range(len(self.layers)))
-        for layer in self.layers:
-            offsets.append(at)
-            at += layer.elements_per_token * self.block_size
-        return tuple(offsets)
+            found: dict[int, LayerPlace] = {}
+            for group in self.groups:
+                at = 0
+                for layer in group.layers:
+                    found[layer] = self._place(layer, types[layer], at)
+                    at = found[layer].end
+            return tuple(found[layer] for layer in range(len(self.layers)))
+        places, at = [], 0
+        for layer, dtype in enumerate(types):
+            places.append(self._place(layer, dtype, at))
+            at = places[-1].end
+        return tuple(places)
 
-    def v_offset(self, layer: int) -> int:
-        """Element at which a layer's V begins within a block."""
-        shape = self.layers[layer]
-        return self.layer_offsets[layer] + shape.kv_heads * shape.k_dim * self.block_size
-
-    @cached_property
-    def block_elements(self) -> int:
-        """Elements from one block to the next, padding included."""
-        layers = self.layers[: max(len(group.layers) for group in self.groups)] if self.groups else self.layers
-        used = sum(layer.elements_per_token for layer in layers) * self.block_size
-        unit = max(1, BLOCK_ALIGNMENT // self.dtype_bytes)
-        return -(-used // unit) * unit
+    def _place(self, layer: int, dtype: str, at: int) -> LayerPlace:
+        """Put a layer behind what ends at ``at``; what it consists of is aligned to its own size."""
+        shape, unit = self.layers[layer], DTYPE_BYTES[dtype]
+        tokens = shape.kv_heads * self.block_size
+        begin = -(-at // unit) * unit
+        v = begin + tokens * shape.k_dim * unit
+        end = v + tokens * shape.v_dim * unit
+        if dtype not in SCALED:
+            return LayerPlace(dtype, begin, v, -1, -1, end)
+        k_scales = -(-end // SCALE_BYTES) * SCALE_BYTES
+        v_scales = k_scales + tokens * SCALE_BYTES
+        return LayerPlace(dtype, begin, v, k_scales, v_scales, v_scales + (tokens * SCALE_BYTES if shape.v_dim else 0))
 
     @property
     def num_groups(self) -> int:
@@ -125,15 +153,20 @@ class KVLayout:
         found = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
         return tuple(found.get(layer, 0) for layer in range(len(self.layers)))
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes from one block to the next, padding included."""
-        return self.block_elements * self.dtype_bytes
+        return -(-max(place.end for place in self.places) // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token without padding (kappa in the sizing rules)."""
-        return sum(layer.elements_per_token for layer in self.layers) * self.dtype_bytes
+        """KV bytes of one token without padding, scales included (kappa in the sizing rules)."""
+        total = 0
+        for shape, place in zip(self.layers, self.places, strict=True):
+            total += shape.elements_per_token * DTYPE_BYTES[place.dtype]
+            if place.dtype in SCALED:
+                total += shape.kv_heads * SCALE_BYTES * (2 if shape.v_dim else 1)
+        return total
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""

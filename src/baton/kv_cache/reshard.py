@@ -2,13 +2,17 @@
 
 A pure function of the model's geometry and both sides' tensor and pipeline parallelism and block sizes. Heads are split
 and merged, replicated heads are read from one of their holders, stages exchange the layers they have in common, and
-blocks of unequal size meet at their common multiple.
+blocks of unequal size meet at their common multiple. Scales go with the head and the tokens that they belong to.
+
+Where both sides are of different KV types, the map is one of rows (K or V of one head and token) instead of bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import FingerprintMismatchError
-from baton.kv_cache.layout import groups_of
+from baton.kv_cache.kv_types import CODES, DTYPE_BYTES, SCALE_BYTES
+from baton.kv_cache.layout import LayerPlace, groups_of
 from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 
 MAX_TP = 256
@@ -25,6 +30,15 @@ MAX_PIECES = 4096
 
 Segments = npt.NDArray[np.int64]
 """int64 [m, 3]: offset in the source's block, offset in the target's block, bytes."""
+Casts = npt.NDArray[np.int64]
+"""int64 [m, 8], rows of numbers that become others: in the source's block where the numbers begin and where their
+scales do (-1: none), the same two in the target's block, rows, numbers in each, the codes of both sides' dtypes."""
+Spans = npt.NDArray[np.int64]
+"""int64 [m, 2]: first byte within a block, number of bytes."""
+_PART = ("layer", "from", "from_scales", "to", "to_scales", "rows", "dim", "from_code", "to_code", "from_bytes")
+"""Columns of what goes from one rank to another; :data:`Casts` are the ones between the first and the last."""
+CODE_BYTES = np.array([DTYPE_BYTES[name] for name in CODES])
+"""Bytes per element by code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +74,11 @@ class ShardCopy:
     piece: TokenPiece
     segments: Segments
     layers: npt.NDArray[np.int64]
-    """Per segment the layer of the whole model that it ends in."""
+    """Per segment, or per conversion, the layer of the whole model that it belongs to."""
     group: int = 0
     """Whose blocks these are at the target, of its layer groups."""
+    casts: Casts | None = None
+    """Where both sides are of different KV types: what becomes what; ``segments`` is empty then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +111,14 @@ def token_pieces(source_size: int, target_size: int) -> tuple[TokenPiece, ...]:
 
 
 @lru_cache(maxsize=64)
-def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> ReshardPlan:
+def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid, target_dtype: str = "") -> ReshardPlan:
     """Map an instance's blocks to another's.
+
+    Args:
+        geometry: The whole model's KV as the source keeps it.
+        source: How that is cut up.
+        target: How the target's is.
+        target_dtype: Its KV type; empty: the source's.
 
     Raises:
         FingerprintMismatchError: One of the shapes does not fit the model, the block sizes do not fit each other, or
@@ -113,21 +135,32 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid) -> Resha
             field="block_size",
         )
     pieces = token_pieces(source.block_size, target.block_size)
+    wanted = dataclasses.replace(geometry, dtype=target_dtype or geometry.dtype)
+    casts = wanted.dtype != geometry.dtype
     copies = []
     for to in shard_specs(target.tp_size, target.pp_size):
         for by in shard_specs(source.tp_size, source.pp_size):
             for piece in pieces:
-                rows = _segments(geometry, (by, source), (to, target), piece)
-                groups = np.array(target.layer_groups)[rows[:, 3]] if target.layer_groups else np.zeros(len(rows))
+                parts = list(_parts((geometry, by, source), (wanted, to, target), piece))
+                rows = np.array(parts, dtype=np.int64).reshape(-1, len(_PART))
+                groups = np.array(target.layer_groups)[rows[:, 0]] if target.layer_groups else np.zeros(len(rows))
                 for group in np.unique(groups):
                     some = rows[groups == group]
-                    copies.append(ShardCopy(by, to, piece, some[:, :3].copy(), some[:, 3].copy(), int(group)))
+                    if casts:
+                        nothing = np.empty((0, 3), np.int64)
+                        mapped = some[:, 1:-1].copy()
+                        copies.append(ShardCopy(by, to, piece, nothing, some[:, 0].copy(), int(group), mapped))
+                    else:
+                        segments = _segments(some)
+                        copies.append(
+                            ShardCopy(by, to, piece, segments[:, :3].copy(), segments[:, 3].copy(), int(group))
+                        )
     return ReshardPlan(
         source_period=math.lcm(source.block_size, target.block_size) // source.block_size,
         target_period=math.lcm(source.block_size, target.block_size) // target.block_size,
         pieces=pieces,
         copies=tuple(copies),
-        trivial=source == target,
+        trivial=source == target and not casts,
     )
 
 
@@ -141,6 +174,51 @@ def merge_segments(segments: Segments) -> Segments:
     merged = segments[first]
     merged[:, 2] = np.add.reduceat(segments[:, 2], first)
     return merged
+
+
+def merge_casts(casts: Casts) -> Casts:
+    """Join conversions that go on where the one before ended, on both sides."""
+    if len(casts) < 2:
+        return casts
+    ends = casts[:-1, :4].copy()
+    for column, code in ((0, 6), (2, 7)):
+        ends[:, column] += casts[:-1, 4] * casts[:-1, 5] * CODE_BYTES[casts[:-1, code]]
+    for column in (1, 3):
+        ends[:, column] += np.where(ends[:, column] < 0, 0, casts[:-1, 4] * SCALE_BYTES)
+    breaks = (casts[1:, :4] != ends).any(axis=1) | (casts[1:, 5:] != casts[:-1, 5:]).any(axis=1)
+    first = np.flatnonzero(np.concatenate(([True], breaks)))
+    merged = casts[first]
+    merged[:, 4] = np.add.reduceat(casts[:, 4], first)
+    return merged
+
+
+def cast_rows(cast: npt.NDArray[np.int64], first: int, count: int) -> npt.NDArray[np.int64]:
+    """Return the part of one conversion, [8], that is of ``count`` rows from ``first`` on."""
+    part = cast.copy()
+    for column, code in ((0, 6), (2, 7)):
+        part[column] += first * cast[5] * CODE_BYTES[cast[code]]
+        if cast[column + 1] >= 0:
+            part[column + 1] += first * SCALE_BYTES
+    part[4] = count
+    return part
+
+
+def cast_spans(casts: Casts, *, target: bool) -> Spans:
+    """Return the bytes of a block that conversions read, or write, in rising order.
+
+    Args:
+        casts: In any order; what they read and write does not overlap.
+        target: Whether those that are written.
+    """
+    at, code = (2, 7) if target else (0, 6)
+    values = np.stack((casts[:, at], casts[:, 4] * casts[:, 5] * CODE_BYTES[casts[:, code]]), axis=1)
+    scales = np.stack((casts[:, at + 1], casts[:, 4] * SCALE_BYTES), axis=1)[casts[:, at + 1] >= 0]
+    found = np.concatenate((values, scales))
+    found = found[found[:, 0].argsort()]
+    if len(found) < 2:
+        return found
+    first = np.flatnonzero(np.concatenate(([True], found[1:, 0] != found[:-1].sum(axis=1))))
+    return np.stack((found[first, 0], np.add.reduceat(found[:, 1], first)), axis=1)
 
 
 def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
@@ -163,35 +241,51 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
             raise FingerprintMismatchError(f"{heads} KV heads have no tp_size of {tp}", field="tp_size")
 
 
-def _segments(
-    geometry: KVGeometry, source: tuple[ShardSpec, ShardGrid], target: tuple[ShardSpec, ShardGrid], piece: TokenPiece
-) -> Segments:
-    """Segments with the layer as a fourth column, in the order of both sides' memory; joined within a layer."""
-    (by, by_size), (to, to_size) = (source[0], source[1].block_size), (target[0], target[1].block_size)
+def _parts(
+    source: tuple[KVGeometry, ShardSpec, ShardGrid], target: tuple[KVGeometry, ShardSpec, ShardGrid], piece: TokenPiece
+) -> Iterator[tuple[int, ...]]:
+    """Yield K and V of every layer and head that goes from one rank to another, with the columns of ``_PART``."""
+    (geometry, by, by_grid), (wanted, to, to_grid) = source, target
     by_layers = layer_range(len(geometry.layers), by.pp_size, by.pp_rank)
     to_layers = layer_range(len(geometry.layers), to.pp_size, to.pp_rank)
-    by_layout = shard_layout(geometry, by, by_size)
-    to_layout = shard_layout(geometry, to, to_size, groups_of(target[1].layer_groups))
-    size, rows = by_layout.dtype_bytes, []
+    by_layout = shard_layout(geometry, by, by_grid.block_size)
+    to_layout = shard_layout(wanted, to, to_grid.block_size, groups_of(to_grid.layer_groups))
     for layer in range(max(by_layers.start, to_layers.start), min(by_layers.stop, to_layers.stop)):
         mine, yours = shard_heads(geometry, to, layer), shard_heads(geometry, by, layer)
+        heads = [h for h in mine if h in yours and _holder(geometry, layer, h, by, to) == by.tp_rank]
+        there, here = by_layout.places[layer - by_layers.start], to_layout.places[layer - to_layers.start]
         shape = geometry.layers[layer]
-        here, there = layer - to_layers.start, layer - by_layers.start
-        for dim, by_at, to_at in (
-            (shape.k_dim, by_layout.layer_offsets[there], to_layout.layer_offsets[here]),
-            (shape.v_dim, by_layout.v_offset(there), to_layout.v_offset(here)),
-        ):
-            rows += [
-                (
-                    (by_at + (yours.index(head) * by_size + piece.source_token) * dim) * size,
-                    (to_at + (mine.index(head) * to_size + piece.target_token) * dim) * size,
-                    piece.num_tokens * dim * size,
+        for values, dim in (("k", shape.k_dim), ("v", shape.v_dim)):
+            for head in heads if dim else ():
+                token = yours.index(head) * by_layout.block_size + piece.source_token
+                into = mine.index(head) * to_layout.block_size + piece.target_token
+                yield (
                     layer,
+                    *_row(there, values, token, dim),
+                    *_row(here, values, into, dim),
+                    piece.num_tokens,
+                    dim,
+                    # What can't be converted has no code, and needs none: types are equal then.
+                    CODES.get(there.dtype, -1),
+                    CODES.get(here.dtype, -1),
+                    DTYPE_BYTES[there.dtype],
                 )
-                for head in mine
-                if dim and head in yours and _holder(geometry, layer, head, by, to) == by.tp_rank
-            ]
-    return merge_segments(np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+
+def _row(place: LayerPlace, values: str, row: int, dim: int) -> tuple[int, int]:
+    """Where a row of a layer's K or V begins, and its scale (-1: it has none), in bytes within a block."""
+    first, scales = (place.k, place.k_scales) if values == "k" else (place.v, place.v_scales)
+    return first + row * dim * DTYPE_BYTES[place.dtype], -1 if scales < 0 else scales + row * SCALE_BYTES
+
+
+def _segments(parts: npt.NDArray[np.int64]) -> Segments:
+    """Segments of parts, with the layer as a fourth column, in the order of both sides' memory; joined in a layer."""
+    layer, source, source_scales, target, target_scales, rows, dim, _, _, unit = parts.T
+    values = np.stack((source, target, rows * dim * unit, layer), axis=1)
+    scales = np.stack((source_scales, target_scales, rows * SCALE_BYTES, layer), axis=1)[source_scales >= 0]
+    found = np.concatenate((values, scales))
+    # By layer, then by place: within a rank's layer, places rise in the same order on both sides.
+    return merge_segments(found[np.lexsort((found[:, 0], found[:, 3]))])
 
 
 def _holder(geometry: KVGeometry, layer: int, head: int, source: ShardSpec, target: ShardSpec) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena
+from baton.kv_cache.kv_types import layer_types, type_name
 from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
 
 
@@ -46,7 +47,7 @@ class KVGeometry:
 
     Attributes:
         layers: Shape of every layer.
-        dtype: Of the elements.
+        dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
         unsplit: Layers whose heads are not divided over tensor parallelism: every rank holds all of them (a latent as
             MLA's belongs to all heads).
     """
@@ -116,11 +117,13 @@ def shard_layout(
     Raises:
         ConfigError: Layers or heads cannot be divided; names ``tp`` or ``pp``.
     """
+    layers = layer_range(len(geometry.layers), spec.pp_size, spec.pp_rank)
     shapes = tuple(
         LayerShape(len(shard_heads(geometry, spec, layer)), geometry.layers[layer].k_dim, geometry.layers[layer].v_dim)
-        for layer in layer_range(len(geometry.layers), spec.pp_size, spec.pp_rank)
+        for layer in layers
     )
-    return KVLayout(shapes, block_size, geometry.dtype, groups)
+    types = layer_types(geometry.dtype, len(geometry.layers))
+    return KVLayout(shapes, block_size, type_name(types[layers.start : layers.stop]), groups)
 
 
 class KVShards:

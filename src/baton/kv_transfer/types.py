@@ -12,7 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.kv_cache.arena import Arena, Spans
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.reshard import Segments
+from baton.kv_cache.reshard import Casts, Segments
 from baton.rpc.convert import fingerprint_from_pb, fingerprint_to_pb
 from baton.types import Epoch, InstanceId
 
@@ -97,6 +97,8 @@ class BlockReads:
         source_shard: Index of the source's rank whose blocks are meant.
         steps: Which of the segments the source is still computing: all blocks' segments of the first step come first.
             ``None``: everything is there.
+        casts: Where the source's KV is of another type: how what is read becomes what is written, the same for every
+            pair. ``segments`` are what is read then, in rising order, and their second column says nothing.
     """
 
     remote_ids: Ids
@@ -105,6 +107,7 @@ class BlockReads:
     segments: Segments | None = None
     source_shard: int = 0
     steps: Steps | None = None
+    casts: Casts | None = None
 
     @classmethod
     def of(cls, remote_ids: npt.ArrayLike, generations: npt.ArrayLike, local_ids: npt.ArrayLike) -> BlockReads:
@@ -134,6 +137,7 @@ class BlockReads:
             self.segments,
             self.source_shard,
             self.steps,
+            self.casts,
         )
 
     @property

@@ -11,6 +11,7 @@ from baton.engine.build import available_bytes
 from baton.errors import BusyError, ConfigError
 from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.connector import GuardedConnector, KVConnector
+from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher
 from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder
@@ -118,6 +119,7 @@ def _store_options(context: InstanceContext) -> StoreOptions:
         replication=config.kvstore_replication,
         hot_loads_per_s=config.kvstore_hot_loads,
         redis_ttl_s=config.kvstore_ttl_s,
+        kv_dtype=config.kv_tier_dtype,
         discovery=(config.redis, config.redis_prefix),
     )
 
@@ -155,6 +157,15 @@ def _connector_context(context: InstanceContext, options: Options) -> ConnectorC
     )
 
 
+def _kept(context: InstanceContext) -> Fingerprint:
+    """What files and host memory keep of this instance's KV.
+
+    Raises:
+        ConfigError: It cannot be converted to that; names ``kv_tier_dtype``.
+    """
+    return context.executor.fingerprint.kept_as(context.config.kv_tier_dtype)
+
+
 def _shared_storage(context: InstanceContext, options: Options) -> BackedConnector:
     """Files in a directory: ``path``, ``max_bytes`` (64 GiB), ``sync`` (off), ``threads`` (4)."""
     known = _known("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
@@ -163,15 +174,16 @@ def _shared_storage(context: InstanceContext, options: Options) -> BackedConnect
     if known["sync"] not in ("on", "off"):
         raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
     threads = _number("shared_storage.threads", known["threads"], most=256)
-    fingerprint = context.executor.fingerprint
+    fingerprint, kept = context.executor.fingerprint, _kept(context)
     folder = BlockFolder(
         Path(known["path"]),
-        fingerprint.undivided(),
+        kept,
         max_bytes=_number("shared_storage.max_bytes", known["max_bytes"], most=_MAX_BYTES),
         sync=known["sync"] == "on",
     )
     limits = LocalOptions(known["path"])
-    files = SharedStorage(folder, context.shards, fingerprint, threads=threads, blocks_per_call=limits.blocks_per_call)
+    per_call = limits.blocks_per_call
+    files = SharedStorage(folder, context.shards, fingerprint, threads=threads, blocks_per_call=per_call, kept=kept)
     return BackedConnector(
         files,
         limits,
@@ -187,15 +199,15 @@ def _offload(context: InstanceContext, options: Options) -> BackedConnector:
     """Host memory: ``bytes`` (1 GiB)."""
     known = _known("offload", options, bytes=str(1 << 30))
     size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
-    fingerprint = context.executor.fingerprint
-    block_bytes = fingerprint.undivided().block_bytes
+    fingerprint, kept = context.executor.fingerprint, _kept(context)
+    block_bytes = kept.block_bytes
     num_blocks = size // block_bytes
     if not num_blocks:
         raise ConfigError(f"offload.bytes is {size}, less than a block of {block_bytes}", field=FIELD)
     available = available_bytes()
     if arena_bytes(num_blocks, block_bytes) > available:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
-    side = StagingArena(context.shards, fingerprint, num_blocks)
+    side = StagingArena(context.shards, fingerprint, num_blocks, kept=kept)
     side.arena.touch()
     host = HostMemory(side, context.events.append)
     context.tiers.append(host.snapshot)

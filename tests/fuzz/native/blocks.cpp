@@ -4,7 +4,7 @@
 #include "choices.h"
 
 struct segment { uint64_t from, to, bytes; };
-struct piece { uint64_t from, to, elements; };
+struct piece { int64_t from, from_scales, to, to_scales, rows, dim, from_format, to_format; };
 struct side { uint64_t base, block_bytes; };
 struct way {
     uint64_t to, to_bytes, from, from_bytes;
@@ -14,9 +14,9 @@ struct way {
 extern "C" {
 int baton_read_blocks(const way *way, const int64_t *remote, const uint64_t *wanted, const int64_t *local, size_t count,
                       const segment *segments, size_t num_segments, uint8_t *valid);
-void baton_cast_blocks(int from_format, int to_format, int bits, const side *to, const side *from,
-                       const uint64_t *generations, const int64_t *remote, const uint64_t *wanted, const int64_t *local,
-                       size_t count, const piece *pieces, size_t num_pieces, uint8_t *state);
+void baton_cast_blocks(int bits, const side *to, const side *from, const uint64_t *generations, const int64_t *remote,
+                       const uint64_t *wanted, const int64_t *local, size_t count, const piece *pieces,
+                       size_t num_pieces, uint8_t *state);
 }
 
 namespace {
@@ -64,24 +64,37 @@ void copies(Choices &from) {
     REQUIRE(!std::memcmp(ours.get(), right.get(), right.bytes()));
 }
 
+// Blocks of rows of numbers, one behind the other, and behind them a scale per row where the format (3: int8) has such.
+struct Rows {
+    int64_t dim, rows, width;
+    bool scaled;
+    int64_t scales() const { return (rows * dim * width + 1) / 2 * 2; }
+    uint64_t bytes() const { return static_cast<uint64_t>((scales() + (scaled ? 2 * rows : 0) + 3) / 4 * 4); }
+};
+
 void casts(Choices &from) {
-    const uint64_t widths[] = {4, 2, 2};
-    const int source = static_cast<int>(from.number(0, 2)), target = (source + 1 + static_cast<int>(from.number(0, 1))) % 3;
-    const uint64_t elements = from.number(1, 100), sources = from.number(1, 5), targets = from.number(1, 5);
+    const int64_t widths[] = {4, 2, 2, 1};
+    const int source = static_cast<int>(from.number(0, 3)), target = static_cast<int>(from.number(0, 3));
+    const int64_t dim = static_cast<int64_t>(from.byte() % 8 ? from.number(1, 40) : from.number(500, 530));
+    const int64_t rows = static_cast<int64_t>(from.number(1, 5));
+    const Rows theirs_of = {dim, rows, widths[source], source == 3}, ours_of = {dim, rows, widths[target], target == 3};
+    const uint64_t sources = from.number(1, 5), targets = from.number(1, 5);
     const size_t count = from.number(0, 6);
-    Buffer<uint8_t> theirs(elements * widths[source] * sources);
+    Buffer<uint8_t> theirs(theirs_of.bytes() * sources);
     from.fill(theirs.get(), theirs.bytes());
     Reads reads(from, sources, targets, count);
     std::vector<piece> pieces(from.number(0, 3));
     for (auto &each : pieces) {
-        const uint64_t begin = from.number(0, elements), length = from.number(0, elements - begin), to = from.number(0, elements - length);
-        each = {begin * widths[source], to * widths[target], length};
+        const int64_t begin = static_cast<int64_t>(from.number(0, rows)), length = static_cast<int64_t>(from.number(0, rows - begin));
+        const int64_t to = static_cast<int64_t>(from.number(0, rows - length));
+        each = {begin * dim * widths[source], source == 3 ? theirs_of.scales() + 2 * begin : -1, to * dim * widths[target],
+                target == 3 ? ours_of.scales() + 2 * to : -1, length, dim, source, target};
     }
-    Buffer<uint8_t> first(elements * widths[target] * targets), first_state(count);
+    Buffer<uint8_t> first(ours_of.bytes() * targets), first_state(count);
     for (int bits : {0, 256, 512}) {
         Buffer<uint8_t> ours(first.bytes()), state(count);
-        const side to = {(uint64_t)(uintptr_t)ours.get(), elements * widths[target]}, of = {(uint64_t)(uintptr_t)theirs.get(), elements * widths[source]};
-        baton_cast_blocks(source, target, bits, &to, &of, reads.generations.get(), reads.remote.get(), reads.wanted.get(), reads.local.get(), count, pieces.data(), pieces.size(), state.get());
+        const side to = {(uint64_t)(uintptr_t)ours.get(), ours_of.bytes()}, of = {(uint64_t)(uintptr_t)theirs.get(), theirs_of.bytes()};
+        baton_cast_blocks(bits, &to, &of, reads.generations.get(), reads.remote.get(), reads.wanted.get(), reads.local.get(), count, pieces.data(), pieces.size(), state.get());
         for (size_t i = 0; i < count; i++) REQUIRE((state[i] != 0) == reads.fits(i));
         if (!bits) {
             std::memcpy(first.get(), ours.get(), first.bytes());

@@ -106,14 +106,29 @@ void attention(Choices &from) {
             tables[i * width + b] = b * a.block_size < lens[i] ? (i * width + b + turn) % blocks : INT32_MAX / 2;
     const size_t tokens = static_cast<size_t>(starts.back());
     const int64_t keys = int64_t{a.kv_heads} * a.block_size * a.k_dim, values = a.latent ? 0 : int64_t{a.kv_heads} * a.block_size * a.v_dim;
-    auto pool = tensor(from, blocks * (keys + values), a.dtype), q = tensor(from, tokens * a.num_heads * a.k_dim, a.dtype);
+    const bool stored = !a.latent && from.byte() % 3 == 0;  // as int8 or fp8, or bfloat16 beside float32
+    a.storage = !stored ? a.dtype : a.dtype == 0 && from.flag() ? 1 : static_cast<int32_t>(from.number(3, 4));
+    const size_t unit = a.storage < 3 ? width_of(a.storage) : 1, all = blocks * (keys + values);
+    auto pool = a.storage < 3 ? tensor(from, all, a.storage) : Buffer<uint8_t>(all);
+    if (a.storage >= 3) {
+        from.fill(pool.get(), all);
+        for (size_t i = 0; i < all; i++)
+            if (a.storage == 4 && (pool[i] & 0x7f) == 0x7f) pool[i] ^= 1;  // no number
+    }
+    const size_t num_scales = a.storage == 3 ? static_cast<size_t>(blocks) * a.kv_heads * a.block_size : a.kv_heads;
+    auto k_scales = tensor(from, num_scales, a.storage == 3), v_scales = tensor(from, num_scales, a.storage == 3);
+    if (a.storage == 4)
+        for (size_t i = 0; i < num_scales; i++)
+            reinterpret_cast<float *>(k_scales.get())[i] = reinterpret_cast<float *>(v_scales.get())[i] = 0.5f;
+    a.k_scales = k_scales.get(), a.v_scales = v_scales.get(), a.scale_stride = int64_t{a.kv_heads} * a.block_size;
+    auto q = tensor(from, tokens * a.num_heads * a.k_dim, a.dtype);
     auto k = tensor(from, tokens * a.kv_heads * a.k_dim, a.dtype), v = tensor(from, a.latent ? 0 : tokens * a.kv_heads * a.v_dim, a.dtype);
     auto sinks = tensor(from, a.num_heads, 0), q_norm = tensor(from, a.k_dim, a.dtype), k_norm = tensor(from, a.k_dim, a.dtype);
     a.rotary = 2 * static_cast<int32_t>(from.number(1, a.k_dim / 2));
     auto cos = tensor(from, static_cast<size_t>(longest) * a.rotary / 2, 0), sin = tensor(from, static_cast<size_t>(longest) * a.rotary / 2, 0);
     Buffer<uint8_t> out(tokens * a.num_heads * a.v_dim * width_of(a.dtype));
     a.q = q.get(), a.k = k.get(), a.v = v.get(), a.out = out.get();
-    a.k_pool = pool.get(), a.v_pool = pool.get() + (a.latent ? 0 : keys * width_of(a.dtype)), a.block_stride = keys + values;
+    a.k_pool = pool.get(), a.v_pool = pool.get() + (a.latent ? 0 : keys * unit), a.block_stride = keys + values;
     a.q_head = a.k_dim, a.q_token = int64_t{a.num_heads} * a.k_dim, a.k_head = a.k_dim, a.k_token = int64_t{a.kv_heads} * a.k_dim;
     a.v_head = a.v_dim, a.v_token = int64_t{a.kv_heads} * a.v_dim, a.table_stride = width;
     a.query_starts = query_starts.get(), a.context_lens = context_lens.get(), a.block_tables = tables.get();

@@ -78,3 +78,10 @@ def test_an_executor_that_is_not_there_or_does_not_fit_is_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         LLM(config(references, **options))
     assert caught.value.field == "executor"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_backend_that_reads_no_int8_is_refused_by_name(references: References) -> None:
+    with pytest.raises(ConfigError, match="attention_backend gather does not read KV of int8") as refused:
+        LLM(config(references, attention_backend="gather", kv_dtype="int8"))
+    assert refused.value.field == "kv_dtype"

@@ -113,8 +113,7 @@ def one_prompt(num_tokens: int = 40, *, first_token: int = 9, row: int | None = 
 def layer_bytes(runner: Executor, shards: KVShards, spec: ShardSpec, layer: int) -> np.ndarray:
     """Return what a rank has of a layer (by its index in the rank) in the blocks 1, 2 and 3."""
     layout = shard_layout(runner.geometry, spec, BLOCK, runner.layout.groups)
-    begin = layout.layer_offsets[layer] * layout.dtype_bytes
-    end = begin + layout.layers[layer].elements_per_token * BLOCK * layout.dtype_bytes
+    begin, end = layout.places[layer].k, layout.places[layer].end
     own = np.arange(1, 4) * layout.num_groups + layout.group_of[layer]
     return shards.arenas[spec.index].blocks[own, begin:end]
 

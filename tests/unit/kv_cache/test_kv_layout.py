@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.kv_types import DTYPE_BYTES, is_quantized, layer_types, type_name
 from baton.kv_cache.layout import KVLayout, LayerShape
 
 shapes = st.builds(LayerShape, st.integers(1, 8), st.integers(1, 96), st.integers(1, 96))
@@ -19,16 +20,23 @@ shapes = st.builds(LayerShape, st.integers(1, 8), st.integers(1, 96), st.integer
 @given(
     layers=st.lists(shapes, min_size=1, max_size=6),
     block_size=st.integers(1, 32),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "fp8_e4m3"]),
 )
 def test_layers_lie_behind_one_another_without_overlap(layers, block_size, dtype):
     layout = KVLayout(tuple(layers), block_size, dtype)
     at = 0
     for i, layer in enumerate(layers):
-        assert layout.layer_offsets[i] == at
-        assert layout.v_offset(i) == at + layer.kv_heads * layer.k_dim * block_size
-        at = layout.v_offset(i) + layer.kv_heads * layer.v_dim * block_size
-    assert at <= layout.block_elements < at + 64
+        place, tokens, unit = layout.places[i], layer.kv_heads * block_size, DTYPE_BYTES[dtype]
+        assert at <= place.k < at + 2  # scales are aligned
+        assert place.v == place.k + tokens * layer.k_dim * unit
+        at = place.v + tokens * layer.v_dim * unit
+        if dtype == "int8":
+            assert (place.k_scales, place.v_scales) == (at + at % 2, at + at % 2 + 2 * tokens)
+            at = place.v_scales + 2 * tokens
+        else:
+            assert (place.k_scales, place.v_scales) == (-1, -1)
+        assert place.end == at
+    assert at <= layout.block_bytes < at + 64
     assert layout.block_bytes % 64 == 0
     assert layout.bytes_per_token * block_size <= layout.block_bytes
 
@@ -45,6 +53,33 @@ def test_a_layout_that_cannot_be_names_its_field(changes, field):
     with pytest.raises(ConfigError) as caught:
         KVLayout(**values)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("heads", "dim", "share"), [(8, 128, 0.508), (2, 32, 0.532)])
+def test_int8_has_about_half_of_bfloat16s_bytes(heads, dim, share):
+    half, whole = (KVLayout((LayerShape(heads, dim, dim),) * 6, 16, kind) for kind in ("int8", "bfloat16"))
+    assert half.block_bytes / whole.block_bytes == pytest.approx(share, abs=0.001)
+    assert half.bytes_per_token * 16 == half.block_bytes
+
+
+NAMES = ["bfloat16", "int8", "fp8_e4m3", "int8;bfloat16@0,5", "fp8_e4m3;float32@2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_type_says_what_each_layer_is(name):
+    types = layer_types(name, 6)
+    assert type_name(types) == name
+    for first in range(6):
+        assert type_name(types[first:]) == type_name(layer_types(type_name(types[first:]), 6 - first))
+    assert is_quantized(name) == (name != "bfloat16")
+
+
+@given(st.text(alphabet="int8;@,0123bfloat16x", max_size=24))
+def test_any_other_name_is_refused(name):
+    try:
+        assert type_name(layer_types(name, 4)) == name
+    except ConfigError as error:
+        assert error.field == "kv_dtype"  # noqa: PT017
 
 
 FINGERPRINT = Fingerprint.of(
@@ -119,6 +154,43 @@ def test_who_takes_whose_kv_is_up_to_the_reader(reader, reader_casts, source, so
     assert (reader.plan_from(source).trivial if field is None else False) == (
         reader.kv_dtype == source.kv_dtype and reader.tp_size == source.tp_size and field is None
     )
+
+
+def of_type(kv_dtype, **changes):
+    layout = KVLayout((LayerShape(2, 8, 8),) * 2, 16, kv_dtype)
+    made = Fingerprint.of(model="m", model_digest="d", rope="r", layout=layout)
+    return dataclasses.replace(made, **changes)
+
+
+def test_kv_of_8_bits_is_converted_where_its_scales_are_in_the_block():
+    int8, half, fp8 = of_type("int8"), of_type("bfloat16"), of_type("fp8_e4m3", kv_scales="s")
+    assert int8.layout != half.layout == fp8.layout
+    for mine, theirs in ((int8, half), (half, int8), (of_type("int8;bfloat16@0"), int8)):
+        with pytest.raises(FingerprintMismatchError, match="--kv-cast"):
+            mine.require_source(theirs)
+        assert not mine.takes(theirs)
+        casting = dataclasses.replace(mine, kv_cast=True)
+        casting.require_source(theirs)
+        theirs.require_reader(casting)
+        assert casting.takes(theirs)
+        assert not casting.plan_from(theirs).trivial
+    for mine, theirs in ((fp8, half), (half, fp8)):
+        casting = dataclasses.replace(mine, kv_cast=True)
+        assert not casting.takes(theirs)
+        for refuse in (
+            lambda a=casting, b=theirs: a.require_source(b),
+            lambda a=casting, b=theirs: b.require_reader(a),
+        ):
+            with pytest.raises(FingerprintMismatchError, match="not converted") as caught:
+                refuse()
+            assert caught.value.field == "kv_dtype"
+    with pytest.raises(FingerprintMismatchError) as caught:
+        fp8.require_source(of_type("fp8_e4m3", kv_scales="others"))
+    assert caught.value.field == "kv_scales"
+    with pytest.raises(FingerprintMismatchError) as caught:
+        dataclasses.replace(half, kv_cast=True).require_source(dataclasses.replace(int8, layout="later"))
+    assert caught.value.field == "layout"
+    assert len({x.content_key() for x in (int8, half, fp8, of_type("int8;bfloat16@0"))}) == 4
 
 
 def test_an_attached_arena_is_the_same_memory():

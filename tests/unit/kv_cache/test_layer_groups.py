@@ -24,11 +24,11 @@ def test_every_layer_is_in_one_group_of_its_window(windows: list[int]) -> None:
     layout = KVLayout((SHAPE,) * len(windows), 16, "float32", groups)
     ungrouped = KVLayout((SHAPE,) * len(windows), 16, "float32")
     assert layout.block_bytes * len(groups) >= ungrouped.block_bytes
-    for layer, offset in enumerate(layout.layer_offsets):
+    for layer, place in enumerate(layout.places):
         group = groups[layout.group_of[layer]]
         assert layer in group.layers
-        assert offset == group.layers.index(layer) * SHAPE.elements_per_token * 16
-        assert offset + SHAPE.elements_per_token * 16 <= layout.block_elements
+        assert place.k == group.layers.index(layer) * SHAPE.elements_per_token * 16 * 4
+        assert place.end == place.k + SHAPE.elements_per_token * 16 * 4 <= layout.block_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from tests.support.kv_shapes import pool_of, whole_kv
 
 from baton.errors import ConfigError, FingerprintMismatchError
+from baton.kv_cache.kv_types import CODES
 from baton.kv_cache.layout import LayerShape
-from baton.kv_cache.reshard import ShardGrid, merge_segments, reshard, token_pieces
+from baton.kv_cache.reshard import (
+    ShardGrid,
+    cast_rows,
+    cast_spans,
+    merge_casts,
+    merge_segments,
+    reshard,
+    token_pieces,
+)
 from baton.kv_cache.shards import KVGeometry, ShardSpec, head_range, layer_range, shard_layout, shard_specs
 
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -60,6 +69,7 @@ def test_every_pair_equals_a_plain_reshape(source_tp: int, target_tp: int) -> No
         st.tuples(st.sampled_from((1, 2, 3, 4, 8, 24)), st.integers(1, 3), st.integers(1, 3)), min_size=4, max_size=5
     ),
     latent=st.booleans(),
+    dtype=st.sampled_from(("float32", "int8", "fp8_e4m3", "int8;float32@0,2")),
 )
 def test_any_shapes_and_block_sizes(
     tps: tuple[int, int],
@@ -67,10 +77,11 @@ def test_any_shapes_and_block_sizes(
     sizes: tuple[int, int],
     shapes: list[tuple[int, int, int]],
     latent: bool,
+    dtype: str,
 ) -> None:
     layers = tuple(LayerShape(*shape) for shape in shapes)
     unsplit = frozenset({0, 3}) if latent else frozenset[int]()
-    geometry = KVGeometry(layers, "float32", unsplit)
+    geometry = KVGeometry(layers, dtype, unsplit)
     grids = [ShardGrid(tp, pp, size) for tp, pp, size in zip(tps, pps, sizes, strict=True)]
     if all(i in unsplit or divides(layer.kv_heads, tp) for tp in tps for i, layer in enumerate(layers)):
         check(geometry, grids[0], grids[1])
@@ -78,6 +89,35 @@ def test_any_shapes_and_block_sizes(
         with pytest.raises(FingerprintMismatchError) as refused:
             reshard(geometry, grids[0], grids[1])
         assert refused.value.field == "tp_size"
+
+
+def test_scales_go_with_their_head() -> None:
+    geometry = KVGeometry((LayerShape(2, 4, 4),), "int8")
+    plan = reshard(geometry, ShardGrid(2, 1, 16), ShardGrid(1, 1, 16))
+    each, scales = 16 * 4, 16 * 2
+    found = {copy.source.tp_rank: merge_segments(copy.segments).tolist() for copy in plan.copies}
+    for head in (0, 1):
+        begins = [head * each, (2 + head) * each, 4 * each + head * scales, 4 * each + (2 + head) * scales]
+        sizes = [each, each, scales, scales]
+        starts = [0, each, 2 * each, 2 * each + scales]
+        assert found[head] == [list(x) for x in zip(starts, begins, sizes, strict=True)]
+
+
+def test_conversions_join_where_rows_go_on_and_say_what_they_read_and_write() -> None:
+    geometry = KVGeometry((LayerShape(2, 4, 4), LayerShape(2, 4, 4)), "bfloat16")
+    (copy,) = reshard(geometry, ShardGrid(1, 1, 16), ShardGrid(1, 1, 16), "int8;bfloat16@1").copies
+    assert copy.casts is not None
+    assert len(copy.casts) == 8  # K and V of two heads and two layers
+    joined = merge_casts(copy.casts)
+    rows = 2 * 2 * 16
+    assert joined.tolist() == [
+        [0, -1, 0, rows * 4, rows, 4, CODES["bfloat16"], CODES["int8"]],
+        [rows * 8, -1, rows * 6, -1, rows, 4, CODES["bfloat16"], CODES["bfloat16"]],
+    ]
+    assert cast_spans(joined, target=False).tolist() == [[0, 2 * rows * 8]]
+    assert cast_spans(joined, target=True).tolist() == [[0, rows * 6 + rows * 8]]
+    part = cast_rows(joined[0], 3, 5)
+    assert part.tolist() == [3 * 8, -1, 3 * 4, rows * 4 + 6, 5, 4, CODES["bfloat16"], CODES["int8"]]
 
 
 def test_equal_shapes_take_whole_blocks() -> None:

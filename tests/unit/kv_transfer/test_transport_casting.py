@@ -10,11 +10,13 @@ import torch
 from tests.support.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
-from baton.kv_transfer.copy.block_copy import FORMATS, BlockCaster, convert
+from baton.kv_cache.kv_types import CODES, FLOAT_BYTES
+from baton.kv_transfer.copy.block_copy import Cast, convert, read_casting
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads
+from baton_kernels.paged_attention.quantized import quantize_rows
 
-PAIRS = [(a, b) for a in FORMATS for b in FORMATS if a != b]
+PAIRS = [(a, b) for a in FLOAT_BYTES for b in FLOAT_BYTES if a != b]
 VECTOR_BITS = [512, 256, 64]
 """Bounds on the vector registers that are used."""
 
@@ -34,10 +36,16 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
+def cast_rows(target: np.ndarray, source: np.ndarray, casts: list[tuple[int, ...]], *, vector_bits: int = 512) -> Cast:
+    """Convert all blocks into the target's of the same number."""
+    ids, gens = np.arange(len(source)), np.zeros(len(source), np.uint64)
+    reads = BlockReads(ids, gens, ids, casts=np.array(casts))
+    return read_casting(target, source, gens, reads, Wait(soon()), vector_bits=vector_bits)
+
+
 @pytest.mark.parametrize("vector_bits", VECTOR_BITS)
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
 def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], vector_bits: int) -> None:
-    caster = BlockCaster(*pair, vector_bits=vector_bits)
     torch.manual_seed(0)
     numbers = every_number(pair[0])
     expected = numbers.to(getattr(torch, pair[1]))
@@ -45,9 +53,8 @@ def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], vector_bi
     count = numbers.numel() // row
     source = bytes_of(numbers[: count * row]).reshape(count, -1)
     target = np.zeros((count, expected.element_size() * row), np.uint8)
-    ids, gens = np.arange(count), np.zeros(count, np.uint64)
-    reads = BlockReads(ids, gens, ids, np.array([[0, 0, source.shape[1]]]))
-    cast = caster.read(target, source, gens, reads, Wait(soon()))
+    casts = [(0, -1, 0, -1, 1, row, CODES[pair[0]], CODES[pair[1]])]
+    cast = cast_rows(target, source, casts, vector_bits=vector_bits)
     made = torch.from_numpy(target).view(expected.dtype)
     wanted = expected[: count * row].reshape(count, row)
     same = torch.from_numpy((target.reshape(count, row, -1) == bytes_of(wanted).reshape(count, row, -1)).all(axis=2))
@@ -60,15 +67,16 @@ def test_every_number_is_what_torch_makes_of_it(pair: tuple[str, str], vector_bi
     assert lost.any() == (pair in {("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")})
 
 
-def test_only_blocks_with_their_generation_are_converted_and_only_their_segments() -> None:
-    caster = BlockCaster("float32", "bfloat16")
+HALVES = CODES["float32"], CODES["bfloat16"]
+
+
+def test_only_blocks_with_their_generation_are_converted_and_only_their_rows() -> None:
     source = bytes_of(torch.arange(24.0).reshape(3, 8))
     target = np.full((4, 16), 0xEE, np.uint8)
     gens = np.array([7, 8, 9], np.uint64)
-    reads = BlockReads(
-        np.array([2, 0, 1]), np.array([9, 7, 5], np.uint64), np.array([0, 3, 1]), np.array([[8, 0, 8], [20, 12, 4]])
-    )
-    cast = caster.read(target, source, gens, reads, Wait(soon()))
+    casts = np.array([(8, -1, 0, -1, 1, 2, *HALVES), (20, -1, 6, -1, 1, 1, *HALVES)])
+    reads = BlockReads(np.array([2, 0, 1]), np.array([9, 7, 5], np.uint64), np.array([0, 3, 1]), casts=casts)
+    cast = read_casting(target, source, gens, reads, Wait(soon()))
     assert cast.valid.tolist() == [True, True, False]
     assert not cast.out_of_range.any()
     expected = torch.from_numpy(np.full((4, 16), 0xEE, np.uint8)).view(torch.bfloat16)
@@ -83,24 +91,71 @@ def test_a_block_whose_generation_changes_under_its_conversion_is_not_valid() ->
     target = np.zeros((3, 8), np.uint8)
     generations = target[2].view(np.uint64)
     source = bytes_of(torch.ones(1, 4))
-    reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.array([2]), np.array([[0, 0, 16]]))
-    caster = BlockCaster("float32", "bfloat16")
-    cast = caster.read(target, source, generations, reads, Wait(soon()))
+    casts = np.array([(0, -1, 0, -1, 1, 4, *HALVES)])
+    reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.array([2]), casts=casts)
+    cast = read_casting(target, source, generations, reads, Wait(soon()))
     assert generations[0] != 0
     assert not cast.valid.any()
     assert not cast.out_of_range.any()
 
 
-def test_a_conversion_looks_at_the_flag_and_refuses_what_is_none() -> None:
-    caster, flag = BlockCaster("float32", "float16"), threading.Event()
+def test_a_conversion_looks_at_the_flag_and_rows_of_what_is_no_float_are_refused() -> None:
+    flag = threading.Event()
     flag.set()
     empty = np.zeros((1, 64), np.uint8)
-    reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.int64), np.array([[0, 0, 4]]))
+    casts = np.array([(0, -1, 0, -1, 1, 1, *HALVES)])
+    reads = BlockReads(np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.int64), casts=casts)
     with pytest.raises(CancelledError):
-        caster.read(empty, empty, np.zeros(1, np.uint64), reads, Wait(soon(), flag))
-    for pair in (("float32", "float32"), ("float32", "int8"), ("float8", "float16")):
+        read_casting(empty, empty, np.zeros(1, np.uint64), reads, Wait(soon(), flag))
+    for pair in (("float32", "int8"), ("float8", "float16")):
         with pytest.raises(ConfigError, match="cannot be converted"):
-            BlockCaster(*pair)
+            convert(empty, *pair)
+
+
+ROWS, DIM = 7, 1037
+"""More numbers than are converted at once, and no whole number of vectors."""
+
+
+def rows_of_all_sizes() -> torch.Tensor:
+    """Rows [30, ROWS, DIM] of magnitudes from below the least normal number up; some have infinities, or no numbers."""
+    torch.manual_seed(0)
+    rows = torch.randn(30, ROWS, DIM) * 10.0 ** torch.linspace(-44, 37, 30 * ROWS).reshape(30, ROWS, 1)
+    rows[3, 2] = 0
+    rows[4, 3, 7], rows[5, 4, 1036] = float("inf"), float("nan")
+    return rows
+
+
+@pytest.mark.parametrize("vector_bits", VECTOR_BITS)
+@pytest.mark.parametrize("dtype", FLOAT_BYTES)
+def test_int8_is_what_the_engine_writes(dtype: str, vector_bits: int) -> None:
+    rows = rows_of_all_sizes().to(getattr(torch, dtype))
+    q, scales = quantize_rows(rows)
+    target = np.full((len(rows), 2 * ROWS + ROWS * DIM), 0xEE, np.uint8)
+    casts = [(0, -1, 2 * ROWS, 0, ROWS, DIM, CODES[dtype], CODES["int8"])]
+    cast = cast_rows(target, bytes_of(rows.flatten(1)), casts, vector_bits=vector_bits)
+    assert cast.valid.all()
+    made = torch.from_numpy(target[:, : 2 * ROWS].copy()).view(torch.bfloat16)
+    assert torch.equal(made.isnan(), scales.isnan())
+    assert torch.equal(made.nan_to_num(), scales.nan_to_num())
+    assert np.array_equal(target[:, 2 * ROWS :], bytes_of(q.flatten(1)))
+
+
+@pytest.mark.parametrize("vector_bits", VECTOR_BITS)
+@pytest.mark.parametrize("dtype", FLOAT_BYTES)
+def test_int8_becomes_floats(dtype: str, vector_bits: int) -> None:
+    q, scales = quantize_rows(rows_of_all_sizes())
+    source = np.concatenate([bytes_of(scales), bytes_of(q.flatten(1))], axis=1)
+    target = np.zeros((len(q), ROWS * DIM * FLOAT_BYTES[dtype]), np.uint8)
+    casts = [(2 * ROWS, 0, 0, -1, ROWS, DIM, CODES["int8"], CODES[dtype])]
+    cast = cast_rows(target, source, casts, vector_bits=vector_bits)
+    exact = q.float() * scales.float()[..., None]
+    wanted = exact.to(getattr(torch, dtype)).flatten(1)
+    made = torch.from_numpy(target).view(wanted.dtype)
+    assert torch.equal(made.isnan(), wanted.isnan())
+    assert torch.equal(made.nan_to_num(), wanted.nan_to_num())
+    lost = (exact.flatten(1).isfinite() & wanted.isinf()).any(dim=1).numpy()
+    assert np.array_equal(cast.out_of_range, lost)
+    assert lost.any() == (dtype == "float16")
 
 
 def test_rows_are_converted_one_by_one() -> None:

@@ -5,10 +5,10 @@
 
 namespace baton {
 
-// 2 VL elements as two vectors, in whichever order is cheapest: neighbours for 32-bit storage, even and odd elements for
-// bfloat16 (a shift and a mask). Queries and outputs go through the same order, so it cancels out.
-template <class T>
-inline void load2(const T* x, long left, vf& a, vf& b) {
+// 2 VL elements as two vectors, in whichever order is cheapest: even and odd elements for bfloat16 (a shift and a mask),
+// else neighbours. Queries and outputs go through the same order, so it cancels out.
+template <class S>
+inline void load2(const S* x, long left, vf& a, vf& b) {
   a = load_upto(x, left);
   b = left > VL ? load_upto(x + VL, left - VL) : vf{};
 }
@@ -23,11 +23,31 @@ inline void load2(const bf16* x, long left, vf& a, vf& b) {
   a = (vf)(pairs << 16);
   b = (vf)(pairs & 0xffff0000u);
 }
-template <class T>
-inline void store2(float* out, vf a, vf b, const T*) {
+// Whether int8 is multiplied as it is: queries and weights become 16-bit integers, to 15 bits of the largest one, and
+// products are summed in 32 bits. For models of 16 bits, whose own numbers have eight to eleven.
+template <class T, class S>
+constexpr bool whole() {
+#if defined(BATON_WHOLE)
+  return std::is_same_v<S, q8> && sizeof(T) == 2;
+#else
+  return false;
+#endif
+}
+constexpr float WHOLE_MAX = 32767.0f;
+
+// 2 VL floats in a row as the two vectors, and back.
+template <class S>
+inline void part2(const float* x, vf& a, vf& b, const S*) {
+  a = load(x), b = load(x + VL);
+}
+inline void part2(const float* x, vf& a, vf& b, const bf16*) {
+  for (int i = 0; i < VL; ++i) a[i] = x[2 * i], b[i] = x[2 * i + 1];
+}
+template <class S>
+inline void join2(float* out, vf a, vf b, const S*) {
   store(out, a), store(out + VL, b);
 }
-inline void store2(float* out, vf a, vf b, const bf16*) {
+inline void join2(float* out, vf a, vf b, const bf16*) {
   for (int i = 0; i < VL; ++i) out[2 * i] = a[i], out[2 * i + 1] = b[i];
 }
 
@@ -39,12 +59,12 @@ constexpr int WIDE_GROUP = 2;
 
 // Fetches a tile's keys and values a little at a time, in the order in which they lie: a block's keys of neighbouring
 // heads are contiguous, so are its values, and long runs are what memory delivers fast.
-template <class T>
+template <class S>
 class Ahead {
  public:
   // Positions from..to of an item's sequence, for its KV heads, to be fetched by `calls` calls of some().
   void begin(const Attention& args, const Item& item, long from, long to, long calls) {
-    const Head<T> head(args, item.seq, item.head);
+    const Head<S> head(args, item.seq, item.head);
     a_ = &args, table_ = head.table, k_ = head.k, v_ = head.v, heads_ = item.heads;
     const long block = args.block_size;
     next_ = from < to ? from / block : 0, stop_ = from < to ? (to + block - 1) / block : 0;
@@ -70,13 +90,13 @@ class Ahead {
  private:
   const Attention* a_;
   const int32_t* table_;
-  const T *k_, *v_;
+  const S *k_, *v_;
   const char *at_, *end_;
   long next_, stop_, lines_;
   int heads_;
   bool values_next_;
 
-  long bytes(int dim) const { return (long)heads_ * a_->block_size * dim * (long)sizeof(T); }
+  long bytes(int dim) const { return (long)heads_ * a_->block_size * dim * (long)sizeof(S); }
 
   bool more() {
     if (next_ >= stop_) return false;
@@ -90,8 +110,8 @@ class Ahead {
 };
 
 // One token of one sequence, the KV heads of an item, its keys in tiles: all heads of a tile before the next tile, so that
-// memory is read in long runs.
-template <class T, int G>
+// memory is read in long runs. T: of queries and outputs; S: of the pool.
+template <class T, class S, int G>
 class Decode {
  public:
   Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item) {
@@ -99,23 +119,26 @@ class Decode {
     chunks = (a.v_dim + 2 * VL - 1) / (2 * VL);
     const size_t queries = (size_t)2 * G * steps, outputs = (size_t)2 * G * chunks;
     const size_t states = (item.heads * sizeof(State) + sizeof(vf) - 1) / sizeof(vf);
-    q = scratch.get<vf>(item.heads * (queries + outputs) + 2 * chunks + states);
+    const int parts = 2 * std::max(steps, chunks);
+    q = scratch.get<vf>(item.heads * (queries + outputs) + parts + states);
     out = q + item.heads * queries;
     row = (float*)(out + item.heads * outputs);
-    state = (State*)(row + 2 * VL * chunks);
+    state = (State*)(row + VL * parts);
   }
 
   // partials: null, or where to leave largest, sum and the unscaled output of each query head for merging. next: what
   // this thread will probably do after this, or null.
   void run(float* partials, const Item* next) {
     for (int h = 0; h < item.heads; ++h) begin(h);
-    const T *keys[KB], *values[KB];
-    Ahead<T> ahead;
+    const S *keys[KB], *values[KB];
+    Ahead<S> ahead;
     for (long j = item.begin; j < item.end; j += KB) {
       const int n = (int)std::min<long>(KB, item.end - j);
       ahead.begin_tile(a, item, next, j + n, (long)item.heads * round_up(n, VL));
       for (int h = 0; h < item.heads; ++h) {
-        Head<T>(a, item.seq, item.head + h).rows(j, n, keys, values);
+        const Head<S> head(a, item.seq, item.head + h);
+        head.rows(j, n, keys, values);
+        if constexpr (Storage<S>::SCALED) head.scales(j, n, key_scales, value_scales);
         tile(keys, values, n, h, ahead);
       }
     }
@@ -125,6 +148,7 @@ class Decode {
  private:
   struct State {
     float largest[G], sum[G];
+    float unit[G];  // of queries, where they are integers
   };
 
   const Attention& a;
@@ -133,6 +157,7 @@ class Decode {
   vf *q, *out;  // [heads][steps][2][G] and [heads][chunks][2][G]
   float* row;
   State* state;  // [heads]
+  alignas(64) float key_scales[KB], value_scales[KB];  // of a tile
 
   void begin(int h) {
     const long token = a.query_starts[item.seq];
@@ -141,22 +166,107 @@ class Decode {
     for (int g = 0; g < G; ++g) {
       const int head = (item.head + h) * G + g;
       const T* x = (const T*)a.q + token * a.q_token + (long)head * a.q_head;
-      for (int s = 0; s < steps; ++s)
-        load2(x + s * 2 * VL, a.k_dim - s * 2 * VL, queries[s * 2 * G + g], queries[s * 2 * G + G + g]);
+      for (int d = 0; d < 2 * VL * steps; d += VL) store(row + d, d < a.k_dim ? load_upto(x + d, a.k_dim - d) : vf{});
+      if constexpr (whole<T, S>())
+        state[h].unit[g] = this->whole_query(g, (int16_t*)queries);
+      else
+        for (int s = 0; s < steps; ++s)
+          part2(row + s * 2 * VL, queries[s * 2 * G + g], queries[s * 2 * G + G + g], (const S*)nullptr);
       state[h].largest[g] = sink ? a.sinks[head] * LOG2E : NEG_INF;
       state[h].sum[g] = sink ? 1.0f : 0.0f;
     }
     for (int i = 0; i < 2 * G * chunks; ++i) outputs[i] = vf{};
   }
 
-  void tile(const T** keys, const T** values, int n, int h, Ahead<T>& ahead) {
+#if defined(BATON_WHOLE)
+  // A query in `row` as integers [steps][G][2 VL]; returns their unit.
+  float whole_query(int g, int16_t* to) const {
+    float largest = 0;
+    for (int d = 0; d < a.k_dim; ++d) largest = std::max(largest, std::fabs(row[d]));
+    const float unit = largest > 0 ? largest / WHOLE_MAX : 1.0f;
+    for (int s = 0; s < steps; ++s)
+      for (int i = 0; i < 2 * VL; ++i) to[((long)s * G + g) * 2 * VL + i] = (int16_t)std::lrintf(row[s * 2 * VL + i] / unit);
+    return unit;
+  }
+
+  // Scores of up to VL keys from j on, in the units of queries and keys.
+  void whole_scores(const S** keys, int j, int n, const int16_t* queries, vf* scores, Ahead<S>& ahead) const {
+    vi parts[G][VL];
+    for (int i = 0; i < VL; ++i) {
+      ahead.some();
+      const S* key = keys[j + i < n ? j + i : 0];
+      vi acc[G] = {};
+      for (int t = 0; t < steps; ++t) {
+        const vs x = load_whole(key + t * 2 * VL, a.k_dim - t * 2 * VL);
+        const vs* factors = (const vs*)queries + (long)t * G;
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) acc[g] += pair_products(x, factors[g]);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; ++g) scores[g] = __builtin_convertvector(sums(parts[g]), vf);
+  }
+
+  // Weights of a tile as pairs of integers [KB / 2]; returns their unit, which is no number if one of them is none.
+  static float whole_weights(const float* p, int n, uint32_t* to) {
+    vf top = vf{}, total = vf{};
+    const int full = (int)round_up(n, VL);
+    for (int i = 0; i < full; i += VL) top = vmax(top, *(const vf*)(p + i)), total += *(const vf*)(p + i);
+    const float all = sum(total), most = largest(top);
+    if (!(all < std::numeric_limits<float>::infinity())) {
+      std::memset(to, 0, full / 2 * sizeof *to);
+      return all;
+    }
+    const float unit = most > 0 ? most / WHOLE_MAX : 1.0f, factor = 1.0f / unit;
+    for (int i = 0; i < full; i += VL) {
+      const vi q = __builtin_convertvector(*(const vf*)(p + i) * factor + 0.5f, vi);
+      for (int l = 0; l < VL; l += 2) to[(i + l) / 2] = (uint32_t)q[l] | (uint32_t)q[l + 1] << 16;
+    }
+    return unit;
+  }
+
+  // As add_values, of one chunk, with weights as pairs of integers.
+  void add_whole(const uint32_t (*p)[KB / 2], const S** values, int n, const float* factor, const float* unit, int chunk,
+                 vf* outputs) const {
+    vi sums[2][G] = {};
+    vf* at = outputs + (size_t)chunk * 2 * G;
+    const long d = (long)chunk * 2 * VL, left = a.v_dim - d;
+    for (int j = 0; j < n; j += 2) {
+      vs low, high;
+      const vs first = load_whole(values[j] + d, left);
+      pair_up(first, j + 1 < n ? load_whole(values[j + 1] + d, left) : vs{}, low, high);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        const vs weight = (vs)((vu{} + p[g][j / 2]));
+        sums[0][g] += pair_products(low, weight), sums[1][g] += pair_products(high, weight);
+      }
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      at[g] = at[g] * factor[g] + __builtin_convertvector(sums[0][g], vf) * unit[g];
+      at[G + g] = at[G + g] * factor[g] + __builtin_convertvector(sums[1][g], vf) * unit[g];
+    }
+  }
+#endif
+
+  void tile(const S** keys, const S** values, int n, int h, Ahead<S>& ahead) {
     const vf* queries = q + (size_t)h * 2 * G * steps;
     alignas(64) float s[G][KB];
     for (int j = 0; j < n; j += VL) {
+#if defined(BATON_WHOLE)
+      if constexpr (whole<T, S>()) {
+        vf scores[G];
+        whole_scores(keys, j, n, (const int16_t*)queries, scores, ahead);
+        for (int g = 0; g < G; ++g)
+          *(vf*)(s[g] + j) = scaled(a, scores[g] * state[h].unit[g] * *(vf*)(key_scales + j));
+        continue;
+      }
+#endif
       vf parts[G][VL];
       for (int i = 0; i < VL; ++i) {
         ahead.some();
-        const T* key = keys[j + i < n ? j + i : 0];
+        const S* key = keys[j + i < n ? j + i : 0];
         vf acc[G] = {};
         for (int t = 0; t < steps; ++t) {
           vf x, y;
@@ -168,12 +278,28 @@ class Decode {
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
       }
-      for (int g = 0; g < G; ++g) *(vf*)(s[g] + j) = scaled(a, sums(parts[g]));
+      for (int g = 0; g < G; ++g) {
+        vf score = sums(parts[g]);
+        if constexpr (Storage<S>::SCALED) score *= *(vf*)(key_scales + j);
+        *(vf*)(s[g] + j) = scaled(a, score);
+      }
     }
     float factor[G];
     for (int g = 0; g < G; ++g) factor[g] = soften(s[g], n, state[h].largest[g], state[h].sum[g]);
+    if constexpr (Storage<S>::SCALED)
+      for (int g = 0; g < G; ++g)
+        for (int j = 0; j < n; j += VL) *(vf*)(s[g] + j) *= *(vf*)(value_scales + j);
     vf* outputs = out + (size_t)h * 2 * G * chunks;
     int c = 0;
+#if defined(BATON_WHOLE)
+    if constexpr (whole<T, S>()) {
+      alignas(64) uint32_t p[G][KB / 2];
+      float unit[G];
+      for (int g = 0; g < G; ++g) unit[g] = whole_weights(s[g], n, p[g]);
+      for (; c < chunks; ++c) add_whole(p, values, n, factor, unit, c, outputs);
+      return;
+    }
+#endif
     if (G <= WIDE_GROUP)
       for (; c + 2 <= chunks; c += 2) add_values<2>(s, values, n, factor, c, outputs);
     for (; c < chunks; ++c) add_values<1>(s, values, n, factor, c, outputs);
@@ -198,7 +324,7 @@ class Decode {
 
   // Chunks `chunk` to chunk + C of the outputs; more than one at a time so that sums needn't wait for each other.
   template <int C>
-  void add_values(const float (*p)[KB], const T** values, int n, const float* factor, int chunk, vf* outputs) const {
+  void add_values(const float (*p)[KB], const S** values, int n, const float* factor, int chunk, vf* outputs) const {
     vf sums[C][2][G], *at = outputs + (size_t)chunk * 2 * G;
     const long d = (long)chunk * 2 * VL, left = a.v_dim - d;
 #pragma GCC unroll 2
@@ -223,12 +349,18 @@ class Decode {
       for (int g = 0; g < G; ++g) at[c * 2 * G + g] = sums[c][0][g], at[c * 2 * G + G + g] = sums[c][1][g];
   }
 
+  // 2 VL outputs in a row, of the two vectors that they are summed in.
+  static void join_outputs(float* to, vf x, vf y) {
+    if constexpr (!whole<T, S>()) return join2(to, x, y, (const S*)nullptr);
+    for (int i = 0; i < VL; ++i) to[i / 4 * 8 + i % 4] = x[i], to[i / 4 * 8 + 4 + i % 4] = y[i];
+  }
+
   void finish(int h, float* partial) {
     const long token = a.query_starts[item.seq];
     const vf* outputs = out + (size_t)h * 2 * G * chunks;
     for (int g = 0; g < G; ++g) {
       for (int c = 0; c < chunks; ++c)
-        store2(row + c * 2 * VL, outputs[c * 2 * G + g], outputs[c * 2 * G + G + g], (const T*)nullptr);
+        join_outputs(row + c * 2 * VL, outputs[c * 2 * G + g], outputs[c * 2 * G + G + g]);
       const float total = state[h].sum[g];
       if (partial) {
         float* to = partial + (long)g * (a.v_dim + 2);
@@ -243,12 +375,12 @@ class Decode {
   }
 };
 
-template <class T>
+template <class T, class S>
 void decode(const Attention& a, const Item& item, const Item* next, Scratch& scratch, float* partials) {
   switch (a.num_heads / a.kv_heads) {
 #define BATON_GROUP(G) \
   case G:              \
-    return Decode<T, G>(a, item, scratch).run(partials, next);
+    return Decode<T, S, G>(a, item, scratch).run(partials, next);
     BATON_GROUP(1)
     BATON_GROUP(2)
     BATON_GROUP(3)

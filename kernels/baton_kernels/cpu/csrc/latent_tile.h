@@ -15,6 +15,8 @@ class ExpandedRows {
  public:
   typedef typename C::elem elem;
   static constexpr int group = 1;
+  static constexpr bool SCALED = false;
+  static constexpr const float *key_scales = nullptr, *value_scales = nullptr;
   const int key_dim, value_dim;
 
   ExpandedRows(const Attention& args, const Item& item)

@@ -3,6 +3,7 @@
 #include "decode.h"
 #include "decode_amx.h"
 #include "latent_tile.h"
+#include "stored_tile.h"
 
 namespace baton {
 namespace {
@@ -88,8 +89,8 @@ void make_plan(const Attention& a, int rows, Plan& plan) {
 }
 
 // out = rotate(norm(x)); of the first `rotary` dims, the two halves, or neighbours, are turned against each other.
-template <class T>
-inline void rotate_head(const Attention& a, const T* x, const T* weight, long position, float* work, T* out) {
+template <class T, class O>
+inline void rotate_head(const Attention& a, const T* x, const T* weight, long position, float* work, O* out) {
   const int dim = a.k_dim, half = a.rotary / 2;
   for (int d = 0; d < dim; d += VL) store_upto(work + d, load_upto(x + d, dim - d), dim - d);
   if (weight) {
@@ -123,19 +124,52 @@ inline void rotate_head(const Attention& a, const T* x, const T* weight, long po
   for (int d = a.rotary; d < dim; d += VL) store_upto(out + d, load_upto(work + d, dim - d), dim - d);
 }
 
-// One new token: its keys and values to the pool, its queries, if they are to be rotated, in place.
+// Where the scale of a token's row is, or of a head's.
+template <class S>
+inline void* scale_of(const Attention& a, const void* scales, long block, long offset, int head) {
+  if constexpr (Storage<S>::PER_HEAD) return (float*)scales + head;
+  return (bf16*)scales + block * a.scale_stride + (long)head * a.block_size + offset;
+}
+
+// A head's key, rotated where asked for, and value of a token to a pool of the same type.
 template <class T>
+inline void write_head(const Attention& a, const T* key, const T* value, long position, float* work, T* k, T* v) {
+  if (a.cos)
+    rotate_head(a, key, (const T*)a.k_norm, position, work, k);
+  else
+    std::memcpy(k, key, a.k_dim * sizeof(T));
+  if (!a.latent) std::memcpy(v, value, a.v_dim * sizeof(T));
+}
+
+// The same by way of floats, to a pool of another type.
+template <class T, class S>
+inline void write_stored(const Attention& a, const T* key, const T* value, long position, float* work, S* k, S* v,
+                         void* k_scale, void* v_scale) {
+  float* row = work + 2 * round_up(a.k_dim, VL);
+  if (a.cos) {
+    rotate_head(a, key, (const T*)a.k_norm, position, work, row);
+  } else {
+    for (int d = 0; d < a.k_dim; d += VL) store(row + d, load_upto(key + d, a.k_dim - d));
+  }
+  store_row(row, a.k_dim, k, k_scale);
+  for (int d = 0; d < a.v_dim; d += VL) store(row + d, load_upto(value + d, a.v_dim - d));
+  store_row(row, a.v_dim, v, v_scale);
+}
+
+// One new token: its keys and values to the pool, its queries, if they are to be rotated, in place.
+template <class T, class S>
 inline void write_token(const Attention& a, int seq, long token, long position, float* work) {
   const long block = a.block_tables[seq * a.table_stride + position / a.block_size], offset = position % a.block_size;
   for (int h = 0; h < a.kv_heads; ++h) {
-    T* k = (T*)a.k_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.k_dim;
-    T* v = (T*)a.v_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.v_dim;
-    const T* x = (const T*)a.k + token * a.k_token + h * a.k_head;
-    if (a.cos)
-      rotate_head(a, x, (const T*)a.k_norm, position, work, k);
+    S* k = (S*)a.k_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.k_dim;
+    S* v = (S*)a.v_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.v_dim;
+    const T *key = (const T*)a.k + token * a.k_token + h * a.k_head, *value = (const T*)a.v;
+    if (!a.latent) value += token * a.v_token + h * a.v_head;
+    if constexpr (std::is_same_v<T, S>)
+      write_head(a, key, value, position, work, k, v);
     else
-      std::memcpy(k, x, a.k_dim * sizeof(T));
-    if (!a.latent) std::memcpy(v, (const T*)a.v + token * a.v_token + h * a.v_head, a.v_dim * sizeof(T));
+      write_stored(a, key, value, position, work, k, v, scale_of<S>(a, a.k_scales, block, offset, h),
+                   scale_of<S>(a, a.v_scales, block, offset, h));
   }
   if (!a.cos) return;
   for (int h = 0; h < a.num_heads; ++h) {
@@ -144,32 +178,34 @@ inline void write_token(const Attention& a, int seq, long token, long position, 
   }
 }
 
-template <class T>
+template <class T, class S>
 void write(const Attention& a, const Team& team, Scratch& scratch) {
-  float* work = scratch.get<float>(2 * round_up(a.k_dim, VL));
+  float* work = scratch.get<float>(3 * round_up(std::max(a.k_dim, a.v_dim), VL));
   const long total = a.query_starts[a.num_seqs];
   const long from = total * team.thread / team.threads, to = total * (team.thread + 1) / team.threads;
   int seq = 0;
   for (long token = from; token < to; ++token) {
     while (a.query_starts[seq + 1] <= token) ++seq;
-    write_token<T>(a, seq, token, a.context_lens[seq] - a.query_starts[seq + 1] + token, work);
+    write_token<T, S>(a, seq, token, a.context_lens[seq] - a.query_starts[seq + 1] + token, work);
   }
 }
 
-template <class C, class T>
+template <class C, class T, class S>
 void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, float* partials) {
   const Item& item = plan.items[i];
   const int group = a.num_heads / a.kv_heads;
   float* partial = item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2);
-  if (a.key_up) return Tile<C, T, ExpandedRows<C, T>>(a, item, scratch).run();
-  if (item.end == 0) return Tile<C, T>(a, item, scratch).run();
+  typedef std::conditional_t<std::is_same_v<T, S>, PoolRows<T>, StoredRows<T, S>> Rows;
+  if constexpr (std::is_same_v<T, S>)
+    if (a.key_up) return Tile<C, T, ExpandedRows<C, T>>(a, item, scratch).run();
+  if (item.end == 0) return Tile<C, T, Rows>(a, item, scratch).run();
   const size_t after = i + a.threads;
   const Item* next = after < plan.items.size() && plan.items[after].end > 0 ? &plan.items[after] : nullptr;
 #if defined(BATON_AMX)
-  if constexpr (std::is_same_v<C, ComputeAmx>)
+  if constexpr (std::is_same_v<C, ComputeAmx> && std::is_same_v<T, S>)
     if (DecodeAmx::takes(a)) return DecodeAmx(a, item, scratch).run(partial, next);
 #endif
-  decode<T>(a, item, next, scratch, partial);
+  decode<T, S>(a, item, next, scratch, partial);
 }
 
 template <class T>
@@ -194,7 +230,7 @@ void merge(const Attention& a, const Split& split, const float* partials) {
   }
 }
 
-template <class C, class T>
+template <class C, class T, class S>
 void run(const Attention& a) {
   static thread_local Plan plan;
   static thread_local Scratch partial_scratch;
@@ -204,9 +240,9 @@ void run(const Attention& a) {
   std::atomic<long> next{0};
   parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    write<T>(a, team, scratch);
+    write<T, S>(a, team, scratch);
     team.barrier();
-    take(next, (long)work.items.size(), [&](long i) { attend<C, T>(a, work, i, scratch, partials); });
+    take(next, (long)work.items.size(), [&](long i) { attend<C, T, S>(a, work, i, scratch, partials); });
     team.barrier();
     team.share((long)work.splits.size(), [&](long i) { merge<T>(a, work.splits[i], partials); });
   });
@@ -217,30 +253,43 @@ void run(const Attention& a) {
 
 using namespace baton;
 
-// Returns 0, or 1 for a storage type that is not known.
+namespace {
+
+// By what lies in the pool; returns 1 where it is nothing that T goes with.
+template <class C, class T>
+int run_stored(const Attention& a) {
+  if (a.storage == a.dtype)
+    run<C, T, T>(a);
+  else if (a.latent)
+    return 1;
+  else if (a.storage == 3)
+    run<C, T, q8>(a);
+  else if (a.storage == 4)
+    run<C, T, e4m3>(a);
+  else if (a.storage == 1 && a.dtype == 0) {
+    if constexpr (std::is_same_v<T, float>) run<C, T, bf16>(a);
+  } else
+    return 1;
+  return 0;
+}
+
+}  // namespace
+
+// Returns 0, or 1 for types that are not known, or not together.
 extern "C" int baton_paged_attention(const Attention* a) {
   switch (a->dtype) {
     case 0:
-      run<ComputeF32, float>(*a);
-      return 0;
+      return run_stored<ComputeF32, float>(*a);
     case 1:
 #if defined(BATON_AMX)
-      if (a->amx) {
-        run<ComputeAmx, bf16>(*a);
-        return 0;
-      }
+      if (a->amx) return run_stored<ComputeAmx, bf16>(*a);
 #endif
 #if defined(BATON_AVX512_BF16)
-      if (a->pairs) {
-        run<ComputeBF16, bf16>(*a);
-        return 0;
-      }
+      if (a->pairs) return run_stored<ComputeBF16, bf16>(*a);
 #endif
-      run<ComputeF32, bf16>(*a);
-      return 0;
+      return run_stored<ComputeF32, bf16>(*a);
     case 2:
-      run<ComputeF32, f16>(*a);
-      return 0;
+      return run_stored<ComputeF32, f16>(*a);
   }
   return 1;
 }

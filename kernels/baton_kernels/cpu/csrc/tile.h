@@ -232,9 +232,11 @@ inline void hide(float* s, int low, int high) {
 }
 
 // Scores [ROWS][KB] of a tile, times `unit` -> weights; `factor` [ROWS] is for what was summed up before. Rows go side by side: what
-// a row does with its largest score is done for a vector of rows, without a branch.
-template <class C>
-inline void soften(const float* s, float unit, RowStates state, typename C::elem* out, float* factor) {
+// a row does with its largest score is done for a vector of rows, without a branch. SCALED: weights are given as multiples
+// of the values' scales [KB].
+template <class C, bool SCALED>
+inline void soften(const float* s, float unit, RowStates state, const float* value_scales, typename C::elem* out,
+                   float* factor) {
   constexpr int ROWS = Products<C>::ROWS, PADDED = (ROWS + VL - 1) / VL * VL, N = KB / VL;
   alignas(64) float tops[PADDED] = {}, before[PADDED] = {}, shift[PADDED], factors[PADDED];
   for (int r = 0; r < ROWS; ++r) {
@@ -256,6 +258,8 @@ inline void soften(const float* s, float unit, RowStates state, typename C::elem
     const vf base = splat(shift[r]);
     vf x[N], total = vf{};
     for (int i = 0; i < N; ++i) total += x[i] = exp2v<C::ROUGH>(from[i] * unit + base);
+    if constexpr (SCALED)
+      for (int i = 0; i < N; ++i) x[i] *= *(const vf*)(value_scales + i * VL);
     C::weights(x, out + r * (KB / C::PAIR));
     state.sum[r] = state.sum[r] * factors[r] + total;
     state.largest[r] = tops[r];
@@ -266,6 +270,8 @@ inline void soften(const float* s, float unit, RowStates state, typename C::elem
 // Keys and values as they lie in the pool.
 template <class T>
 struct PoolRows {
+  static constexpr bool SCALED = false;
+  static constexpr const float *key_scales = nullptr, *value_scales = nullptr;
   const int group, key_dim, value_dim;  // query heads per KV head; elements
   Head<T> head;
 
@@ -356,13 +362,15 @@ class Tile {
     alignas(64) elem p[ROWS * (KB / C::PAIR)];
     float factor[ROWS];
     Products<C>::scores(q + (long)r * width, width, keys, steps, s);
+    if constexpr (Rows::SCALED)
+      for (int i = 0; i < ROWS * KB; i += VL) *(vf*)(s + i) *= *(const vf*)(source.key_scales + i % KB);
     const float unit = settle<ROWS>(a, s);
     if (j + KB - 1 > position(r) || (a.window && j < position(end - 1) - a.window + 1))
       for (int i = 0; i < ROWS; ++i) {
         const long at = position(std::min(r + i, count - 1));
         hide(s + i * KB, a.window ? (int)std::max<long>(0, at - a.window + 1 - j) : 0, (int)std::min<long>(KB - 1, at - j));
       }
-    soften<C>(s, unit, {state.largest + r, state.sum + r}, p, factor);
+    soften<C, Rows::SCALED>(s, unit, {state.largest + r, state.sum + r}, source.value_scales, p, factor);
     Products<C>::add_values(p, values, padded, factor, out + (long)r * padded);
   }
 

@@ -199,6 +199,22 @@ inline vf tanhv(vf x) {
 }
 
 // Sums of VL vectors: lane i of the result is the sum of the lanes of x[i].
+inline vi sums(const vi* x) {
+#if defined(__AVX2__) && !defined(BATON_AVX512)
+  const __m256i* y = (const __m256i*)x;
+  const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(y[0], y[1]), _mm256_hadd_epi32(y[2], y[3]));
+  const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(y[4], y[5]), _mm256_hadd_epi32(y[6], y[7]));
+  return (vi)_mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+#else
+  vi out;
+  for (int i = 0; i < VL; ++i) {
+    int32_t total = 0;
+    for (int l = 0; l < VL; ++l) total += x[i][l];
+    out[i] = total;
+  }
+  return out;
+#endif
+}
 inline vf sums(const vf* x) {
 #if defined(BATON_AVX512)
   __m512 a[8], b[4], c[2];
@@ -214,6 +230,11 @@ inline vf sums(const vf* x) {
   const __m512 d = _mm512_add_ps(_mm512_unpacklo_ps(c[0], c[1]), _mm512_unpackhi_ps(c[0], c[1]));
   // 128-bit lane L of d holds x[base + 0..3] with base 0, 8, 4, 12 by the shuffles above
   return (vf)_mm512_shuffle_f32x4(d, d, 0xd8);
+#elif defined(__AVX2__)
+  const __m256* y = (const __m256*)x;
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
+  return (vf)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 #else
   vf out;
   for (int i = 0; i < VL; ++i) out[i] = sum(x[i]);

@@ -15,7 +15,7 @@ from baton.bench.core.geometries import model_geometry, named_geometry
 from baton.bench.core.report import check_positive, check_ranges, numbers, words
 from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError, shown
-from baton.kv_cache.layout import DTYPE_BYTES
+from baton.kv_cache.kv_types import DTYPE_BYTES
 from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.kv.specs import Ids, Shape
+from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 from baton.kv_transfer.copy.block_copy import convert
@@ -54,7 +55,7 @@ class ShardPattern:
         self._heads = [np.array(shard_heads(shape.geometry, spec, layer)) for layer in layers]
         self._first_layer = layers.start
         most = max(max(layer.k_dim, layer.v_dim) for layer in self._layout.layers)
-        count = most * self._layout.dtype_bytes // WORD_BYTES
+        count = most * FLOAT_BYTES[shape.dtype] // WORD_BYTES
         self._ramp: Words = np.arange(count, dtype=np.uint64) * np.uint64(_B)
         self._bases: dict[int, list[Words]] = {}
 
@@ -106,13 +107,13 @@ class ShardPattern:
 
     def _rows(self, block: Bytes, num_tokens: int) -> Iterator[tuple[Words, int]]:
         """Yield K and V of every layer of a block, uint64 [heads, num_tokens, words], and the words."""
-        layout, unit = self._layout, self._layout.dtype_bytes
-        for layer, shape in enumerate(layout.layers):
-            for at, dim in ((layout.layer_offsets[layer], shape.k_dim), (layout.v_offset(layer), shape.v_dim)):
+        layout, unit = self._layout, FLOAT_BYTES[self._layout.dtype]
+        for shape, where in zip(layout.layers, layout.places, strict=True):
+            for at, dim in ((where.k, shape.k_dim), (where.v, shape.v_dim)):
                 if not dim:
                     continue
                 words, count = dim * unit // WORD_BYTES, shape.kv_heads * layout.block_size
-                flat = block[at * unit : at * unit + count * words * WORD_BYTES].view(np.uint64)
+                flat = block[at : at + count * words * WORD_BYTES].view(np.uint64)
                 yield flat.reshape(shape.kv_heads, layout.block_size, words)[:, :num_tokens], words
 
     def _bases_of(self, owner: int) -> list[Words]:

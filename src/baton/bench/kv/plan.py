@@ -12,7 +12,7 @@ from baton.bench.core.report import check_positive, check_ranges, numbers, words
 from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
 from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown
-from baton.kv_cache.layout import DTYPE_BYTES
+from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.kv_cache.shards import KVGeometry
 
 PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls"))  # certificates are not for trying
@@ -104,8 +104,8 @@ class Options:
         if self.pattern not in PATTERNS:
             raise ConfigError(f"--pattern is one of {', '.join(PATTERNS)}, got {shown(self.pattern)}", field="pattern")
         for name, dtype in (("kv_dtype", self.kv_dtype), ("dst_kv_dtype", self.dst_kv_dtype)):
-            if dtype is not None and dtype not in DTYPE_BYTES:
-                raise ConfigError(f"--{name.replace('_', '-')} is one of {', '.join(DTYPE_BYTES)}", field=name)
+            if dtype is not None and dtype not in FLOAT_BYTES:
+                raise ConfigError(f"--{name.replace('_', '-')} is one of {', '.join(FLOAT_BYTES)}", field=name)
         if self.dst_kv_dtype and self.bytes:
             raise ConfigError("--dst-kv-dtype needs a model or a geometry", field="dst_kv_dtype")
         if self.overlap and (self.bytes or self.pattern != "1-1"):

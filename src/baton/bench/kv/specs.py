@@ -13,7 +13,8 @@ from baton.bench.core.agents import Message
 from baton.errors import ConfigError
 from baton.kv_cache.arena import HostArena, arena_bytes
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.layout import BLOCK_ALIGNMENT, DTYPE_BYTES, KVLayout, LayerShape
+from baton.kv_cache.kv_types import FLOAT_BYTES
+from baton.kv_cache.layout import BLOCK_ALIGNMENT, KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
 from baton.kv_transfer.protocol.frames import BadFrameError
 
@@ -22,7 +23,7 @@ MAX_SOURCES = 64
 MAX_BLOCKS = 1 << 22
 MODES = ("serial", "chunked", "layer-wise")
 MAX_COMPUTE_S = 300.0
-_DTYPES = frozenset(DTYPE_BYTES)
+_DTYPES = frozenset(FLOAT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Shape:
         if self.dtype not in _DTYPES or not self.layers or min(self.block_size, self.tp, self.pp) < 1:
             raise BadFrameError("a shape that no instance has")
         for heads, k_dim, v_dim in self.layers:
-            if heads < 1 or k_dim < 1 or v_dim < 0 or (k_dim | v_dim) * DTYPE_BYTES[self.dtype] % 8:
+            if heads < 1 or k_dim < 1 or v_dim < 0 or (k_dim | v_dim) * FLOAT_BYTES[self.dtype] % 8:
                 raise ConfigError("heads must have dimensions of whole 8-byte words", field="geometry")
 
     @classmethod
@@ -64,7 +65,7 @@ class Shape:
     def raw(cls, block_bytes: int) -> Shape:
         """Describe blocks of a size (a multiple of ``BLOCK_ALIGNMENT``) that belong to no model."""
         heads = math.gcd(block_bytes // BLOCK_ALIGNMENT, 1024)
-        dim = block_bytes // DTYPE_BYTES["float16"] // 2 // heads
+        dim = block_bytes // FLOAT_BYTES["float16"] // 2 // heads
         return cls(((heads, dim, dim),), "float16", False, 1)
 
     @property
@@ -104,7 +105,7 @@ class Shape:
     def bytes_per_token(self) -> int:
         """KV bytes per token of the whole model (kappa), without padding."""
         elements = sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in self.layers)
-        return elements * DTYPE_BYTES[self.dtype]
+        return elements * FLOAT_BYTES[self.dtype]
 
     def num_blocks(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens."""

@@ -69,7 +69,8 @@ class Follower:
             case "step":
                 if self._steps is None:
                     raise InternalError("a step before there is memory for it")
-                self._runner.run(self._steps.read(), int(message["scratch_blocks"]), int(message["offset"]))
+                scratch = int(message["scratch_blocks"]), int(message["offset"])
+                self._runner.run(self._steps.read(), *scratch, stored=bool(message["stored"]))
             case unknown:
                 raise InternalError(f"a follower does not know the request {unknown!r}")
         return {}

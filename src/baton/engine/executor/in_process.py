@@ -18,14 +18,15 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.executor.self_check import SelfCheck
+from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
+from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.layout import KVLayout, LayerGroup
+from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_specs
 
 log = logging.getLogger(__name__)
@@ -56,21 +57,23 @@ class InProcessExecutor:
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
-        self.fingerprint = self._fingerprint(model, whole.groups)
+        self.fingerprint = self._fingerprint(whole)
         check = SelfCheck(whole, config.block_size)
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
         self._join()
         self._choose_path(whole, check)
+        if self.geometry.dtype != model.dtype:
+            self._check_storage(check, model)
         _return_free_memory()
 
     def _join(self) -> None:
         """Wait for the other ranks; called before anything is run."""
 
-    def _fingerprint(self, model: LoadedModel, groups: tuple[LayerGroup, ...]) -> Fingerprint:
+    def _fingerprint(self, whole: WholeModel) -> Fingerprint:
         """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
-        config = self.config
+        config, model, groups = self.config, whole.model, whole.groups
         layout = KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype)
         found = Fingerprint.of(
             model=config.model_name,
@@ -83,6 +86,7 @@ class InProcessExecutor:
             tp_size=config.tp,
             pp_size=config.pp,
             kv_cast=config.kv_cast,
+            kv_scales=scales_digest(whole.scales),
             unsplit_layers=tuple(sorted(self.geometry.unsplit)),
             layer_groups=dataclasses.replace(layout, groups=groups).group_of if groups else (),
         )
@@ -109,6 +113,23 @@ class InProcessExecutor:
         if len(self.shards) > 1:
             self.description += f", tp {self.config.tp}, pp {self.config.pp}"
         log.info("%s: %s", model.architecture, self.description)
+
+    def _check_storage(self, check: SelfCheck, model: LoadedModel) -> None:
+        """Compare with KV in the model's dtype; what KV of fewer bits changes is said, and must not be all.
+
+        Raises:
+            ConfigError: It changes too much; names ``kv_dtype``.
+        """
+        kind, error = self.geometry.dtype, check.storage_error(self._logits, self._stored_logits)
+        allowed = STORAGE_TOLERANCE[kind.partition(";")[0]]
+        if not error < allowed:
+            raise ConfigError(
+                f"{model.architecture}: with KV of {kind} its logits differ by {error:.2g} from those with KV of "
+                f"{model.dtype}, more than {allowed:g}",
+                field="kv_dtype",
+            )
+        self.description += f", KV {kind}"
+        log.info("%s: KV of %s changes logits by %.2g (relative, of most tokens)", model.architecture, kind, error)
 
     @property
     def _refused_field(self) -> str:
@@ -193,11 +214,16 @@ class InProcessExecutor:
         """Run one step; see :meth:`baton.engine.executor.base.Executor.forward`."""
         return self._run(batch)
 
-    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
-        return self._runner.run(batch, scratch_blocks, offset)
+    def _run(
+        self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
+    ) -> ForwardOutput:
+        return self._runner.run(batch, scratch_blocks, offset, stored=stored)
 
     def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
         return self._run(batch, scratch_blocks, offset).logits
+
+    def _stored_logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
+        return self._run(batch, scratch_blocks, offset, stored=True).logits
 
     @property
     def model(self) -> LoadedModel:

@@ -217,7 +217,9 @@ class MultiprocessExecutor(InProcessExecutor):
         answers = self.ask({"do": "use", "path": path})
         return next((why for why in (super()._use(path), *(answer["why"] for answer in answers)) if why), "")
 
-    def _run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
+    def _run(
+        self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
+    ) -> ForwardOutput:
         """Run a step on all ranks.
 
         Raises:
@@ -230,8 +232,8 @@ class MultiprocessExecutor(InProcessExecutor):
             self._connect_ranks()
         self._buffer.write(batch)
         try:
-            self._send({"do": "step", "scratch_blocks": scratch_blocks, "offset": offset})
-            output = super()._run(batch, scratch_blocks, offset)
+            self._send({"do": "step", "scratch_blocks": scratch_blocks, "offset": offset, "stored": stored})
+            output = super()._run(batch, scratch_blocks, offset, stored=stored)
             self._answers(STEP_TIMEOUT_S)
         except Exception as error:
             self.communicator.disconnect()  # ranks that wait for this one fail now, and answer

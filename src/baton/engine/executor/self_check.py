@@ -36,6 +36,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 SLACK = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """How much more than twice the generic path's error the fast path may have; rounding grows to that in some tokens."""
 
+STORAGE_TOLERANCE = {"bfloat16": 0.05, "float16": 0.05, "float32": 0.05, "int8": 0.1, "fp8_e4m3": 0.4}
+"""By KV type, how much most tokens' logits may differ from those with KV in the model's dtype."""
+
 UNRELATED = 0.9
 """Error in 16 bits from which on logits count as others: those of another token have about 1.4. Rounding was seen to
 reach 0.6 in a token of models of random weights."""
@@ -144,6 +147,15 @@ class SelfCheck:
         if not far <= (2 * allowed if self._dtype == "float32" else max(2 * allowed, TOLERANCE[self._dtype])):
             return f"relative error {far:.2g} at far positions"
         return ""
+
+    def storage_error(self, plain: Forward, stored: Forward) -> float:
+        """Return how much KV of another type changes logits: the (upper) median token's relative error."""
+        batches = [step.batch for step in self._steps if not step.offset]
+        mine, theirs = (
+            torch.cat([forward(batch, self.num_blocks, 0).float().cpu() for batch in batches])
+            for forward in (stored, plain)  # one after the other: each has scratch memory of its own
+        )
+        return float(_errors(mine, theirs).median())
 
     def keep_far(self, forward: Forward) -> None:
         """Keep what the modules compute for single tokens at far positions, for :meth:`agrees`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,7 @@ from baton.engine.models.attention_hook import probe
 from baton.engine.models.experts import expert_weights
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
+from baton.engine.models.kv_storage import HeadScales, check_backend, checkpoint_scales, kv_type
 from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
@@ -27,9 +30,10 @@ from baton.engine.quantization.modules import held_weights
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
+from baton.kv_cache.kv_types import layer_types
 from baton.kv_cache.layer_groups import group_layers
 from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
-from baton.kv_cache.shards import KVGeometry, shard_layout
+from baton.kv_cache.shards import KVGeometry, layer_range, shard_heads, shard_layout
 from baton_kernels.linear import PlainLinear
 from baton_kernels.paged_attention import (
     AttentionSpec,
@@ -41,6 +45,10 @@ from baton_kernels.paged_attention import (
 )
 
 log = logging.getLogger(__name__)
+
+
+POOL_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+"""Of the elements of K and V in the pool."""
 
 
 class ExecutionPath(enum.StrEnum):
@@ -60,6 +68,7 @@ class WholeModel:
         max_len: Longest sequence that is served, in tokens.
         geometry: Its KV.
         groups: Of its layers, where those with a sliding window have blocks of their own.
+        scales: Of the checkpoint for its layers' KV, where they are used.
     """
 
     model: LoadedModel
@@ -67,6 +76,7 @@ class WholeModel:
     max_len: int
     geometry: KVGeometry
     groups: tuple[LayerGroup, ...]
+    scales: list[HeadScales | None]
 
 
 def load_whole(config: EngineConfig, *, hold: bool = True) -> WholeModel:
@@ -98,9 +108,14 @@ def load_whole(config: EngineConfig, *, hold: bool = True) -> WholeModel:
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
     may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILTIN_BACKENDS}
     may_group = may_group and not any(spec.chunk for spec in specs.values())
-    groups = group_layers([spec.window for spec in specs.values()], shapes) if may_group else ()
-    geometry = KVGeometry(shapes, model.dtype, latents)
-    return WholeModel(model, specs, config.max_model_len or longest, geometry, groups)
+    every = list(specs.values())
+    kind = kv_type(config, model, every)
+    types = layer_types(kind, len(every))
+    may_group = may_group and len(set(types)) == 1  # places in a group's blocks are of one size
+    groups = group_layers([spec.window for spec in every], shapes) if may_group else ()
+    scales = checkpoint_scales(model.files, every, types)
+    geometry = KVGeometry(shapes, kind, latents)
+    return WholeModel(model, specs, config.max_model_len or longest, geometry, groups, scales)
 
 
 class ModelRunner:
@@ -124,6 +139,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
         self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
+        self._plain: KVLayout = dataclasses.replace(self.layout, dtype=whole.model.dtype)
+        self._scales = _scales_of(whole, communicator)
         self._vocab_size = int(whole.model.text_config.vocab_size)
         self._share = divide(whole.model, whole.specs, communicator)
         for held in held_weights(whole.model.module):
@@ -131,6 +148,9 @@ class ModelRunner:
         self._operators = cpu_operators(config, whole.model.device)
         context = AttentionContext(whole.model.device, self._operators)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
+        types = [POOL_DTYPES[kind] for kind in layer_types(self.layout.dtype, len(self.layout.layers))]
+        stores = getattr(self._attention, "stores", frozenset[torch.dtype]())
+        check_backend(self._attention.name, stores, types, TORCH_DTYPES[whole.model.dtype])
         if any(spec.chunk for spec in self._share.specs.values()):
             self._attention = ChunkedAttention(self._attention, self._share.specs.values())
         self.attention_backend = self._attention.name
@@ -140,7 +160,7 @@ class ModelRunner:
         self._decoder: GenericDecoder | FusedDecoder = self._generic
         self._pools: list[LayerPool] = []
         self._scratch: list[LayerPool] = []
-        self._scratch_blocks = 0
+        self._scratch_kind = (0, False)
         self._arena: Arena | None = None
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
@@ -206,10 +226,12 @@ class ModelRunner:
                 field="kv_blocks",
             )
         self._arena = arena
-        self._pools = pool_views(self.layout, arena_memory(arena), self._share.specs.values())
-        self._use_scratch(0)
+        self._pools = pool_views(self.layout, arena_memory(arena), self._share.specs.values(), self._scales)
+        self._use_scratch(0, stored=False)
 
-    def run(self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0) -> ForwardOutput:
+    def run(
+        self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
+    ) -> ForwardOutput:
         """Run this rank's share of one step.
 
         Args:
@@ -217,6 +239,7 @@ class ModelRunner:
             scratch_blocks: Run over zeroed memory of so many blocks instead of the pool; consecutive steps with the
                 same number share it.
             offset: Added to the positions that transformers' modules get, not to those in the pool: for the self-check.
+            stored: Whether that memory keeps KV as the pool does, and not in the model's dtype.
 
         Returns:
             On the leader the output of the batch's R rows; elsewhere nothing of use.
@@ -224,8 +247,8 @@ class ModelRunner:
         Raises:
             InternalError: No arena is bound.
         """
-        if scratch_blocks != self._scratch_blocks:
-            self._use_scratch(scratch_blocks)
+        if (scratch_blocks, stored) != self._scratch_kind:
+            self._use_scratch(scratch_blocks, stored=stored)
         pools = self._scratch or self._pools
         if not pools:
             raise InternalError("forward before bind")
@@ -253,35 +276,58 @@ class ModelRunner:
             return batch.block_tables
         return np.concatenate([batch.block_tables * groups + group for group in range(groups)], axis=1, dtype=np.int32)
 
-    def _use_scratch(self, blocks: int) -> None:
-        self._scratch_blocks = blocks
-        size = blocks * self.layout.num_groups * self.layout.block_bytes
+    def _use_scratch(self, blocks: int, *, stored: bool) -> None:
+        self._scratch_kind = blocks, stored
+        layout = self.layout if stored else self._plain
+        size = blocks * layout.num_groups * layout.block_bytes
         memory = torch.zeros(size, dtype=torch.uint8, device=self._model.device)
-        self._scratch = pool_views(self.layout, memory, self._share.specs.values()) if blocks else []
+        scales = self._scales if stored else [None] * len(layout.layers)
+        self._scratch = pool_views(layout, memory, self._share.specs.values(), scales) if blocks else []
 
 
-def pool_views(layout: KVLayout, memory: torch.Tensor, specs: Iterable[AttentionSpec]) -> list[LayerPool]:
+def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:
+    """The checkpoint's scales of a rank's layers and heads."""
+    spec, found = communicator.spec, list[HeadScales | None]()
+    for layer in layer_range(len(whole.scales), spec.pp_size, spec.pp_rank):
+        pair, heads = whole.scales[layer], list(shard_heads(whole.geometry, spec, layer))
+        found.append(None if pair is None else (pair[0][heads].contiguous(), pair[1][heads].contiguous()))
+    return found
+
+
+def pool_views(
+    layout: KVLayout, memory: torch.Tensor, specs: Iterable[AttentionSpec], scales: Sequence[HeadScales | None]
+) -> list[LayerPool]:
     """Return each layer's K and V as strided views over a pool.
 
     Args:
         layout: The order of the bytes.
         memory: uint8 [num_blocks * block_bytes].
         specs: Attention of each layer.
+        scales: Of the checkpoint for each layer's heads.
 
     Returns:
-        Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise; v of a latent is a view of its k.
+        Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise; v of a latent is a view of its k. Scales
+        in the block are views too.
     """
-    flat = memory.view(TORCH_DTYPES[layout.dtype])
-    blocks = len(flat) // layout.block_elements
+    memory = memory.reshape(-1)
+    blocks = len(memory) // layout.block_bytes
 
-    def view(heads: int, dim: int, offset: int) -> torch.Tensor:
-        shape = (blocks, heads, layout.block_size, dim)
-        strides = (layout.block_elements, layout.block_size * dim, dim, 1)
-        return torch.as_strided(flat, shape, strides, offset)
+    def view(dtype: torch.dtype, at: int, *inner: int) -> torch.Tensor:
+        """Elements [blocks, *inner] that lie one behind the other from byte ``at`` of each block on."""
+        flat = memory.view(dtype)
+        unit = flat.element_size()
+        strides = [layout.block_bytes // unit, *(math.prod(inner[i + 1 :]) for i in range(len(inner)))]
+        return torch.as_strided(flat, (blocks, *inner), strides, at // unit)
 
     pools = []
     for index, (shape, spec) in enumerate(zip(layout.layers, specs, strict=True)):
-        k = view(shape.kv_heads, shape.k_dim, layout.layer_offsets[index])
-        v = k[..., : spec.v_dim] if spec.latent else view(shape.kv_heads, shape.v_dim, layout.v_offset(index))
-        pools.append(LayerPool(k, v, layout.group_of[index]))
+        place, rows = layout.places[index], (shape.kv_heads, layout.block_size)
+        dtype = POOL_DTYPES[place.dtype]
+        k = view(dtype, place.k, *rows, shape.k_dim)
+        v = k[..., : spec.v_dim] if spec.latent else view(dtype, place.v, *rows, shape.v_dim)
+        if place.k_scales >= 0:
+            beside = view(torch.bfloat16, place.k_scales, *rows), view(torch.bfloat16, place.v_scales, *rows)
+        else:
+            beside = scales[index] or (None, None)
+        pools.append(LayerPool(k, v, layout.group_of[index], *beside))
     return pools

@@ -97,6 +97,8 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
         quantized_activations="auto",
         max_model_len=None,
         layer_groups=False,
+        kv_dtype="auto",
+        kv_skip_layers=(),
         executor="auto",
         speculative="none",
         speculative_model="",

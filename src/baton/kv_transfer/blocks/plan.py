@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import InvalidRequestError
-from baton.kv_cache.reshard import ReshardPlan, Segments, ShardCopy, merge_segments
+from baton.kv_cache.reshard import Casts, ReshardPlan, Segments, ShardCopy, cast_spans, merge_casts, merge_segments
 from baton.kv_transfer.types import BlockReads, Generations, Ids, Steps, Valid, integers, require_different
 
 
@@ -116,14 +116,20 @@ def parts_of(plan: ReshardPlan, wanted: SequenceBlocks, layers: range | None = N
         yield from _whole(plan, wanted)
         return
     for copy in plan.copies:
-        yield from _part(plan, copy, wanted, _segments(copy, layers), None)
+        if copy.casts is None:
+            yield from _part(plan, copy, wanted, _segments(copy, layers))
+            continue
+        casts = _casts(copy.casts, copy.layers, layers)
+        spans = cast_spans(casts, target=False)
+        segments = np.column_stack((spans[:, 0], np.zeros(len(spans), np.int64), spans[:, 1]))
+        yield from _part(plan, copy, wanted, segments, casts=casts)
 
 
 def followed_parts(plan: ReshardPlan, wanted: SequenceBlocks, ready: int, ends: Sequence[int]) -> Iterator[Part]:
     """Cut a fetch of what is still being computed into reads, in the order in which they can be made.
 
     Args:
-        plan: From the source's shape to this one's.
+        plan: From the source's shape to this one's, which is of the same KV type.
         wanted: The blocks.
         ready: Progress of the source before the first layer.
         ends: Layers after which something is sent, the last one included.
@@ -142,7 +148,12 @@ def followed_parts(plan: ReshardPlan, wanted: SequenceBlocks, ready: int, ends: 
 
 
 def _part(
-    plan: ReshardPlan, copy: ShardCopy, wanted: SequenceBlocks, segments: Segments, steps: Steps | None
+    plan: ReshardPlan,
+    copy: ShardCopy,
+    wanted: SequenceBlocks,
+    segments: Segments,
+    steps: Steps | None = None,
+    casts: Casts | None = None,
 ) -> Iterator[Part]:
     """The read that makes a copy, if there is anything to copy."""
     turn, place = np.divmod(wanted.positions, plan.source_period)
@@ -153,8 +164,8 @@ def _part(
     if len(mine) and len(segments):
         mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
         local = ours[target[mine]]
-        reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, segments, copy.source.index, steps)
-        yield Part(reads, copy.target.index, mine)
+        ids = wanted.remote_ids[mine], wanted.generations[mine], local
+        yield Part(BlockReads(*ids, segments, copy.source.index, steps, casts), copy.target.index, mine)
 
 
 def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
@@ -178,3 +189,10 @@ def _segments(copy: ShardCopy, layers: range | None) -> Segments:
         return merge_segments(copy.segments)
     chosen = (copy.layers >= layers.start) & (copy.layers < layers.stop)
     return np.ascontiguousarray(merge_segments(copy.segments[chosen]))
+
+
+def _casts(casts: Casts, of_layers: Ids, layers: range | None) -> Casts:
+    """The conversions of some layers, or of all."""
+    if layers is None:
+        return merge_casts(casts)
+    return merge_casts(casts[(of_layers >= layers.start) & (of_layers < layers.stop)])

@@ -1,6 +1,6 @@
-"""Reads by way of host memory: blocks of another dtype than this instance's, and arenas that the host cannot address.
+"""Reads by way of host memory: blocks of another KV type than this instance's, and arenas the host cannot address.
 
-Blocks of another dtype are converted out of the source's memory where that is mapped. Elsewhere their bytes arrive in a
+Blocks of another type are converted out of the source's memory where that is mapped. Elsewhere their bytes arrive in a
 staging area as they are at the source (checksums are of them) and are converted from there. Blocks for an arena in
 device memory arrive in a staging area too, and those that are valid are copied to the device afterwards. Areas are
 bounded, and used again.
@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.layout import BLOCK_ALIGNMENT, DTYPE_BYTES
-from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.copy.block_copy import BlockCaster, Cast
+from baton.kv_cache.kv_types import SCALE_BYTES
+from baton.kv_cache.layout import BLOCK_ALIGNMENT
+from baton.kv_cache.reshard import CODE_BYTES, Casts, Segments, Spans, cast_rows, cast_spans
+from baton.kv_transfer.copy.block_copy import Cast, read_casting
 from baton.kv_transfer.pipes.base import CastingReadPipe, ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, block_spans
@@ -29,6 +31,8 @@ AREA_BYTES = 8 << 20
 """Of one staging area; a power of two. Reads are cut to it."""
 MAX_AREAS = 8
 """Areas of one :class:`Staging`, and so reads by way of one at once; further ones wait."""
+_ALIGNED = 4
+"""Bytes of the largest number."""
 
 
 class Staging:
@@ -101,21 +105,16 @@ class StagedReader:
     """
 
     def __init__(self, source: Fingerprint, target: Fingerprint, arriving: Staging, leaving: Staging) -> None:
-        self._caster = None if source.kv_dtype == target.kv_dtype else BlockCaster(source.kv_dtype, target.kv_dtype)
-        self._units = DTYPE_BYTES[source.kv_dtype], DTYPE_BYTES[target.kv_dtype]
+        self.casts = source.kv_dtype != target.kv_dtype
+        """Whether the source's blocks are of another KV type."""
         self._arriving, self._leaving = arriving, leaving
-
-    @property
-    def casts(self) -> bool:
-        """Whether the source's blocks are of another dtype."""
-        return self._caster is not None
 
     def read(self, pipe: ReadPipe, reads: BlockReads, arena: Arena, wait: Wait) -> Cast:
         """Read blocks; on return nothing writes into the arena any more.
 
         Args:
             pipe: To the source.
-            reads: In range; if they are converted, with segments, all of whose bytes are those of the source's dtype.
+            reads: In range; if they are converted, with ``casts``.
             arena: Of the target's rank.
             wait: Deadline and cancel flag.
 
@@ -125,35 +124,39 @@ class StagedReader:
         if arena.mapped:
             return self._read(pipe, reads, arena.blocks, wait)
         total = _nothing_lost(len(reads))
-        unit, made = self._units if self._caster is not None else (1, 1)
         with self._leaving.area(wait, pipe) as area:
-            for batch in _batches(reads, reads.segments_of(arena.block_bytes), area, unit, made):
+            batches = (
+                _cast_batches(reads, area, target=True) if self.casts else _batches(reads, area, arena.block_bytes)
+            )
+            for batch in batches:
                 came = self._read(pipe, batch.reads, batch.rows, wait)
                 good = np.flatnonzero(came.valid)
-                starts, sizes = (batch.segments[:, at] // unit * made for at in (1, 2))
-                data = batch.rows[good, : int(sizes.sum())].reshape(-1)
-                arena.write_from(data, block_spans(batch.local_ids[good], starts, sizes))
+                parts = [
+                    batch.rows[good, at : at + size] for at, (_, size) in zip(batch.packed, batch.spans, strict=True)
+                ]
+                data = np.concatenate(parts, axis=1).reshape(-1)
+                arena.write_from(data, block_spans(batch.local_ids[good], batch.spans[:, 0], batch.spans[:, 1]))
                 total.valid[batch.where] &= came.valid
                 total.out_of_range[batch.where] |= came.out_of_range
         return total
 
     def _read(self, pipe: ReadPipe, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
         """Read into host memory, uint8 [blocks, block_bytes]."""
-        caster = self._caster
-        if caster is None:
+        if not self.casts:
             valid = pipe.read(reads, local, wait)
             return Cast(valid, np.zeros(len(valid), dtype=np.bool_))
         if isinstance(pipe, CastingReadPipe):
-            return pipe.read_cast(reads, local, caster, wait)
+            return pipe.read_cast(reads, local, wait)
         total = _nothing_lost(len(reads))
         with self._arriving.area(wait, pipe) as area:
-            for batch in _batches(reads, reads.segments_of(0), area, self._units[0], self._units[0]):
+            for batch in _cast_batches(reads, area, target=False):
                 valid = pipe.read(batch.reads, batch.rows, wait)
                 good = np.flatnonzero(valid)
                 fence: Generations = np.zeros(len(batch.rows), np.uint64)
-                leaving = np.column_stack((batch.packed, batch.segments[:, 1:]))
-                taken = BlockReads(good, fence[good], batch.local_ids[good], leaving)
-                made = caster.read(local, batch.rows, fence, taken, wait)
+                taken = BlockReads(
+                    good, fence[good], batch.local_ids[good], batch.reads.segments, casts=batch.reads.casts
+                )
+                made = read_casting(local, batch.rows, fence, taken, wait)
                 valid[good] = made.valid
                 total.valid[batch.where] &= valid
                 total.out_of_range[batch.where.start + good] |= made.out_of_range
@@ -166,39 +169,73 @@ class _Batch:
 
     Attributes:
         where: Which of the read's blocks these are.
-        reads: Into the area: block i to row i, segment after segment.
+        reads: Into the area: block i to row i. Their conversions read rows, or write them.
         rows: The area, uint8 [rows, bytes].
         local_ids: Where the rows go afterwards.
-        segments: The read's segments that these are, int64 [m, 3].
-        packed: Where each begins in a row, int64 [m], counted as they are at the source.
+        spans: Which bytes of the blocks beyond the area a row holds.
+        packed: Where each of these begins in a row, [m].
     """
 
     where: slice
     reads: BlockReads
     rows: Bytes
     local_ids: Ids
-    segments: Segments
+    spans: Spans
     packed: Ids
 
 
-def _batches(reads: BlockReads, segments: Segments, area: Bytes, unit: int, made: int) -> Iterator[_Batch]:
-    """Cut a read so that each part fits into an area; ``made``: bytes in it of every ``unit`` at the source."""
-    for some in _cut(segments, len(area) // made * unit, unit):
+def _batches(reads: BlockReads, area: Bytes, block_bytes: int) -> Iterator[_Batch]:
+    """Cut a read of bytes as they are so that each part fits into an area; ``block_bytes``: of whole blocks."""
+    for some in _cut(reads.segments_of(block_bytes), len(area)):
         packed = np.cumsum(some[:, 2]) - some[:, 2]
-        arriving = np.column_stack((some[:, 0], packed, some[:, 2]))
-        # A power of two, so that all rows together are the whole area, whatever the blocks: pipes that register the
-        # memory they read into know it again.
-        row = 1 << max(BLOCK_ALIGNMENT - 1, int(some[:, 2].sum()) // unit * made - 1).bit_length()
-        rows = area.reshape(-1, row)
-        for at in range(0, len(reads), len(rows)):
-            part = reads.take(slice(at, at + len(rows)))
-            places = np.arange(len(part))
-            staged = BlockReads(part.remote_ids, part.generations, places, arriving, part.source_shard)
-            yield _Batch(slice(at, at + len(part)), staged, rows, part.local_ids, some, packed)
+        staged = np.column_stack((some[:, 0], packed, some[:, 2]))
+        for where, part, rows in _rows_of(reads, area, int(some[:, 2].sum())):
+            into = BlockReads(part.remote_ids, part.generations, np.arange(len(part)), staged, part.source_shard)
+            yield _Batch(where, into, rows, part.local_ids, some[:, 1:], packed)
 
 
-def _cut(segments: Segments, most: int, unit: int) -> Iterator[Segments]:
-    """Cut segments into groups of at most so many bytes, between elements of ``unit`` bytes."""
+def _cast_batches(reads: BlockReads, area: Bytes, *, target: bool) -> Iterator[_Batch]:
+    """Cut a read that converts so that what it reads, or writes (``target``), fits into an area part by part."""
+    assert reads.casts is not None
+    first = 2 if target else 0
+    for casts in _cut_casts(reads.casts, len(area), target=target):
+        spans = cast_spans(casts, target=target)
+        packed, size = _pack(spans)
+        staged = casts.copy()
+        for column in (first, first + 1):
+            at = casts[:, column]
+            index = np.maximum(np.searchsorted(spans[:, 0], at, side="right") - 1, 0)
+            staged[:, column] = np.where(at < 0, -1, packed[index] + at - spans[index, 0])
+        source = spans if not target else cast_spans(casts, target=False)
+        into = packed if not target else np.zeros(len(source), np.int64)
+        segments = np.column_stack((source[:, 0], into, source[:, 1]))
+        for where, part, rows in _rows_of(reads, area, size):
+            ids = part.remote_ids, part.generations, np.arange(len(part))
+            into_rows = BlockReads(*ids, segments, part.source_shard, casts=staged)
+            yield _Batch(where, into_rows, rows, part.local_ids, spans, packed)
+
+
+def _rows_of(reads: BlockReads, area: Bytes, size: int) -> Iterator[tuple[slice, BlockReads, Bytes]]:
+    """Cut a read into as many blocks as an area has rows of ``size`` bytes; yields which, the read, and the rows."""
+    # A power of two, so that all rows together are the whole area, whatever the blocks: pipes that register the
+    # memory they read into know it again.
+    rows = area.reshape(-1, 1 << max(BLOCK_ALIGNMENT - 1, size - 1).bit_length())
+    for at in range(0, len(reads), len(rows)):
+        part = reads.take(slice(at, at + len(rows)))
+        yield slice(at, at + len(part)), part, rows
+
+
+def _pack(spans: Spans) -> tuple[Ids, int]:
+    """Put bytes of a block one behind the other, each aligned as it is in the block; returns places and total size."""
+    places, at = np.empty(len(spans), np.int64), 0
+    for index, (first, size) in enumerate(spans.tolist()):
+        places[index] = at + (first - at) % _ALIGNED
+        at = int(places[index]) + size
+    return places, at
+
+
+def _cut(segments: Segments, most: int) -> Iterator[Segments]:
+    """Cut segments into groups of at most so many bytes."""
     if int(segments[:, 2].sum()) <= most:
         yield segments
         return
@@ -210,11 +247,37 @@ def _cut(segments: Segments, most: int, unit: int) -> Iterator[Segments]:
             if not room:
                 yield np.array(group, dtype=np.int64)
                 group, room = [], most
-            step = min(size - done, room // unit * unit)
+            step = min(size - done, room)
             group.append((source + done, target + done, step))
             done, room = done + step, room - step
     if group:
         yield np.array(group, dtype=np.int64)
+
+
+def _cut_casts(casts: Casts, most: int, *, target: bool) -> Iterator[Casts]:
+    """Cut conversions, between rows, into groups that read, or write, at most so many bytes when they are packed."""
+    at, code = (2, 7) if target else (0, 6)
+    each = casts[:, 5] * CODE_BYTES[casts[:, code]] + np.where(casts[:, at + 1] < 0, 0, SCALE_BYTES)
+    gap = 2 * _ALIGNED  # before the numbers and before the scales
+    if int((each * casts[:, 4]).sum()) + gap * len(casts) <= most:
+        yield casts
+        return
+    group: list[npt.NDArray[np.int64]] = []
+    room = most
+    for row, size in zip(casts, each.tolist(), strict=True):
+        done = 0
+        while done < row[4]:
+            step = min(int(row[4]) - done, (room - gap) // size)
+            if step < 1:
+                if not group:
+                    raise ValueError(f"an area of {most} bytes has no room for a row of {size}")
+                yield np.array(group)
+                group, room = [], most
+                continue
+            group.append(cast_rows(row, done, step))
+            done, room = done + step, room - step * size - gap
+    if group:
+        yield np.array(group)
 
 
 def _nothing_lost(count: int) -> Cast:

@@ -41,13 +41,16 @@ class StagingArena:
         pool: The instance's.
         fingerprint: What its blocks are.
         num_blocks: Slots of the arena.
+        kept: What the arena's blocks are; default: the same, undivided.
 
     Attributes:
         arena: Its memory, which the kernel gives page by page as it is used.
     """
 
-    def __init__(self, pool: KVShards, fingerprint: Fingerprint, num_blocks: int) -> None:
-        whole = fingerprint.undivided()
+    def __init__(
+        self, pool: KVShards, fingerprint: Fingerprint, num_blocks: int, *, kept: Fingerprint | None = None
+    ) -> None:
+        whole = kept or fingerprint.undivided()
         self.arena = HostArena(num_blocks, whole.block_bytes, private=True)
         network = MemoryNetwork()
         kinds, served, links = ("memory",), ServerOptions(memory=network), LinkOptions(memory=network)
@@ -88,14 +91,18 @@ class Lanes(StagingArena):
         pool: The instance's.
         fingerprint: What its blocks are.
         max_blocks: Slots of a lane, at most.
+        kept: What a slot holds; default: the same, undivided.
 
     Attributes:
         lane_blocks: Slots of a lane.
     """
 
-    def __init__(self, pool: KVShards, fingerprint: Fingerprint, *, max_blocks: int) -> None:
-        self.lane_blocks = max(1, min(_LANE_BYTES // fingerprint.undivided().block_bytes, max_blocks))
-        super().__init__(pool, fingerprint, _NUM_LANES * self.lane_blocks)
+    def __init__(
+        self, pool: KVShards, fingerprint: Fingerprint, *, max_blocks: int, kept: Fingerprint | None = None
+    ) -> None:
+        whole = kept or fingerprint.undivided()
+        self.lane_blocks = max(1, min(_LANE_BYTES // whole.block_bytes, max_blocks))
+        super().__init__(pool, fingerprint, _NUM_LANES * self.lane_blocks, kept=whole)
         self._free: asyncio.Queue[list[int]] = asyncio.Queue()
         for i in range(_NUM_LANES):
             self._free.put_nowait(list(range(i * self.lane_blocks, (i + 1) * self.lane_blocks)))

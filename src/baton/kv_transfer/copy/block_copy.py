@@ -3,9 +3,10 @@
 One call of C (``native/block_copy.c``) reads any number of blocks, past the cache: scattered blocks about as fast as
 one big ``memcpy``, where a ``memcpy`` per block is 1.6 times slower.
 
-Another (``native/dtype_cast.c``) converts KV between dtypes on its way. It rounds to nearest, ties to even, as
-``torch.Tensor.to`` does. A block with a finite number that the target's dtype could only hold as infinity is told
-apart: its KV cannot be had in that dtype, and a number close to it would be another one.
+Another (``native/dtype_cast.c``) converts KV between types on its way. It rounds to nearest, ties to even, as
+``torch.Tensor.to`` does; to int8 as the engine does when it writes its own KV. A block with a finite number that the
+target's dtype could only hold as infinity is told apart: its KV cannot be had in that dtype, and a number close to it
+would be another one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_cache.layout import DTYPE_BYTES
-from baton.kv_cache.reshard import Segments
+from baton.kv_cache.kv_types import CODES, FLOAT_BYTES
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, Valid
@@ -39,16 +39,11 @@ _read_small = function("read_blocks", ctypes.c_int, *_ARGUMENTS, keep_lock=True)
 """With the lock: a thread that took it meanwhile could have it for milliseconds."""
 _read = function("read_blocks", ctypes.c_int, *_ARGUMENTS)
 _line_holds = function("line_holds", ctypes.c_int, ctypes.c_int64, keep_lock=True)
-FORMATS = ("float32", "bfloat16", "float16")
-"""Dtypes in the order of their codes in C."""
 WIDEST_BITS = 512
 _STALE, _RIGHT, _OVER = range(3)
 _CONVERT_S = 60.0
-
-Pieces = npt.NDArray[np.uint64]
-"""uint64 [m, 3]: offset in the source's block and in the target's, both in bytes, and elements."""
 _cast_blocks = function(
-    *("cast_blocks", None, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    *("cast_blocks", None, ctypes.c_int),
     *(_pointer, _pointer, _pointer, _pointer, _pointer, _pointer, _size, _pointer, _size, _pointer),
 )
 
@@ -199,84 +194,59 @@ class Cast:
     out_of_range: Valid
 
 
-class BlockCaster:
-    """Converts blocks from one dtype to another; thread safe.
+def read_casting(
+    local: Bytes,
+    remote: Bytes,
+    generations: Generations,
+    reads: BlockReads,
+    wait: Wait,
+    *,
+    vector_bits: int = WIDEST_BITS,
+) -> Cast:
+    """Convert parts of blocks, and say which had the wanted generation before and after.
 
     Args:
-        source: Dtype of what is read.
-        target: Dtype of what is written; another one.
+        local: uint8 [blocks, block_bytes], C-contiguous, writable.
+        remote: The same with its own number and size of blocks.
+        generations: Of the remote blocks, [blocks]; may change at any time.
+        reads: In range, with ``casts``.
+        wait: Looked at every ``BATCH_BYTES``.
         vector_bits: Bound on the vector registers that are used.
 
     Raises:
-        ConfigError: Unknown dtypes, or the same twice.
+        DeadlineError, CancelledError: Part of the blocks may have been written.
     """
-
-    def __init__(self, source: str, target: str, *, vector_bits: int = WIDEST_BITS) -> None:
-        if source == target or not {source, target} <= set(FORMATS):
-            raise ConfigError(f"KV of {source} cannot be converted to {target}", field="kv_dtype")
-        self._from_bytes, self._to_bytes = DTYPE_BYTES[source], DTYPE_BYTES[target]
-        self._how = FORMATS.index(source), FORMATS.index(target), vector_bits
-
-    def read(self, local: Bytes, remote: Bytes, generations: Generations, reads: BlockReads, wait: Wait) -> Cast:
-        """Convert segments of blocks, and say which had the wanted generation before and after.
-
-        Args:
-            local: uint8 [blocks, block_bytes], C-contiguous, writable.
-            remote: The same with its own number and size of blocks.
-            generations: Of the remote blocks, [blocks]; may change at any time.
-            reads: In range, with segments; all of their bytes are those of the source's dtype.
-            wait: Looked at every ``BATCH_BYTES``.
-
-        Raises:
-            DeadlineError, CancelledError: Part of the blocks may have been written.
-        """
-        pieces = self._pieces(reads.segments_of(remote.shape[1]))
-        states = np.full(len(reads), _STALE, dtype=np.uint8)
-        batch = max(1, BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
-        for at in range(0, len(reads), batch):
-            wait.check("converting blocks")
-            part = slice(at, at + batch)
-            self._cast((local, remote), generations, reads.take(part), pieces, states[part])
-        return Cast(states == _RIGHT, states == _OVER)
-
-    def _cast(
-        self,
-        pools: tuple[Bytes, Bytes],
-        generations: Generations,
-        reads: BlockReads,
-        pieces: Pieces,
-        states: npt.NDArray[np.uint8],
-    ) -> None:
-        """Convert blocks of the second pool into the first, and fill in what became of each."""
-        ids = [np.ascontiguousarray(x) for x in (reads.remote_ids, reads.generations, reads.local_ids)]
+    pieces = np.ascontiguousarray(reads.casts, dtype=np.int64)
+    states = np.full(len(reads), _STALE, dtype=np.uint8)
+    sides = tuple(ctypes.byref(_Side(address_of(pool), pool.shape[1])) for pool in (local, remote))
+    batch = max(1, BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
+    for at in range(0, len(reads), batch):
+        wait.check("converting blocks")
+        some = reads.take(slice(at, at + batch))
+        ids = [np.ascontiguousarray(x) for x in (some.remote_ids, some.generations, some.local_ids)]
         _cast_blocks(
-            *self._how,
-            *(ctypes.byref(_Side(address_of(pool), pool.shape[1])) for pool in pools),
-            address_of(generations),
-            *(address_of(x) for x in ids),
-            len(reads),
-            address_of(pieces),
-            len(pieces),
-            address_of(states),
+            *(vector_bits, *sides, address_of(generations), *(address_of(x) for x in ids), len(some)),
+            *(address_of(pieces), len(pieces), address_of(states[at : at + batch])),
         )
-
-    def _pieces(self, segments: Segments) -> Pieces:
-        pieces = segments.astype(np.uint64)
-        pieces[:, 2] //= np.uint64(self._from_bytes)
-        pieces[:, 1] = pieces[:, 1] // np.uint64(self._from_bytes) * np.uint64(self._to_bytes)
-        return pieces
+    return Cast(states == _RIGHT, states == _OVER)
 
 
 def convert(rows: Bytes, source: str, target: str) -> tuple[Bytes, Valid]:
-    """Convert rows of numbers, uint8 [rows, bytes].
+    """Convert rows of floats, uint8 [rows, bytes].
 
     Returns:
         The rows in the target's dtype, uint8 [rows, bytes], and bool [rows]: whether a finite number of the row became
         infinite.
+
+    Raises:
+        ConfigError: One of the dtypes is no float.
     """
+    if not {source, target} <= FLOAT_BYTES.keys():
+        raise ConfigError(f"rows of {source} cannot be converted to {target}", field="kv_dtype")
     rows, ids = np.ascontiguousarray(rows), np.arange(len(rows))
-    caster, generations = BlockCaster(source, target), np.zeros(len(rows), np.uint64)
-    made = np.empty((len(rows), rows.shape[1] // DTYPE_BYTES[source] * DTYPE_BYTES[target]), np.uint8)
-    reads = BlockReads(ids, generations, ids, np.array([[0, 0, rows.shape[1]]]))
-    cast = caster.read(made, rows, generations, reads, Wait(time.monotonic() + _CONVERT_S))
+    count = rows.shape[1] // FLOAT_BYTES[source]
+    made = np.empty((len(rows), count * FLOAT_BYTES[target]), np.uint8)
+    casts = np.array([[0, -1, 0, -1, 1, count, CODES[source], CODES[target]]])
+    reads = BlockReads(ids, np.zeros(len(rows), np.uint64), ids, np.array([[0, 0, rows.shape[1]]]), casts=casts)
+    cast = read_casting(made, rows, reads.generations, reads, Wait(time.monotonic() + _CONVERT_S))
     return made, cast.out_of_range

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from baton.errors import PipeClosedError
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.copy.block_copy import BlockCaster, Cast
+from baton.kv_transfer.copy.block_copy import Cast
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.handshake import Facts
 from baton.kv_transfer.protocol.sockets import Stream
@@ -214,13 +214,12 @@ class CastingReadPipe(ReadPipe):
     """A pipe whose source's memory is mapped here, so that a read can convert what it copies."""
 
     @abstractmethod
-    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+    def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
         """Convert blocks; on return nothing writes into ``local`` any more, whatever happened.
 
         Args:
-            reads: In range on both sides, with segments, all of whose bytes are those of the source's dtype.
+            reads: In range on both sides, with ``casts``.
             local: uint8 [blocks, block_bytes], the blocks of the target's rank.
-            caster: From the source's dtype to the target's.
             wait: Deadline and cancel flag.
 
         Raises:

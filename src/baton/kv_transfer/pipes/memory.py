@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.copy.block_copy import BlockCaster, BlockReader, Cast, fence
+from baton.kv_transfer.copy.block_copy import BlockReader, Cast, fence, read_casting
 from baton.kv_transfer.pipes.base import (
     CastingReadPipe,
     MemoryNetwork,
@@ -103,11 +103,11 @@ class MappedMemoryReadPipe(MemoryReadPipe, CastingReadPipe):
         self.check_open()
         return valid
 
-    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+    def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
         """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
         self.check_open()
         remote = self.shards.arenas[reads.source_shard].blocks
-        cast = caster.read(local, remote, self.shards.primary.generations, reads, wait)
+        cast = read_casting(local, remote, self.shards.primary.generations, reads, wait)
         self.check_open()
         return cast
 

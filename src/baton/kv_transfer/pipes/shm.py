@@ -20,7 +20,7 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import groups_of
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.copy.block_copy import BlockCaster, BlockReader, Cast, Line
+from baton.kv_transfer.copy.block_copy import BlockReader, Cast, Line, read_casting
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
 from baton.kv_transfer.protocol.connect import connect_unix
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
@@ -68,13 +68,13 @@ class ShmReadPipe(CastingReadPipe):
             raise PipeClosedError("the pipe was closed")
         return peer.readers[reads.source_shard].read(local, reads, wait)
 
-    def read_cast(self, reads: BlockReads, local: Bytes, caster: BlockCaster, wait: Wait) -> Cast:
+    def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
         """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
         peer = self._peer
         if peer is None:
             raise PipeClosedError("the pipe was closed")
         remote = peer.shards.arenas[reads.source_shard].blocks
-        cast = caster.read(local, remote, peer.shards.primary.generations, reads, wait)
+        cast = read_casting(local, remote, peer.shards.primary.generations, reads, wait)
         if not peer.readers[0].holds():
             raise PipeClosedError(f"{self._stream.peer} went away during a read: its lease on the blocks is over")
         return cast

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -31,13 +32,14 @@ import xxhash
 from baton.config.secrets import require_own_folder
 from baton.errors import ConfigError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.kv_cache.kv_types import DTYPE_BYTES, SCALE_BYTES
 from baton.kv_cache.layout import KVLayout
 from baton.types import BlockHash
 
 log = logging.getLogger(__name__)
 
 FORMAT = "baton-kv-block-1"
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8", "fp8_e4m3": "F8_E4M3"}
 _CHECKSUM = "xxh3_128"
 _NO_CHECKSUM = "0" * 32
 _SUFFIX = ".safetensors"
@@ -69,18 +71,24 @@ class BlockFormat:
     def __init__(self, whole: Fingerprint) -> None:
         layout = KVLayout(whole.layer_shapes, whole.block_size, whole.kv_dtype)
         tensors: dict[str, Any] = {}
-        at = 0
-        for layer, shape in enumerate(layout.layers):
-            for name, dim in (("k", shape.k_dim), ("v", shape.v_dim)):
-                size = shape.kv_heads * layout.block_size * dim * layout.dtype_bytes
-                if size:
-                    tensors[f"layers.{layer}.{name}"] = {
-                        "dtype": _DTYPES[layout.dtype],
-                        "shape": [shape.kv_heads, layout.block_size, dim],
-                        "data_offsets": [at, at + size],
-                    }
-                at += size
-        self.num_bytes = at
+        self.num_bytes = 0
+        for layer, (shape, place) in enumerate(zip(layout.layers, layout.places, strict=True)):
+            rows = [shape.kv_heads, layout.block_size]
+            parts = (
+                ("k", place.k, _DTYPES[place.dtype], [*rows, shape.k_dim], DTYPE_BYTES[place.dtype]),
+                ("v", place.v, _DTYPES[place.dtype], [*rows, shape.v_dim], DTYPE_BYTES[place.dtype]),
+                ("k_scales", place.k_scales, "BF16", rows, SCALE_BYTES),
+                ("v_scales", place.v_scales, "BF16", rows, SCALE_BYTES),
+            )
+            for name, at, dtype, dims, unit in parts:
+                size = math.prod(dims) * unit
+                if at < 0 or not size or (name == "v_scales" and not shape.v_dim):
+                    continue
+                if at != self.num_bytes:  # safetensors has no holes between tensors
+                    kind = f"{whole.kv_dtype} with {layout.block_size} tokens per block"
+                    raise ConfigError(f"KV of {kind} has gaps that block files cannot have", field="kv_dtype")
+                tensors[f"layers.{layer}.{name}"] = {"dtype": dtype, "shape": dims, "data_offsets": [at, at + size]}
+                self.num_bytes = at + size
         self._template = _template(whole.digest().hex(), tensors)
         self._header_bytes = len(self._header(BlockHash(bytes(32)), _NO_CHECKSUM))
 

@@ -55,14 +55,22 @@ class SharedStorage:
         fingerprint: What its blocks are.
         threads: Files that are read or written at once.
         blocks_per_call: Blocks in one lane, at most.
+        kept: What the files hold; default: the same, undivided.
     """
 
     def __init__(
-        self, folder: BlockFolder, pool: KVShards, fingerprint: Fingerprint, *, threads: int, blocks_per_call: int
+        self,
+        folder: BlockFolder,
+        pool: KVShards,
+        fingerprint: Fingerprint,
+        *,
+        threads: int,
+        blocks_per_call: int,
+        kept: Fingerprint | None = None,
     ) -> None:
         self._folder = folder
         self._threads, self._num_threads = ThreadPoolExecutor(threads, thread_name_prefix="kv files"), threads
-        self._lanes = Lanes(pool, fingerprint, max_blocks=blocks_per_call)
+        self._lanes = Lanes(pool, fingerprint, max_blocks=blocks_per_call, kept=kept)
         self._running: set[Future[Any]] = set()
 
     async def save(

@@ -41,6 +41,7 @@ class StoreOptions:
         hot_loads_per_s: Loads of a segment per second from which on it gets another replica; 0: never.
         discovery: URL of the Redis in which nodes register, and the prefix of their keys.
         redis_ttl_s: Life of a block in Redis after its last use; 0: for ever.
+        kv_dtype: KV type of what it keeps; ``auto``: the instance's.
 
     Raises:
         ConfigError: Names the field.
@@ -64,6 +65,7 @@ class StoreOptions:
     hot_loads_per_s: float = 20.0
     discovery: tuple[str, str] = ("", "")
     redis_ttl_s: float = 3600.0
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if StoreAddress.parse(self.address).discover and not self.discovery[0]:

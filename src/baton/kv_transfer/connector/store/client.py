@@ -135,7 +135,7 @@ class StoreClient:
 
     Args:
         address: ``host:port`` of the store.
-        fingerprint: Of this instance's pool.
+        fingerprint: Of what the store keeps: this instance's KV, in its type or in one that both sides convert.
         fetcher: Copies blocks into this instance's pool.
         token: Shared token, if the services use one.
         tls: Certificates, if they use some.

@@ -319,12 +319,12 @@ def open_store(
     Raises:
         ConfigError: A package is missing, or an option does not fit the store.
     """
-    address = StoreAddress.parse(options.address)
+    address, kept = StoreAddress.parse(options.address), fingerprint.kept_as(options.kv_dtype)
 
     def connect(node: str) -> StoreClient:
         return StoreClient(
             node,
-            fingerprint=fingerprint,
+            fingerprint=kept,
             fetcher=fetcher,
             token=options.token,
             tls=options.tls,
@@ -341,7 +341,8 @@ def open_store(
         values = MooncakeValues(address.mooncake)
     if values is not None:
         per_call = options.blocks_per_call
-        return ValueStore(values, pool=fetcher.pool, fingerprint=fingerprint, blocks_per_call=per_call)
+        pool = fetcher.pool
+        return ValueStore(values, pool=pool, fingerprint=fingerprint, blocks_per_call=per_call, kept=kept)
     membership: Membership
     if address.discover:
 

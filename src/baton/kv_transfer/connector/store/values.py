@@ -94,13 +94,22 @@ class ValueStore:
         pool: This instance's.
         fingerprint: What its blocks are.
         blocks_per_call: Blocks that are read or written at once, at most.
+        kept: What values hold; default: the same, undivided.
 
     Raises:
         ConfigError: A block is too large for a value.
     """
 
-    def __init__(self, values: Values, *, pool: KVShards, fingerprint: Fingerprint, blocks_per_call: int) -> None:
-        whole = fingerprint.undivided()
+    def __init__(
+        self,
+        values: Values,
+        *,
+        pool: KVShards,
+        fingerprint: Fingerprint,
+        blocks_per_call: int,
+        kept: Fingerprint | None = None,
+    ) -> None:
+        self._kept = whole = kept or fingerprint.undivided()
         if whole.block_bytes + _HEADER.size > values.max_bytes:
             message = f"a block of {whole.block_bytes} bytes is too large for a value of {values.kind}"
             raise ConfigError(message, field="kvstore")
@@ -199,7 +208,8 @@ class ValueStore:
 
     def _lanes(self) -> Lanes:
         if self._staging is None:
-            self._staging = Lanes(self._pool, self._fingerprint, max_blocks=self._blocks_per_call)
+            own, most = self._fingerprint, self._blocks_per_call
+            self._staging = Lanes(self._pool, own, max_blocks=most, kept=self._kept)
         return self._staging
 
 

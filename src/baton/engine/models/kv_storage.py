@@ -1,0 +1,160 @@
+"""How a model's KV is kept: the type of each layer, and the checkpoint's scales where the type needs them.
+
+fp8 KV has static scales. Checkpoints that were calibrated for it have them beside the attention's weights, a number per
+layer or one per KV head, as compressed-tensors' ``kv_cache_scheme`` writes them: ``...self_attn.k_scale`` and
+``v_scale``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors import safe_open
+
+from baton.config import EngineConfig
+from baton.engine.models.checkpoint import WeightFile
+from baton.engine.models.loader import LoadedModel
+from baton.errors import ConfigError
+from baton.kv_cache.kv_types import SCALED, is_quantized, type_name
+from baton_kernels.paged_attention import AttentionSpec
+
+_SCALE_NAME = re.compile(r"\.(\d+)\.(?:self_attn|attention|attn)\.(?:attn\.)?([kv])_scale$")
+
+HeadScales = tuple[torch.Tensor, torch.Tensor]
+"""Of one layer's K and V, float32 [kv_heads] each."""
+
+
+def kv_type(config: EngineConfig, model: LoadedModel, specs: Sequence[AttentionSpec]) -> str:
+    """Return the KV type of a model's layers.
+
+    Args:
+        config: Says ``kv_dtype`` and ``kv_skip_layers``.
+        model: Whose dtype skipped layers keep.
+        specs: Attention of each layer.
+
+    Raises:
+        ConfigError: The model has no KV of that type; names ``kv_dtype`` or ``kv_skip_layers``.
+    """
+    own, wanted = model.dtype, config.kv_dtype
+    if wanted == "auto":
+        wanted = own
+    if wanted == own and not config.kv_skip_layers:
+        return own
+    if not is_quantized(wanted) and (wanted, own) not in {("bfloat16", "float32"), (own, own)}:
+        raise ConfigError(f"kv_dtype {wanted} is not for a model of {own}", field="kv_dtype")
+    if any(spec.latent for spec in specs) and wanted != own:
+        raise ConfigError(
+            f"kv_dtype {wanted} is not for {model.architecture}: a token's latent and its rotary key, which differ in "
+            "magnitude, would share one scale",
+            field="kv_dtype",
+        )
+    skipped = _skipped(config.kv_skip_layers, specs)
+    types = [own if layer in skipped else wanted for layer in range(len(specs))]
+    if skipped and not is_quantized(wanted):
+        raise ConfigError("kv_skip_layers is for a quantized kv_dtype", field="kv_skip_layers")
+    return type_name(types)
+
+
+def _skipped(names: Sequence[str], specs: Sequence[AttentionSpec]) -> set[int]:
+    """The layers that are named, by number or as ``first``, ``last`` and ``sliding``."""
+    skipped: set[int] = set()
+    for name in names:
+        if name == "sliding":
+            skipped |= {layer for layer, spec in enumerate(specs) if spec.window}
+        elif name in {"first", "last"}:
+            skipped.add(0 if name == "first" else len(specs) - 1)
+        elif name.isascii() and name.isdigit() and len(name) <= 6 and int(name) < len(specs):
+            skipped.add(int(name))
+        else:
+            raise ConfigError(
+                f"kv_skip_layers has {name!r}: layers are numbers below {len(specs)}, first, last or sliding",
+                field="kv_skip_layers",
+            )
+    return skipped
+
+
+def check_backend(name: str, stores: frozenset[torch.dtype], types: Sequence[torch.dtype], own: torch.dtype) -> None:
+    """Refuse an attention backend that does not read what the KV is kept as.
+
+    Args:
+        name: Of the backend.
+        stores: What it reads beside the model's dtype.
+        types: Of the layers.
+        own: The model's dtype.
+
+    Raises:
+        ConfigError: Names ``kv_dtype``.
+    """
+    lacking = [kind for kind in types if kind != own and kind not in stores]
+    if lacking:
+        kind = str(lacking[0]).removeprefix("torch.")
+        raise ConfigError(f"attention_backend {name} does not read KV of {kind}: cpp and torch do", field="kv_dtype")
+
+
+def checkpoint_scales(
+    files: Sequence[WeightFile], specs: Sequence[AttentionSpec], types: Sequence[str]
+) -> list[HeadScales | None]:
+    """Read the scales of the layers whose type needs the checkpoint's.
+
+    Args:
+        files: The checkpoint's.
+        specs: Attention of each layer.
+        types: Dtype of each layer's KV.
+
+    Returns:
+        Per layer the scales; ``None``: it needs none.
+
+    Raises:
+        ConfigError: One is missing, of another shape, or no positive number; names file, tensor and ``kv_dtype``.
+    """
+    if "fp8_e4m3" not in types:
+        return [None] * len(types)
+    places = _places(files)
+    found: list[HeadScales | None] = []
+    for layer, (spec, kind) in enumerate(zip(specs, types, strict=True)):
+        if kind in SCALED or kind != "fp8_e4m3":
+            found.append(None)
+            continue
+        pair = []
+        for side in ("k", "v"):
+            if (layer, side) not in places:
+                raise ConfigError(
+                    f"kv_dtype fp8_e4m3 needs the checkpoint's scales, and layer {layer} has no {side}_scale; "
+                    "int8 needs none",
+                    field="kv_dtype",
+                )
+            pair.append(_read_scale(*places[layer, side], spec.kv_heads))
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def scales_digest(scales: Sequence[HeadScales | None]) -> str:
+    """Return a digest (16 hex digits) of a checkpoint's scales; empty if none are used."""
+    if not any(scales):
+        return ""
+    numbers = [pair and [side.tolist() for side in pair] for pair in scales]
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+
+
+def _places(files: Sequence[WeightFile]) -> Mapping[tuple[int, str], tuple[WeightFile, str]]:
+    """Which file has which layer's scale, and its name there."""
+    found = {}
+    for file in files:
+        for name in json.loads(file.header):
+            if match := _SCALE_NAME.search(name):
+                found[int(match[1]), match[2]] = (file, name)
+    return found
+
+
+def _read_scale(file: WeightFile, name: str, kv_heads: int) -> torch.Tensor:
+    with safe_open(file.path, framework="pt") as opened:
+        value: torch.Tensor = opened.get_tensor(name).float().reshape(-1)
+    if value.numel() not in {1, kv_heads}:
+        raise ConfigError(f"{file.path}: {name} has {value.numel()} numbers for {kv_heads} KV heads", field="kv_dtype")
+    if not (value.isfinite() & (value > 0)).all():
+        raise ConfigError(f"{file.path}: {name} has a scale that is no positive number", field="kv_dtype")
+    return value.expand(kv_heads).contiguous()
