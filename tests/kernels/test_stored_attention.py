@@ -188,6 +188,8 @@ def test_keys_are_rotated_on_the_way_into_the_pool(
         return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1).to(dtype)
 
     plain, way = pool_of(case, storage), pool_of(case, storage)
+    for pool in (plain, way):
+        fill(case, pool)
     backend = CpuPagedAttention(library)
     plan = backend.prepare(case.batch)
     want = backend.run(plan, case.spec, plain, turned(case.q), turned(case.k), case.v)
@@ -198,7 +200,7 @@ def test_keys_are_rotated_on_the_way_into_the_pool(
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=max(20 * precision, 0.02))
 
 
-numbers = st.floats(-1e30, 1e30, width=32) | st.floats(-1e-30, 1e-30, width=32)
+numbers = st.floats(-(2.0**99), 2.0**99, width=32) | st.floats(-(2.0**-99), 2.0**-99, width=32)
 
 
 @settings(deadline=None)
@@ -226,16 +228,6 @@ def test_rows_without_numbers_and_beyond_them() -> None:
     assert values[0, 0, :2].tolist() == [448.0, -448.0]
     assert values[0, 0, 2:4].isnan().all()
     assert float(values[0, 0, 4]) == 0.5625  # of 0.535, between 0.5 and 0.5625
-
-
-def test_what_spoils_a_token_spoils_what_sees_it_alone(library: CpuLibrary) -> None:
-    case = make_case(((9, 9), (5, 5)), (2, 2, 8, 8, 4), torch.float32)
-    case.k[6, 0, 3] = float("inf")
-    pool, backend = pool_of(case, torch.int8), CpuPagedAttention(library)
-    got = backend.run(backend.prepare(case.batch), case.spec, pool, case.q, case.k, case.v)
-    bad = got.isnan().any(dim=-1)
-    assert bad[6:9, 0].all()
-    assert bad.sum() == 3
 
 
 def test_types_that_do_not_go_together_are_refused(library: CpuLibrary) -> None:

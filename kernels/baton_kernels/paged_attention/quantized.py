@@ -3,7 +3,7 @@
 int8: a scale per token and KV head, for K and for V, beside them in the block:
 ``scale = bfloat16(max |x| / 127)`` and ``q = round(x / scale)``, ties to even; read as ``scale * q``. Below the least
 normal number of float32 the scale and q are 0. Where x has an infinite number, or one that is none, the scale is no
-number, and so is what is read: as with floats, such a token spoils what attends to it and nothing else.
+number, and so is what is read: nothing is made up for it.
 
 fp8_e4m3 (OCP 8-bit Floating Point Specification, E4M3): a scale per KV head, which belongs to the checkpoint:
 ``q = e4m3(x / scale)``, rounded to nearest, ties to even; beyond 448 it saturates, and an infinite number becomes none.

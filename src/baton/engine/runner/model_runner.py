@@ -325,6 +325,7 @@ def pool_views(
         dtype = POOL_DTYPES[place.dtype]
         k = view(dtype, place.k, *rows, shape.k_dim)
         v = k[..., : spec.v_dim] if spec.latent else view(dtype, place.v, *rows, shape.v_dim)
+        beside: tuple[torch.Tensor | None, torch.Tensor | None]
         if place.k_scales >= 0:
             beside = view(torch.bfloat16, place.k_scales, *rows), view(torch.bfloat16, place.v_scales, *rows)
         else:
