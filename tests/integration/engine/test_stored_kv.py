@@ -70,7 +70,7 @@ def test_tokens_are_those_of_a_model_whose_keys_and_values_are_rounded(
 
 def logits_of(executor: Executor, tokens: list[int]) -> torch.Tensor:
     """All logits of one prompt [tokens, vocab], of a pool of its own."""
-    shards = make_arena(config(kv_blocks=-(-len(tokens) // 16), max_model_len=len(tokens)), executor, private=True)
+    shards = make_arena(config(kv_blocks=-(-len(tokens) // 16)), executor, private=True)
     batch = ForwardBatch(
         token_ids=np.array(tokens),
         positions=np.arange(len(tokens)),

@@ -36,8 +36,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 SLACK = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """How much more than twice the generic path's error the fast path may have; rounding grows to that in some tokens."""
 
-STORAGE_TOLERANCE = {"bfloat16": 0.05, "float16": 0.05, "float32": 0.05, "int8": 0.1, "fp8_e4m3": 0.4}
-"""By KV type, how much most tokens' logits may differ from those with KV in the model's dtype."""
+STORAGE_TOLERANCE = {"bfloat16": 0.2, "int8": 0.5, "fp8_e4m3": 0.7}
+"""By KV type, how much most tokens' logits may differ from those with KV in the model's dtype: a wrong operator gives
+about 1. Trained models were seen to differ by 0.01 with int8, a mixture of random weights by 0.2."""
 
 UNRELATED = 0.9
 """Error in 16 bits from which on logits count as others: those of another token have about 1.4. Rounding was seen to
