@@ -200,6 +200,7 @@ class WorkerInstance:
             tokenizer_digest=tokenizer_digest(self._engine_config.model),
         )
         self._role = role = _ROLES[self._first_role](context)
+        context.metrics.describe_kv(executor.fingerprint)
         context.metrics.watch(engine, lambda: (self._role or role).num_kept(), connectors.store_use, connectors.uses)
         connectors.enter(self._role)
         engine.start()

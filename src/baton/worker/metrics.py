@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
+from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
@@ -60,6 +61,11 @@ class WorkerMetrics:
             "baton_engine_kv_bytes_per_token", "Bytes that a token takes in the KV pool", ["kv_dtype"], registry=reg
         )
 
+    def describe_kv(self, kind: Fingerprint) -> None:
+        """Export what the KV pool holds."""
+        layout = KVLayout(kind.layer_shapes, kind.block_size, kind.kv_dtype)
+        self.kv_bytes_per_token.labels(kind.kv_dtype).set(layout.bytes_per_token)
+
     def watch(
         self, engine: EngineThread, kept: Callable[[], int], store: StoreUse, connectors: Mapping[str, StoreUse]
     ) -> None:
@@ -72,9 +78,6 @@ class WorkerMetrics:
             connectors: How Baton's other connectors are used, by their names.
         """
         self.leases.set_function(kept)
-        kind = engine.core.executor.fingerprint
-        layout = KVLayout(kind.layer_shapes, kind.block_size, kind.kv_dtype)
-        self.kv_bytes_per_token.labels(kind.kv_dtype).set(layout.bytes_per_token)
         for collector in (
             _FieldCollector("baton_engine_", lambda: {"": engine.stats}, _ENGINE_COUNTERS, _ENGINE_GAUGES),
             _FieldCollector("baton_engine_", lambda: {"": engine}, _STEP_COUNTERS),
