@@ -189,7 +189,8 @@ class Decode {
     return unit;
   }
 
-  // Scores of up to VL keys from j on, in the units of queries and keys.
+  // Scores of up to VL keys from j on, in the units of queries and keys. FULL: no step is of fewer than 2 VL numbers.
+  template <bool FULL>
   void whole_scores(const S** keys, int j, int n, const int16_t* queries, vf* scores, Ahead<S>& ahead) const {
     vi parts[G][VL];
     for (int i = 0; i < VL; ++i) {
@@ -197,7 +198,7 @@ class Decode {
       const S* key = keys[j + i < n ? j + i : 0];
       vi acc[G] = {};
       for (int t = 0; t < steps; ++t) {
-        const vs x = load_whole(key + t * 2 * VL, a.k_dim - t * 2 * VL);
+        const vs x = load_whole(key + t * 2 * VL, FULL ? 2 * VL : a.k_dim - t * 2 * VL);
         const vs* factors = (const vs*)queries + (long)t * G;
 #pragma GCC unroll 8
         for (int g = 0; g < G; ++g) acc[g] += pair_products(x, factors[g]);
@@ -219,19 +220,19 @@ class Decode {
       return all;
     }
     const float unit = most > 0 ? most / WHOLE_MAX : 1.0f, factor = 1.0f / unit;
-    for (int i = 0; i < full; i += VL) {
-      const vi q = __builtin_convertvector(*(const vf*)(p + i) * factor + 0.5f, vi);
-      for (int l = 0; l < VL; l += 2) to[(i + l) / 2] = (uint32_t)q[l] | (uint32_t)q[l + 1] << 16;
-    }
+    for (int i = 0; i < full; i += VL)
+      *(vh*)((uint16_t*)to + i) =
+          __builtin_convertvector(__builtin_convertvector(*(const vf*)(p + i) * factor + 0.5f, vi), vh);
     return unit;
   }
 
   // As add_values, of one chunk, with weights as pairs of integers.
+  template <bool FULL>
   void add_whole(const uint32_t (*p)[KB / 2], const S** values, int n, const float* factor, const float* unit, int chunk,
                  vf* outputs) const {
     vi sums[2][G] = {};
     vf* at = outputs + (size_t)chunk * 2 * G;
-    const long d = (long)chunk * 2 * VL, left = a.v_dim - d;
+    const long d = (long)chunk * 2 * VL, left = FULL ? 2 * VL : a.v_dim - d;
     for (int j = 0; j < n; j += 2) {
       vs low, high;
       const vs first = load_whole(values[j] + d, left);
@@ -257,7 +258,10 @@ class Decode {
 #if defined(BATON_WHOLE)
       if constexpr (whole<T, S>()) {
         vf scores[G];
-        whole_scores(keys, j, n, (const int16_t*)queries, scores, ahead);
+        if (a.k_dim % (2 * VL))
+          whole_scores<false>(keys, j, n, (const int16_t*)queries, scores, ahead);
+        else
+          whole_scores<true>(keys, j, n, (const int16_t*)queries, scores, ahead);
         for (int g = 0; g < G; ++g)
           *(vf*)(s[g] + j) = scaled(a, scores[g] * state[h].unit[g] * *(vf*)(key_scales + j));
         continue;
@@ -296,7 +300,11 @@ class Decode {
       alignas(64) uint32_t p[G][KB / 2];
       float unit[G];
       for (int g = 0; g < G; ++g) unit[g] = whole_weights(s[g], n, p[g]);
-      for (; c < chunks; ++c) add_whole(p, values, n, factor, unit, c, outputs);
+      for (; c < chunks; ++c)
+        if (a.v_dim - c * 2 * VL < 2 * VL)
+          add_whole<false>(p, values, n, factor, unit, c, outputs);
+        else
+          add_whole<true>(p, values, n, factor, unit, c, outputs);
       return;
     }
 #endif
