@@ -143,7 +143,7 @@ def scales_digest(scales: Sequence[HeadScales | None]) -> str:
 def _places(files: Sequence[WeightFile]) -> Mapping[tuple[int, str], tuple[WeightFile, str]]:
     """Which file has which layer's scale, and its name there."""
     found = {}
-    for file in files:
+    for file in (each for each in files if each.path.suffix == ".safetensors"):
         for name in json.loads(file.header):
             if match := _SCALE_NAME.search(name):
                 found[int(match[1]), match[2]] = (file, name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.bench.core.geometries import model_geometry, named_geometry
 from baton.errors import ConfigError, shown
-from baton.kv_cache.layout import DTYPE_BYTES
+from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.planner.profile import DecodeCost, EngineProfile, Limits, Link, Memory, PrefillCost, Profile
 
 
@@ -161,8 +161,8 @@ def known_shape(geometry: str, params: float, width: int, heads: int, dtype: str
         ConfigError: There is no such geometry.
     """
     found = model_geometry(geometry, dtype) if Path(geometry).is_dir() else named_geometry(geometry, dtype)
-    kv = sum(layer.elements_per_token for layer in found.layers) * DTYPE_BYTES[dtype]
+    kv = sum(layer.elements_per_token for layer in found.layers) * FLOAT_BYTES[dtype]
     first = found.layers[0]
     return ModelShape(
-        geometry, params, len(found.layers), width, heads, first.k_dim, float(kv), float(DTYPE_BYTES[dtype])
+        geometry, params, len(found.layers), width, heads, first.k_dim, float(kv), float(FLOAT_BYTES[dtype])
     )
