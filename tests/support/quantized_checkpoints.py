@@ -40,7 +40,7 @@ def integers(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool) ->
     grouped = weight.view(rows, columns // group, group)
     top = 2**bits - 1
     if symmetric:
-        scales = grouped.abs().amax(-1) / (top // 2)
+        scales = grouped.abs().amax(-1) / (top / 2)
         zeros = torch.full_like(scales, 2 ** (bits - 1))
     else:
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
@@ -237,10 +237,10 @@ def torchao(values: torch.dtype) -> Pack:
     """int8 or float8 per row; names and metadata are added by :func:`quantize_checkpoint`."""
 
     def pack(weight: torch.Tensor, _: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-        limit = 127.0 if values is torch.int8 else 448.0
+        limit = 127.5 if values is torch.int8 else 448.0
         scales = weight.abs().amax(1, keepdim=True) / limit
         scaled = weight / scales
-        data = (scaled.round() if values is torch.int8 else scaled).to(values)
+        data = (scaled.round().clamp(-128, 127) if values is torch.int8 else scaled).to(values)
         return {"_weight_qdata": data, "_weight_scale": scales}, data.float() * scales
 
     return pack

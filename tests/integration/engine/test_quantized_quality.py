@@ -51,8 +51,8 @@ CASES: dict[str, tuple[Format, float]] = {
 
 @cache
 def tokens() -> list[int]:
-    """The beginning of a text that the model was not trained to end in any way."""
-    ids: list[int] = AutoTokenizer.from_pretrained(MODEL)((ROOT / "docs" / "transport.md").read_text())["input_ids"]
+    """The beginning of a text that changes seldom."""
+    ids: list[int] = AutoTokenizer.from_pretrained(MODEL)((MODEL / "README.md").read_text())["input_ids"]
     return ids[:NUM_TOKENS]
 
 

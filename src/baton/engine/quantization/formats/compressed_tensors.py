@@ -7,6 +7,7 @@ integers; uint8 of two e2m1 values), with ``weight_scale``, ``weight_zero_point`
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from baton.engine.quantization.base import (
     tensor_error,
 )
 from baton.engine.quantization.formats.compressed_weights import WeightArgs, input_scheme, stored_weight, weight_args
+
+log = logging.getLogger(__name__)
 
 FORMATS = {
     "pack-quantized": "packed",
@@ -114,6 +117,8 @@ def _groups(config: dict[str, Any]) -> Iterator[_Group]:
             raise config_error(f"{field}.format", f"{form!r} is not supported, only {', '.join(FORMATS)}")
         args = weight_args(weights, form, f"{field}.weights")
         inputs = field_of(group, "input_activations", dict, None, f"{field}.input_activations")
+        if inputs is not None and inputs.get("num_bits") == 4:
+            log.warning("%s: inputs are multiplied as they are, not rounded to 4 bits", field)
         yield _Group(name, targets, args, inputs)
 
 
