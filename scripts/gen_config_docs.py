@@ -14,6 +14,7 @@ from pathlib import Path
 
 from baton.bench.kv import command as kv_command
 from baton.bench.offline import command as offline_command
+from baton.bench.quality import command as quality_command
 from baton.bench.serve import command as serve_command
 from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.fleet import command as autoscale
@@ -22,6 +23,7 @@ from baton.config.autoscale import AutoscaleConfig
 from baton.config.worker import WorkerConfig
 from baton.planner import command as planner
 from baton.planner.tuning import command as tuning
+from baton.quantize import command as quantize_command
 from baton.worker.process import add_config_flags
 from baton_kvstore.bench import command as store_command
 from baton_kvstore.config import KVStoreConfig
@@ -54,6 +56,8 @@ COMMANDS = {
     "bench": kv_command.add_parser,
     "serve": serve_command.add_parser,
     "offline": offline_command.add_parser,
+    "quality": quality_command.add_parser,
+    "quantize": quantize_command.add_parser,
     "replay": command.add_parser,
     "storebench": store_command.add_parser,
     "prefixes": prefix_command.add_parser,
@@ -90,9 +94,11 @@ def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     commands = argparse.ArgumentParser().add_subparsers()
     COMMANDS[name](commands)
     (parser,) = commands.choices.values()
-    elsewhere = (EngineConfig,) if name in ("offline", "profile") else (AutoscaleConfig,) if name == "autoscale" else ()
-    if name in ("up", "configshow"):
-        elsewhere = (EngineConfig, AutoscaleConfig)
+    elsewhere: list[type] = []
+    if name in ("up", "configshow", "offline", "profile", "quality"):
+        elsewhere.append(EngineConfig)
+    if name in ("up", "configshow", "autoscale"):
+        elsewhere.append(AutoscaleConfig)
     left_out = {item.name for config in elsewhere for item in dataclasses.fields(config)}
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.dest in left_out:

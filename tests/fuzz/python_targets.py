@@ -31,6 +31,7 @@ TARGETS = {
     "proof": "client",
     "disk": "files",
     "kv_files": "files",
+    "gguf": "gguf",
 }
 """Where each stands. What it imports is imported when it runs: coverage is told of what is imported after it began."""
 

@@ -36,6 +36,7 @@ class ToyRunner:
     """
 
     attention_backend = description = "toy"
+    quality = None
     device = torch.device("cpu")
 
     def __init__(

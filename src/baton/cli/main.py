@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 
 from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
+from baton.bench.quality import command as bench_quality
 from baton.bench.serve import command as bench_serve
 from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.fleet import command as autoscale
@@ -21,6 +22,7 @@ from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.planner import command as planner
 from baton.planner.tuning import command as tuning
+from baton.quantize import command as quantize
 from baton.version import __version__
 
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
-    for command in (status, chat, generate, drain, scale, autoscale):
+    for command in (status, chat, generate, drain, scale, autoscale, quantize):
         command.add_parser(commands)
     _add_benchmarks(commands)
     planner.add_profile_parser(commands)
@@ -72,6 +74,7 @@ def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser
     bench_kv.add_parser(benches)
     bench_serve.add_parser(benches)
     bench_offline.add_parser(benches)
+    bench_quality.add_parser(benches)
     for point in sorted(entry_points(group="baton.benchmarks"), key=lambda point: point.name):
         try:
             declare = point.load()

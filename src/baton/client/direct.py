@@ -53,15 +53,15 @@ def load_text_model(tokenizer: str, model_path: str) -> TextModel:
     """Load the tokenizer that makes text of the instance's tokens.
 
     Args:
-        tokenizer: Directory that the client was given; empty: the one that the instance names, if it is here.
+        tokenizer: Directory or GGUF file that the client was given; empty: what the instance names, if that is here.
         model_path: Where the instance has its files.
 
     Raises:
         ConfigError: There is none; names ``tokenizer``.
     """
     path = tokenizer or model_path
-    if not path or not Path(path).is_dir():
-        message = f"direct mode makes the text here and needs the model's tokenizer: {path!r} is no directory"
+    if not path or not Path(path).exists():
+        message = f"direct mode makes the text here and needs the model's tokenizer: {path!r} is not here"
         raise ConfigError(message, field="tokenizer")
     return TextModel.load(path)
 

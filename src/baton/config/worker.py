@@ -35,7 +35,7 @@ MAX_RANKS = 64
 class EngineConfig:
     """Configuration of one engine: the model, its KV pool and its scheduler."""
 
-    model: str = option("models/baton-tiny", "model: a local path or a hub name")
+    model: str = option("models/baton-tiny", "model: a directory, a GGUF file, or a hub name")
     served_model_name: str = option("", "name clients use for the model; default: the last part of --model")
     dtype: str = option("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option(
@@ -200,7 +200,7 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The name clients use."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
 
 
 @dataclass(frozen=True)

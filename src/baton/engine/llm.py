@@ -14,7 +14,7 @@ from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError
 from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, Tokenizer
-from baton.tokenizer.model_files import model_directory
+from baton.tokenizer.model_files import model_directory, read_file
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
 
 
@@ -245,4 +245,4 @@ class _Job:
 
 def _load_tokenizer(model: str) -> Tokenizer | None:
     directory = model_directory(model)
-    return Tokenizer.load(directory) if (directory / "tokenizer.json").is_file() else None
+    return None if read_file(directory / "tokenizer.json") is None else Tokenizer.load(directory)

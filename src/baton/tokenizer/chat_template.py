@@ -22,7 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from baton.errors import ConfigError, InvalidRequestError
-from baton.tokenizer.model_files import read_json
+from baton.tokenizer.model_files import read_file, read_json
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -174,10 +174,11 @@ def flatten_content(message: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
 
 def _source(directory: Path) -> str | None:
     file = directory / "chat_template.jinja"
-    if file.is_file():
+    content = read_file(file)
+    if content is not None:
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return content.decode().replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{file} cannot be read: {error}", field="chat_template") from error
     for name in ("tokenizer_config.json", "chat_template.json"):
         value = read_json(directory / name).get("chat_template")

@@ -1,10 +1,12 @@
 """A model's tokenizer files: finding, reading and comparing them, and what ``tokenizer.json`` says about its tokens.
 
-That is their bytes, and how much text one of them can stand for. Two families cover nearly every model served today.
-*Byte-level* BPE (GPT-2, Llama 3, Qwen, GPT-OSS) writes each byte as one printable character. *SentencePiece* with byte
-fallback (Llama 2, Mistral, Gemma) writes a space as ``▁`` and a byte that no token covers as ``<0x0A>``, and drops one
-space at the start of a text. For both, decoding is a table look-up and one UTF-8 decoder, which is exact, incremental
-and several times cheaper than decoding a window of tokens again and again.
+A GGUF file counts as a directory: its files are made from the metadata when they are read.
+
+What ``tokenizer.json`` says is their bytes, and how much text one of them can stand for. Two families cover nearly
+every model served today. *Byte-level* BPE (GPT-2, Llama 3, Qwen, GPT-OSS) writes each byte as one printable character.
+*SentencePiece* with byte fallback (Llama 2, Mistral, Gemma) writes a space as ``▁`` and a byte that no token covers as
+``<0x0A>``, and drops one space at the start of a text. For both, decoding is a table look-up and one UTF-8 decoder,
+which is exact, incremental and several times cheaper than decoding a window of tokens again and again.
 Anything else has no :class:`ByteScheme` and is decoded by the ``tokenizers`` library.
 
 The most characters of a token bound from below how many tokens a text has, so a text that cannot fit in the context is
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.gguf import is_gguf, open_gguf
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,18 +39,18 @@ _DIGEST_PARTS = ("added_tokens", "model", "normalizer", "pre_tokenizer")
 
 
 def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) -> Path:
-    """Return the local directory of a model.
+    """Return the local directory of a model, or its GGUF file, which :func:`read_file` takes for one.
 
     Args:
-        path: A directory, or a hub name such as ``org/name``.
+        path: A directory, a GGUF file, or a hub name such as ``org/name``.
         files: Patterns of the files to download of a model on the hub; default: the tokenizer's.
 
     Raises:
-        ConfigError: Neither a directory nor a repository that can be reached.
+        ConfigError: Neither of them, or a repository that cannot be reached.
     """
     check_model_path(path)
     local = Path(path).expanduser()
-    if local.is_dir():
+    if local.exists():
         return local
     name = str(path)
     # Imported here: a local directory needs none of it.
@@ -66,29 +69,49 @@ def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) ->
 
 
 def check_model_path(path: str | Path) -> None:
-    """Check that a path is a directory, or may be a hub name.
+    """Check that a path is a directory or a GGUF file, or may be a hub name.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is none of them.
     """
     local, name = Path(path).expanduser(), str(path)
-    if local.is_dir():
+    if local.is_dir() or is_gguf(local):
         return
     if local.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{name} is not a directory with a model in it", field="model")
+        raise ConfigError(f"{name} is neither a directory with a model in it nor a GGUF file", field="model")
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a file in a model's directory; ``None`` if there is no such file.
+
+    Args:
+        path: The file. Where its directory is a GGUF file the content is made from that one's metadata.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    if path.parent.is_file():
+        return open_gguf(path.parent).read(path.name)
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if there is no such file.
+    """Return the object in a JSON file; empty if there is no such file. See :func:`read_file`.
 
     Raises:
         ConfigError: The file holds no JSON object.
     """
-    if not path.is_file():
+    content = read_file(path)
+    if content is None:
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(content.decode())
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", field="model")
@@ -106,19 +129,20 @@ def tokenizer_digest(model: str | Path) -> str:
     """Return the hex digest of the parts of ``tokenizer.json`` that decide which ids a text becomes.
 
     Args:
-        model: A model's directory. Empty if it is none (a hub name, say) or has no such file.
+        model: A model's directory or GGUF file. Empty if it is none (a hub name, say) or has no such file.
 
     Raises:
         ConfigError: The file cannot be read.
     """
     file = Path(model) / "tokenizer.json"
-    if not file.is_file():
+    found = read_file(file)
+    if found is None:
         return ""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(found)
         parts = {name: content.get(name) for name in _DIGEST_PARTS}
         merges = (parts["model"] or {}).get("merges")
-    except (OSError, ValueError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", field="model") from error
     if merges:
         # Written as "a b" by older libraries and as ["a", "b"] by newer ones.

@@ -23,6 +23,7 @@ from baton.tokenizer.model_files import (
     byte_scheme,
     model_directory,
     most_chars_per_token,
+    read_file,
     read_json,
     token_content,
 )
@@ -71,24 +72,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Load from a model's directory or hub name.
+        """Load from a model's directory, GGUF file or hub name.
 
         Args:
-            path: A directory with ``tokenizer.json``, or a hub name such as ``org/name``.
+            path: A directory with ``tokenizer.json``, a GGUF file, or a hub name such as ``org/name``.
 
         Raises:
             ConfigError: No such model, or a file of it that cannot be read.
         """
         directory = model_directory(path)
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        content = read_file(file)
+        if content is None:
             raise ConfigError(
                 f"{directory} has no tokenizer.json; write one with transformers: "
                 f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})",
                 field="model",
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception for anything wrong in the file
             raise ConfigError(f"{file} cannot be read: {error}", field="model") from error
         named = _named_tokens(directory)
@@ -232,7 +234,7 @@ class TextModel:
 
     @classmethod
     def load(cls, path: str | Path) -> TextModel:
-        """Load from a model's directory or hub name.
+        """Load from a model's directory, GGUF file or hub name.
 
         Raises:
             ConfigError: No such model, or a file of it that cannot be read.

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import common_pb2
+from baton.engine.executor.base import Quality
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_transfer.connector.store.backend import StoreUse
@@ -84,6 +85,7 @@ class WorkerMetrics:
             _FieldCollector("baton_grammar_", lambda: _present(engine.core.grammars), _GRAMMAR_COUNTERS),
             _FieldCollector("baton_grammar_", lambda: _present(engine.core.masks), _MASK_COUNTERS),
             _SpeculationCollector(engine),
+            _OperatorCollector(engine),
             _FieldCollector("baton_store_", lambda: {"": store}, _STORE_COUNTERS, _STORE_GAUGES),
             _FieldCollector("baton_connector_", lambda: connectors, _CONNECTOR_COUNTERS, label="connector"),
         ):
@@ -145,6 +147,36 @@ class _FieldCollector(Collector):
                 for value, item in objects.items():
                     family.add_metric([value] if labels else [], getattr(item, name))
                 yield family
+
+
+class _OperatorCollector(Collector):
+    """What runs the model, and how far that is from exact arithmetic where weights are quantized.
+
+    Args:
+        engine: Its executor says so.
+    """
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._executor = engine.core.executor
+
+    def collect(self) -> Iterable[Metric]:
+        """Read all."""
+        what = "What runs the model, as the log says it; always 1"
+        info = GaugeMetricFamily("baton_engine_operators", what, labels=["description"])
+        info.add_metric([self._executor.description], 1)
+        yield info
+        quality: Quality | None = getattr(self._executor, "quality", None)
+        for name, text in _QUALITY.items():
+            family = GaugeMetricFamily(f"baton_engine_quality_{name}", text)
+            if quality is not None:
+                family.add_metric([], getattr(quality, name))
+            yield family
+
+
+_QUALITY = {
+    "kl": "Divergence from exact arithmetic with quantized weights over a fixed text, nats per token",
+    "top1": "Share of that text's tokens after which both think the same token is the most likely one",
+}
 
 
 class _SpeculationCollector(Collector):

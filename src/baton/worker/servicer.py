@@ -13,6 +13,7 @@ import grpc
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config.stores import DISCOVER, StoreAddress
+from baton.engine.executor.base import Quality
 from baton.engine.sample.sampler import SAMPLER_VERSION
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
@@ -125,6 +126,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
         """Tell who this is."""
         worker = self._worker
+        quality: Quality | None = getattr(worker.executor, "quality", None)  # other packages' executors may have none
         return worker_pb2.GetInfoResponse(
             instance_id=worker.instance_id,
             role=role_to_pb(self.role.role),
@@ -145,6 +147,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             kvstore=_store_nodes(worker.config.kvstore),
             grammars=worker.engine.core.grammars is not None,
             sampler=SAMPLER_VERSION,
+            operators=worker.executor.description,
+            quality_kl=None if quality is None else quality.kl,
+            quality_top1=None if quality is None else quality.top1,
         )
 
     async def StreamKvEvents(

@@ -56,7 +56,7 @@ def test_flags_that_the_supervisor_owns_are_refused_by_name(flag, words, told, c
     [
         (["--port", "80000"], "--port must be between 0 and 65535, got 80000"),
         (["--grpc-port", "-1"], "--grpc-port must be between 0 and 65535, got -1"),
-        (["--model", "/typo"], "/typo is not a directory with a model in it"),
+        (["--model", "/typo"], "/typo is neither a directory with a model in it nor a GGUF file"),
     ],
 )
 def test_ports_and_models_that_cannot_be_are_told_before_anything_starts(words, told, capsys):

@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
 from baton.autoscale.metrics import AutoscaleMetrics
+from baton.engine.executor.base import Quality
 from baton.engine.request import EngineStats
 from baton.engine.speculation.speculator import SpeculationStats
 from baton.kv_transfer.connector.store.backend import StoreUse
@@ -41,10 +42,10 @@ DOCUMENTS = sorted(
     )
 )
 SERVICES = {f"baton-{name}": f"baton_{name}.main" for name in ("router", "prefill", "decode", "kvstore")}
-BENCHES = [f"baton bench {name}" for name in ("kv", "serve", "offline", "router", "prefixes", "store")]
+BENCHES = [f"baton bench {name}" for name in ("kv", "serve", "offline", "quality", "router", "prefixes", "store")]
 ROUTER = [f"baton {name}" for name in ("status", "chat", "generate", "drain", "scale", "autoscale")]
 STORES = ["baton kvstore tenants", "baton kvstore clear"]
-ONE = ["baton up", "baton demo", "baton health", "baton explain", "baton completion"]
+ONE = ["baton up", "baton demo", "baton health", "baton explain", "baton completion", "baton quantize"]
 CONFIG = ["baton config show", "baton config schema"]
 PLANNER = ["baton profile", "baton plan", "baton tune"]
 COMMANDS = [*SERVICES, *ONE, *CONFIG, *ROUTER, *STORES, *BENCHES, *PLANNER]
@@ -62,6 +63,8 @@ SECTIONS = {
     "baton autoscale": ["autoscale", "controller"],
     "baton bench serve": ["serve"],
     "baton bench offline": ["offline", "engine"],
+    "baton bench quality": ["quality", "engine"],
+    "baton quantize": ["quantize"],
     "baton health": ["health"],
     "baton explain": ["explain"],
     "baton kvstore tenants": ["storetenants"],
@@ -223,6 +226,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         speculator=SimpleNamespace(stats=drafts),
         grammars=SimpleNamespace(compiled=0, compile_seconds=0.0, cache_hits=0, refused=0),
         masks=SimpleNamespace(masks=0, forced_tokens=0, mask_seconds=0.0, mask_wait_seconds=0.0),
+        executor=SimpleNamespace(description="toy", quality=Quality(1e-4, 0.99, 128)),
     )
     engine = SimpleNamespace(stats=stats, steps=0, step_seconds=0.0, core=core)
     worker.watch(engine, lambda: 0, StoreUse(), {"offload": StoreUse()})

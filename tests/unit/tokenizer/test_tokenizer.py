@@ -174,7 +174,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 def test_broken_or_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a directory"):
+    with pytest.raises(ConfigError, match="neither a directory"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="save_pretrained"):
         Tokenizer.load(tmp_path)

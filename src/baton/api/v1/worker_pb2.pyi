@@ -951,6 +951,9 @@ class GetInfoResponse(_message.Message):
     KVSTORE_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    QUALITY_KL_FIELD_NUMBER: _builtins.int
+    QUALITY_TOP1_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -974,6 +977,12 @@ class GetInfoResponse(_message.Message):
     """takes requests with SamplingParams.grammar"""
     sampler: _builtins.str
     """version of the sampler: of the same logits and seed another one may draw another token"""
+    operators: _builtins.str
+    """what runs the model: path, attention, linear layers, and quality where weights are quantized"""
+    quality_kl: _builtins.float
+    """nats per token over a fixed text, against exact arithmetic with the quantized weights; unset: none are quantized"""
+    quality_top1: _builtins.float
+    """share of that text's tokens after which both think the same token is the most likely one"""
     @_builtins.property
     def fingerprint(self) -> _common_pb2.Fingerprint: ...
     @_builtins.property
@@ -1002,12 +1011,22 @@ class GetInfoResponse(_message.Message):
         kvstore: _builtins.str = ...,
         grammars: _builtins.bool = ...,
         sampler: _builtins.str = ...,
+        operators: _builtins.str = ...,
+        quality_kl: _builtins.float | None = ...,
+        quality_top1: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl", "_quality_top1", b"_quality_top1", "fingerprint", b"fingerprint", "quality_kl", b"quality_kl", "quality_top1", b"quality_top1"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "role", b"role", "sampler", b"sampler", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl", "_quality_top1", b"_quality_top1", "attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "operators", b"operators", "quality_kl", b"quality_kl", "quality_top1", b"quality_top1", "role", b"role", "sampler", b"sampler", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__quality_kl: _TypeAlias = _typing.Literal["quality_kl"]  # noqa: Y015
+    _WhichOneofArgType__quality_kl: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl"]  # noqa: Y015
+    _WhichOneofReturnType__quality_top1: _TypeAlias = _typing.Literal["quality_top1"]  # noqa: Y015
+    _WhichOneofArgType__quality_top1: _TypeAlias = _typing.Literal["_quality_top1", b"_quality_top1"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quality_kl) -> _WhichOneofReturnType__quality_kl | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quality_top1) -> _WhichOneofReturnType__quality_top1 | None: ...
 
 Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,6 +29,24 @@ class ExecutorLostError(InternalError):
     """A process that runs part of the model is gone: no step can be run any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What runs against the reference.
+
+    Attributes:
+        kl: Mean Kullback-Leibler divergence of the next token's distribution from the reference's, nats per token.
+        top1: Share of tokens after which both think the same token is the most likely one.
+        tokens: Tokens that were compared.
+    """
+
+    kl: float
+    top1: float
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"KL {self.kl:.2g}, top-1 {self.top1:.3f} over {self.tokens} tokens against exact arithmetic"
+
+
 class Executor(Protocol):
     """Runs the model, in one process or several. Its life: load, bind, then steps until it is closed.
 
@@ -41,6 +60,8 @@ class Executor(Protocol):
         eos_token_ids: Tokens that end a sequence.
         attention_backend: Name of the attention operator in use.
         description: Which path, attention and linears run the model, for logs.
+        quality: How far what runs is from exact arithmetic with the weights that were loaded; ``None``: none of them
+            are quantized, or nobody measured it.
         device: Where the model is.
         input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
@@ -56,6 +77,7 @@ class Executor(Protocol):
     eos_token_ids: frozenset[int]
     attention_backend: str
     description: str
+    quality: Quality | None
     device: torch.device
     input_buffers: InputBuffers | None
 

@@ -17,7 +17,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
-from baton.engine.executor.base import ExecutorLostError
+from baton.engine.executor.base import ExecutorLostError, Quality
+from baton.engine.executor.quality import QualityCheck
 from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
@@ -41,6 +42,7 @@ class InProcessExecutor:
         self.input_buffers: InputBuffers | None = None
         self.communicator = Communicator(self.shards[0])
         self._on_layer: Callable[[int], None] | None = None
+        self.quality: Quality | None = None
 
     def load(self) -> None:
         """Load the model and choose how to run it."""
@@ -59,6 +61,7 @@ class InProcessExecutor:
         self.architecture = model.architecture
         self.fingerprint = self._fingerprint(whole)
         check = SelfCheck(whole, config.block_size)
+        quality = QualityCheck(whole, config.model, config.block_size)
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
@@ -66,7 +69,11 @@ class InProcessExecutor:
         self._choose_path(whole, check)
         if self.geometry.dtype != model.dtype:
             self._check_storage(check, model)
+        self.quality = quality.measure(self._logits)
+        if self.quality is not None:
+            self.description += f", {self.quality}"
         _return_free_memory()
+        log.info("%s: %s", self.architecture, self.description)
 
     def _join(self) -> None:
         """Wait for the other ranks; called before anything is run."""
@@ -105,14 +112,16 @@ class InProcessExecutor:
                 why = f"cannot be served: {check.explain(whole)}"
             raise ConfigError(f"{model.architecture} {why} ({figures})", field=field)
         linears, path = self._runner.linears, "transformers' modules"
+        packs = True
         if self.config.packed_linears and self._try(ExecutionPath.FUSED, check):
             path = "fused decoder"
-        elif self._runner.packs and not self._try(ExecutionPath.PACKED, check):
-            linears = "torch"
+        elif not self._runner.packs or not self._try(ExecutionPath.PACKED, check):
+            linears, packs = ("torch" if self._runner.packs else linears), False
         self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
+        if quantized := self._runner.describe_quantized(packs=packs):
+            self.description += f", {quantized}"
         if len(self.shards) > 1:
             self.description += f", tp {self.config.tp}, pp {self.config.pp}"
-        log.info("%s: %s", model.architecture, self.description)
 
     def _check_storage(self, check: SelfCheck, model: LoadedModel) -> None:
         """Compare with KV in the model's dtype; what KV of fewer bits changes is said, and must not be all.

@@ -79,14 +79,14 @@ class SelfCheck:
         last = max_len - FAR_TOKENS
         starts = (original_length(model.text_config, max_len), last)
         self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
-        self._near, self._expected = near, [_reference(whole, tokens, 0) for tokens in near]
+        self._near, self._expected = near, [reference_logits(whole, tokens, 0) for tokens in near]
         self._worst_offset, self._near_error = 0, 0.0
         self._rounding = self._of_rounded_inputs(whole) if model.rounds_inputs else 0.0
         self._steps = _near_steps(near, self._expected, self._blocks_of)
         far_tokens = generator.integers(0, self._vocab_size, FAR_TOKENS)
         for start in self._far:
-            batch = _batch([(far_tokens, 0, self._blocks_of[1])])
-            self._steps.append(_Step(batch, start, [_reference(whole, far_tokens, start)]))
+            batch = step_of([(far_tokens, 0, self._blocks_of[1])])
+            self._steps.append(_Step(batch, start, [reference_logits(whole, far_tokens, start)]))
         self.num_blocks = sum(map(len, self._blocks_of)) + FAR_ROWS * len(self._far)
         self._far_batch = self._far_rows(far_tokens, block_size)
         self._far_logits: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class SelfCheck:
         for index, position in enumerate(start + FAR_TOKENS - 1 - i for start in self._far for i in range(FAR_ROWS)):
             before = [filled[i % len(filled)] for i in range(position // block_size)]
             rows.append((tokens[index : index + 1], position, [*before, own + index]))
-        return _batch(rows[::-1]) if rows else None
+        return step_of(rows[::-1]) if rows else None
 
     @property
     def tolerance(self) -> float:
@@ -112,7 +112,7 @@ class SelfCheck:
         two right ways to compute differ by as much as either differs from exact inputs.
         """
         with exact_inputs(whole.model.module):
-            exact = [_reference(whole, tokens, 0) for tokens in self._near]
+            exact = [reference_logits(whole, tokens, 0) for tokens in self._near]
         return self._overall([_errors(got, want) for got, want in zip(self._expected, exact, strict=True)])
 
     def generic_error(self, forward: Forward) -> float:
@@ -195,7 +195,8 @@ class SelfCheck:
             return f"over a paged KV cache its logits from position {self._worst_offset} on differ from its own"
         whole.model.module.set_attn_implementation("eager")
         for tokens, expected in zip(self._near, self._expected, strict=True):
-            if float(_errors(_reference(whole, tokens, 0, explicit=True), expected).median()) > TOLERANCE[self._dtype]:
+            found = reference_logits(whole, tokens, 0, explicit=True)
+            if float(_errors(found, expected).median()) > TOLERANCE[self._dtype]:
                 return "it counts positions by itself, and not from 0"
         return "over a paged KV cache its logits differ from its own"
 
@@ -232,11 +233,11 @@ def _near_steps(near: list[Tokens], expected: list[torch.Tensor], tables: list[l
                 pieces.append((near[row][begin:end], begin, tables[row]))
                 wanted.append(expected[row][begin:end])
         if pieces:
-            steps.append(_Step(_batch(pieces), 0, wanted))
+            steps.append(_Step(step_of(pieces), 0, wanted))
     return steps
 
 
-def _batch(pieces: Sequence[tuple[Tokens, int, list[int]]]) -> ForwardBatch:
+def step_of(pieces: Sequence[tuple[Tokens, int, list[int]]]) -> ForwardBatch:
     """Return a step of (new tokens, tokens before, blocks) per sequence that asks for all logits."""
     counts = [len(tokens) for tokens, _, _ in pieces]
     tables = np.zeros((len(pieces), max(len(blocks) for _, _, blocks in pieces)), dtype=np.int32)
@@ -271,7 +272,7 @@ class _DroppedLayer(DynamicLayer):
         return query_length, self._dropped
 
 
-def _reference(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool = False) -> torch.Tensor:
+def reference_logits(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool = False) -> torch.Tensor:
     """Return the logits [length, vocab] of tokens from a position on, by the model's own attention to these alone."""
     model = whole.model
     ids = torch.from_numpy(tokens)[None].to(model.device)

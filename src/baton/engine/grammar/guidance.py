@@ -12,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from baton.engine.grammar.base import MatcherFamily
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar.validation import LIMITS, plain_error
+from baton.tokenizer.model_files import read_file
 from baton.types import Grammar
 
 
@@ -77,7 +78,7 @@ class GuidanceBackend:
     """A :class:`~baton.engine.grammar.base.GrammarBackend`.
 
     Args:
-        model: Directory with ``tokenizer.json``.
+        model: Directory with ``tokenizer.json``, or a GGUF file.
         vocab_size: Columns of the logits.
         eos_token_ids: Tokens that end a sequence.
 
@@ -86,13 +87,13 @@ class GuidanceBackend:
     """
 
     def __init__(self, model: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        path = model / "tokenizer.json"
-        if not path.is_file():
+        content = read_file(model / "tokenizer.json")
+        if content is None:
             raise ConfigError(f"{model} has no tokenizer.json, which grammars need", field="grammar_backend")
         if not eos_token_ids:
             raise ConfigError("the model has no token that ends a sequence; grammars need one", field="grammar_backend")
         try:
-            self._tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            self._tokenizer = LLTokenizer(content.decode(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         except Exception as error:  # whatever a tokenizer of an unknown kind leads to
             raise ConfigError(f"grammars cannot use this tokenizer: {error}", field="grammar_backend") from error
         self._executor = LLExecutor()

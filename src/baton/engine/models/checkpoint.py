@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.gguf import open_gguf
 from baton.tokenizer.model_files import read_json
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _SCHEME = 2
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file: its JSON header as it stands in the file, and where its data begins and ends (bytes)."""
+    """One file of weights: the JSON header of safetensors, and where its data begins and ends (bytes)."""
 
     path: Path
     header: bytes
@@ -41,11 +42,13 @@ class WeightFile:
 
 
 def weight_files(folder: Path) -> list[WeightFile]:
-    """Return the checkpoint's safetensors files, each checked to be as long as its header says.
+    """Return the checkpoint's safetensors files, or its GGUF file, each checked to be as long as its header says.
 
     Raises:
         ConfigError: No safetensors file, a shard of the index is missing, or a file is truncated or corrupt.
     """
+    if folder.is_file():
+        return [_gguf_header(folder)]
     index = folder / INDEX_NAME
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -86,6 +89,21 @@ def read_header(path: Path) -> WeightFile:
             f"{path}: truncated or corrupt: {size} bytes, but its header describes {8 + length + end}", field="model"
         )
     return WeightFile(path, header, 8 + length, size)
+
+
+def _gguf_header(path: Path) -> WeightFile:
+    """Return a GGUF file with the header that it would have as safetensors, so that both are identified alike."""
+    file = open_gguf(path).file
+    start = file.header_bytes
+    tensors = {
+        name: {
+            "dtype": info.type.name,
+            "shape": info.shape,
+            "data_offsets": [info.offset - start, info.offset - start + info.nbytes],
+        }
+        for name, info in file.tensors.items()
+    }
+    return WeightFile(path, json.dumps(tensors).encode(), start, file.size)
 
 
 def model_digest(folder: Path, files: list[WeightFile]) -> str:

@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
+from baton.engine.gguf.source import GgufSource
 from baton.engine.models.checkpoint import WeightFile, weight_files
 from baton.engine.models.quantized_loader import load_quantized
 from baton.engine.models.quirks import DRAFT_MODELS, unserved_layers
@@ -66,9 +67,9 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     """
     device = _device(config.device)
     folder = model_directory(config.model, HUB_PATTERNS)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {str(folder)!r} has no config.json", field="model")
     raw = read_json(folder / "config.json")
+    if not raw:
+        raise ConfigError(f"model folder {str(folder)!r} has no config.json", field="model")
     hf_config = _model_config(folder, raw)
     model_class = _model_class(hf_config, raw)
     architecture = model_class.__name__
@@ -77,7 +78,9 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     if quantized is not None and config.quantization != "none":
         why = f"the checkpoint is quantized already (quant_method {quantized.get('quant_method')!r})"
         raise ConfigError(f"quantization {config.quantization}: {why}", field="quantization")
-    if quantized is None and config.quantization == "none":
+    if folder.is_file():
+        module = _load_gguf(folder, hf_config, config, model_class)
+    elif quantized is None and config.quantization == "none":
         module = _load_weights(folder, hf_config, config, architecture)
     else:
         module = _load_quantized(files, hf_config, config, model_class, quantized)
@@ -132,6 +135,8 @@ def _model_config(folder: Path, raw: dict[str, Any]) -> Any:
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"model type {kind!r} is not known to transformers {transformers.__version__}", field="model")
     try:
+        if folder.is_file():  # GGUF
+            return transformers.CONFIG_MAPPING[kind].from_dict(raw)
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -203,6 +208,29 @@ def _load_quantized(
     except Exception as error:
         raise _not_loaded(error, folder, model_class.__name__) from error
     _check_complete(info, folder, model_class.__name__)
+    return module
+
+
+def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: Any) -> Any:
+    """Load a GGUF file, whose linear weights stay packed."""
+    dtype = TORCH_DTYPES.get(config.dtype) or hf_config.dtype
+    source = GgufSource(path, dtype)
+    stored = source.stored()
+    if config.quantization != "none":
+        if stored:
+            raise ConfigError(
+                f"quantization {config.quantization}: the GGUF file is quantized already", field="quantization"
+            )
+        stored = quantized_at_load(config, source)
+    stored = with_activations(stored, config.quantized_activations)
+    try:
+        with quiet_transformers():
+            module, info = load_quantized(model_class, hf_config, source, stored, dtype)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _not_loaded(error, path, model_class.__name__) from error
+    _check_complete(info, path, model_class.__name__)
     return module
 
 

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 from baton.engine.models.experts import gated_activation, knows_experts
 from baton.engine.models.quirks import LATENT_PROJECTION, has_interleaved_experts
-from baton.engine.quantization.base import StoredWeight, TensorSource, tensor_error
+from baton.engine.quantization.base import StoredWeight, TensorSource, need_shape, tensor_error
 from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, ReadWeight
 from baton.engine.quantization.parts import deinterleaved
 from baton.errors import ConfigError
@@ -147,6 +147,9 @@ class _Places:
         for path, experts in self._experts.items():
             self._place_experts(path, experts)
         consumed = {name for weight in (*self._placed, *self._plain) for name in weight.tensors}
+        for name in self._source.names():
+            if name not in consumed and name in self._state:
+                need_shape(self._source, name, tuple(self._state[name].shape))
         plain: dict[str, Any] = {
             name: LazyTensor(partial(self._source.read, name)) for name in self._source.names() if name not in consumed
         }

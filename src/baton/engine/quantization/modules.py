@@ -7,6 +7,7 @@ it can be read once more (:meth:`QuantizedModule.hold`), should the operator hav
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 
 from baton.engine.quantization.parts import own, pick_rows
-from baton_kernels.quantized_activations import EXACT, ActivationScheme
+from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
 from baton_kernels.quantized_linear import PlainQuantizedLinear
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
 from baton_kernels.row_wise import Activation, gated_reference
 
 ReadWeight = Callable[[], QuantizedWeight]
@@ -38,10 +39,14 @@ class HeldWeight:
 
     Args:
         read: Reads it.
+
+    Attributes:
+        form: What it is, for people; known once it was read.
     """
 
     def __init__(self, read: ReadWeight) -> None:
         self._read = read
+        self.form = ""
         self._changes: list[Change] = []
         self._weight: QuantizedWeight | None = None
 
@@ -52,6 +57,7 @@ class HeldWeight:
         weight = self._read()
         for change in self._changes:
             weight = change(weight)
+        self.form = form_name(weight)
         return weight
 
     def hold(self) -> None:
@@ -211,6 +217,39 @@ def held_weights(module: nn.Module) -> list[HeldWeight]:
         elif isinstance(child, QuantizedExpertsModule):
             found += child.weights
     return found
+
+
+def form_name(weight: QuantizedWeight) -> str:
+    """Return what a weight is, for people: its bits, and what shares a scale."""
+    if isinstance(weight, Fp8Weight):
+        rows, columns = (min(pair) for pair in zip(weight.block, weight.values.shape, strict=True))
+        return f"fp8 per {rows}x{columns}"
+    bits = {Int8Weight: "int8", Int4Weight: "int4", TableWeight: "4-bit table"}[type(weight)]
+    return f"{bits} per {'row' if weight.group == weight.columns else weight.group}"
+
+
+def quantized_layers(module: nn.Module) -> list[QuantizedModule | QuantizedExpertsModule]:
+    """Return the layers of a model whose weights are quantized."""
+    return [child for child in module.modules() if isinstance(child, QuantizedModule | QuantizedExpertsModule)]
+
+
+def describe(layers: Sequence[QuantizedModule | QuantizedExpertsModule], operators: str) -> str:
+    """Return what quantized layers are made of and computed by, for people; empty: there are none.
+
+    Args:
+        layers: The layers.
+        operators: What computes them.
+    """
+    forms, inputs = Counter[str](), set[str]()
+    for layer in layers:
+        held = [layer.held] if isinstance(layer, QuantizedModule) else layer.weights
+        schemes = [layer.activations] if isinstance(layer, QuantizedModule) else layer.activations
+        forms.update(each.form for each in held)
+        inputs.update("exact" if scheme.type is ActivationType.NONE else scheme.type.value for scheme in schemes)
+    if not forms:
+        return ""
+    counts = ", ".join(f"{count} x {form}" for form, count in sorted(forms.items()))
+    return f"quantized weights {counts} by {operators}, inputs {' and '.join(sorted(inputs))}"
 
 
 def rounds_inputs(module: nn.Module) -> bool:

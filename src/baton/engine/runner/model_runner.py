@@ -26,7 +26,7 @@ from baton.engine.models.latent import compress
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
-from baton.engine.quantization.modules import held_weights
+from baton.engine.quantization.modules import describe, held_weights, quantized_layers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -155,6 +155,7 @@ class ModelRunner:
             self._attention = ChunkedAttention(self._attention, self._share.specs.values())
         self.attention_backend = self._attention.name
         self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
+        self._quantized = quantized_layers(whole.model.module)
         self.linears, self._make = choose_linear(config, whole.model, self._operators)
         self._generic = GenericDecoder(whole.model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
@@ -164,6 +165,15 @@ class ModelRunner:
         self._arena: Arena | None = None
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
+
+    def describe_quantized(self, *, packs: bool) -> str:
+        """Return what quantized weights there are, for people, and what multiplies by them; empty: there are none.
+
+        Args:
+            packs: Whether operators were made of them.
+        """
+        operators = self._operators.instructions if packs and self._operators is not None else "torch"
+        return describe(self._quantized, operators)
 
     @property
     def model(self) -> LoadedModel:

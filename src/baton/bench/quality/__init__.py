@@ -1,0 +1,1 @@
+"""``baton bench quality``: what quantization costs and gives, configurations side by side."""

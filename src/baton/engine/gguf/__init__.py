@@ -1,0 +1,1 @@
+"""Weights of GGUF files: from their blocks to the forms that operators take."""

@@ -1,0 +1,174 @@
+"""From the blocks of GGUF's tensor types to quantized weights, packed as before.
+
+The types as ggml defines them (https://github.com/ggml-org/ggml, ``ggml-common.h`` and ``ggml-quants.c``). A block of
+32 values has a scale d in float16, some a minimum m as well: ``w = d * (q - offset)`` or ``w = d * q + m``. A K-quant's
+block of 256 has scales and minima of its groups as small integers, times d and dmin. Four bits and less become
+:class:`Int4Weight`, more :class:`Int8Weight`; scales of groups are multiplied out to float32.
+
+Where a group's scale is 0, or next to nothing beside its minimum, all its values are that minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from baton_kernels.quantized_weights import Int4Weight, Int8Weight, pack_nibbles
+
+_NEGLIGIBLE = 1e7
+"""Minimum in scales from which on the values make no difference in float32."""
+
+Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+"""Values uint8 or int8 [rows, blocks, block], scales and zeros float32 [rows, blocks, groups]; bits of a value."""
+
+
+def unpack(kind: str, data: torch.Tensor) -> Int4Weight | Int8Weight:
+    """Return the weight in the blocks of a matrix.
+
+    Args:
+        kind: The tensor type, such as ``Q4_K``.
+        data: uint8 [rows, bytes of a row].
+
+    Raises:
+        ValueError: A scale is infinite or no number.
+    """
+    size, function = _KINDS[kind]
+    values, scales, zeros, bits = function(data.view(len(data), -1, size))
+    if not bool(torch.isfinite(scales).all() & torch.isfinite(zeros).all()):
+        raise ValueError("a scale is infinite or no number")
+    rows = len(data)
+    values = values.reshape(rows, -1)
+    scales, zeros = scales.reshape(rows, -1).contiguous(), zeros.reshape(rows, -1).contiguous()
+    if bits == 4:
+        return Int4Weight(pack_nibbles(values), scales, zeros)
+    return Int8Weight(values.to(torch.int8), scales, zeros if bool(zeros.any()) else None)
+
+
+def is_quantized(kind: str) -> bool:
+    """Whether a tensor type is one of blocks."""
+    return kind in _KINDS
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 at a byte of each block, as float32 [rows, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
+    """Return nibbles [..., 2 * n] of bytes [..., n]: of each run of bytes all low ones, then all high ones."""
+    runs = packed.reshape(*packed.shape[:-1], -1, run)
+    return torch.stack([runs & 15, runs >> 4], -2).flatten(-3)
+
+
+def _pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Return pairs of bits [..., 4 * n] of bytes [..., n]: of 32 bytes each the lowest, then the next."""
+    runs = packed.reshape(*packed.shape[:-1], -1, 32)
+    return torch.stack([(runs >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-3)
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return bits [..., 8 * n] of bytes [..., n]: all lowest ones, then the next ones, and so on."""
+    return torch.cat([(packed >> shift) & 1 for shift in range(8)], -1)
+
+
+def _with_offset(values: torch.Tensor, scales: torch.Tensor, zero: int, bits: int) -> Unpacked:
+    """``w = scale * (value - zero)``; groups without a scale are 0."""
+    values, empty = _cleared(values, scales == 0, zero)
+    return values, torch.where(empty, 1.0, scales), torch.full_like(scales, zero), bits
+
+
+def _with_minimum(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, bits: int) -> Unpacked:
+    """``w = scale * value - minimum``."""
+    values, constant = _cleared(values, minima.abs() >= scales.abs() * _NEGLIGIBLE, 0)
+    some = minima != 0
+    zeros = torch.where(constant, some.float(), minima / scales)
+    return values, torch.where(constant, torch.where(some, minima, 1.0), scales), zeros, bits
+
+
+def _cleared(values: torch.Tensor, groups: torch.Tensor, value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Set all values of some groups, where there are such, to one; returns values and groups."""
+    if bool(groups.any()):
+        grouped = values.reshape(*groups.shape, -1)
+        values = torch.where(groups[..., None], torch.full_like(grouped, value), grouped).flatten(-2)
+    return values, groups
+
+
+def _q4_0(blocks: torch.Tensor) -> Unpacked:
+    return _with_offset(_nibbles(blocks[..., 2:], 16), _half(blocks, 0), 8, 4)
+
+
+def _q4_1(blocks: torch.Tensor) -> Unpacked:
+    return _with_minimum(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), -_half(blocks, 2), 4)
+
+
+def _fifth(high: torch.Tensor) -> torch.Tensor:
+    """Return fifth bits [..., 32], already in their place, of four bytes: value i has bit i % 8 of byte i // 8."""
+    return torch.stack([((high >> shift) & 1) << 4 for shift in range(8)], -1).flatten(-2)
+
+
+def _q5_0(blocks: torch.Tensor) -> Unpacked:
+    values = (_nibbles(blocks[..., 6:], 16) | _fifth(blocks[..., 2:6])).to(torch.int8) - 16
+    return _with_offset(values, _half(blocks, 0), 0, 8)
+
+
+def _q5_1(blocks: torch.Tensor) -> Unpacked:
+    values = _nibbles(blocks[..., 8:], 16) | _fifth(blocks[..., 4:8])
+    return _with_minimum(values, _half(blocks, 0), -_half(blocks, 2), 8)
+
+
+def _q8_0(blocks: torch.Tensor) -> Unpacked:
+    return _with_offset(blocks[..., 2:].view(torch.int8), _half(blocks, 0), 0, 8)
+
+
+def _q2_k(blocks: torch.Tensor) -> Unpacked:
+    packed = blocks[..., :16]
+    scales, minima = _half(blocks, 80) * (packed & 15), _half(blocks, 82) * (packed >> 4)
+    return _with_minimum(_pairs(blocks[..., 16:80]), scales, minima, 4)
+
+
+def _q3_k(blocks: torch.Tensor) -> Unpacked:
+    low = _nibbles(blocks[..., 96:104], 8)
+    runs = blocks[..., 104:108]
+    high = torch.cat([(runs >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+    scales = _half(blocks, 108) * ((low | (high << 4)).to(torch.int8) - 32)
+    values = _pairs(blocks[..., 32:96]) + (_bits(blocks[..., :32]) << 2)  # 0 to 7, meant as -4 to 3
+    return _with_offset(values + 4, scales, 8, 4)
+
+
+def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and minima float32 [rows, blocks, 8] of d, dmin and 12 bytes: the last four hold high halves."""
+    low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = torch.cat([low & 63, (both & 15) | ((low >> 2) & 48)], -1)
+    minima = torch.cat([high & 63, (both >> 4) | ((high >> 2) & 48)], -1)
+    return _half(blocks, 0) * scales, _half(blocks, 2) * minima
+
+
+def _q4_k(blocks: torch.Tensor) -> Unpacked:
+    return _with_minimum(_nibbles(blocks[..., 16:], 32), *_six_bits(blocks), 4)
+
+
+def _q5_k(blocks: torch.Tensor) -> Unpacked:
+    values = _nibbles(blocks[..., 48:], 32) | (_bits(blocks[..., 16:48]) << 4)
+    return _with_minimum(values, *_six_bits(blocks), 8)
+
+
+def _q6_k(blocks: torch.Tensor) -> Unpacked:
+    values = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4)
+    scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
+    return _with_offset(values.to(torch.int8) - 32, scales, 0, 8)
+
+
+_KINDS: Mapping[str, tuple[int, Callable[[torch.Tensor], Unpacked]]] = {
+    "Q4_0": (18, _q4_0),
+    "Q4_1": (20, _q4_1),
+    "Q5_0": (22, _q5_0),
+    "Q5_1": (24, _q5_1),
+    "Q8_0": (34, _q8_0),
+    "Q2_K": (84, _q2_k),
+    "Q3_K": (110, _q3_k),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
+}
+"""Bytes of a block, and what reads it."""

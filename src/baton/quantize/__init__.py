@@ -1,0 +1,1 @@
+"""``baton quantize``: writes a quantized copy of a checkpoint."""
