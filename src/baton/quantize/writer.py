@@ -72,7 +72,7 @@ class CheckpointWriter:
             "shape": list(tensor.shape),
             "data_offsets": [self._at, self._at + len(data)],
         }
-        self._file.write(memoryview(data))
+        self._file.write(data.data)
         self._file_of[name] = len(self._paths) - 1
         self._at += len(data)
         self.nbytes += len(data)
