@@ -272,4 +272,4 @@ def _options(args: argparse.Namespace) -> PlanOptions:
         precision=args.precision,
         seed=args.seed,
     )
-    return PlanOptions(profile, workload, goal, args.rate, args.ratio, args.sensitivity)
+    return PlanOptions(profile, workload, goal, args.rate, args.ratio, args.sensitivity, bool(args.plot))

@@ -44,6 +44,7 @@ class PlanOptions:
         rate: Requests per second to be served; ``None``: as many as can be.
         ratio: ``xPyD`` to look at alone; empty: all.
         sensitivity: Whether to try what is otherwise.
+        curves: Whether to find how the best of them keep the targets over the rate.
     """
 
     profile: Profile
@@ -52,6 +53,7 @@ class PlanOptions:
     rate: float | None = None
     ratio: str = ""
     sensitivity: bool = True
+    curves: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ def make_plan(options: PlanOptions, make_routing: MakeRouting, step: Step) -> Pl
             sensitivity = search.sensitivity(winner, step)
     curves = []
     colocated = next((each for each in found if not each.deployment.prefills), None)
-    for each in [*found[:2], *([colocated] if colocated is not None and colocated not in found[:2] else [])]:
+    shown = [*found[:2], *([colocated] if colocated is not None and colocated not in found[:2] else [])]
+    for each in shown if options.curves else []:
         if each.rate is not None:
             step(f"curve of {describe(each.deployment)}", 0)
             rates = [share * each.rate for share in _CURVE]

@@ -165,8 +165,8 @@ def test_candidates_use_the_gpus_and_are_tried_once():
 def test_long_prompts_want_prefill_and_long_outputs_want_decode():
     ratios = {}
     for isl, osl in ((2000, 16), (200, 300)):
-        workload = from_lengths(isl, osl, 100, seed=1)
-        search = Search(workload, goal(slos={"ttft": 1500.0, "itl": 20.0}, precision=0.2), make_router())
+        workload = from_lengths(isl, osl, 60, seed=1)
+        search = Search(workload, goal(slos={"ttft": 1500.0, "itl": 20.0}, gpus=3, precision=0.2), make_router())
         best = next(each for each in search.best(list(candidates(PROFILE, search.goal)), nothing)
                     if each.deployment.prefills)  # fmt: skip
         ratios[isl] = best.deployment.prefills / best.deployment.decodes
@@ -176,8 +176,8 @@ def test_long_prompts_want_prefill_and_long_outputs_want_decode():
 
 
 def test_a_plan_names_a_winner_and_says_what_it_hangs_on(tmp_path):
-    workload = from_lengths(1000, 100, 100, seed=2)
-    plan = make_plan(PlanOptions(PROFILE, workload, goal(gpus=3, precision=0.2), rate=2.0), make_router(), nothing)
+    workload = from_lengths(1000, 50, 60, seed=2)
+    plan = make_plan(PlanOptions(PROFILE, workload, goal(gpus=2, precision=0.3), rate=2.0), make_router(), nothing)
     found = plan.document()
     rows = found["deployments"]
     assert [row["goodput_per_gpu"] for row in rows] == sorted((row["goodput_per_gpu"] for row in rows), reverse=True)
@@ -220,7 +220,7 @@ def profile_file(tmp_path):
 def test_plan_writes_a_deployment_that_up_can_read(tmp_path, profile_file, capsys):
     trace, output = tmp_path / "t.jsonl", tmp_path / "cluster.yaml"
     write_trace(trace, from_lengths(600, 40, 100, seed=3).requests)
-    words = ["plan", "--profile", profile_file, "--trace", str(trace), "--gpus", "3", "--output", str(output)]
+    words = ["plan", "--profile", profile_file, "--trace", str(trace), "--gpus", "2", "--output", str(output)]
     words += ["--slo", "ttft:500ms", "--slo", "itl:25ms", "--precision", "0.2", "--tp-sizes", "1", "--no-sensitivity"]
     plot = tmp_path / "p.svg"
     assert main([*words, "--plot", str(plot)]) == 0
@@ -234,9 +234,7 @@ def test_plan_writes_a_deployment_that_up_can_read(tmp_path, profile_file, capsy
     assert file.slos() == {"ttft": 500.0, "itl": 25.0}
     assert file.values("decode")["max_num_seqs"].value == 64
     assert file.values("decode")["itl_slo_ms"].value == 25
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert file.setting("ratio").value == found["deployments"][0]["ratio"]
+    assert f": {file.setting('ratio').value}" in shown.split("Prefill ")[1]
 
 
 def test_plan_says_when_a_rate_is_too_much(profile_file, capsys):
