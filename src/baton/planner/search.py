@@ -306,24 +306,25 @@ def limit_of(found: Found, goal: Goal) -> str:
     if outcome is None:
         return "nothing was simulated"
     failed = min(goal.slos, key=lambda name: outcome.kept(name, goal.slos[name]))
-    return f"{failed.upper()} breaks: {_busiest(found.deployment, outcome)}"
+    return f"{failed.upper()} breaks: {_busiest(found.deployment, outcome, failed)}"
 
 
-def _busiest(deployment: Deployment, outcome: Outcome) -> str:
+def _busiest(deployment: Deployment, outcome: Outcome, failed: str) -> str:
+    """Say what is used most of that which a target depends on."""
     prefill, decode = outcome.prefill, outcome.decode
     found: list[tuple[float, str]] = []
-    if prefill is not None:
-        busy = prefill.prefill + prefill.decode
-        found.append((busy, f"prefill instances compute {busy:.0%} of the time"))
-        found.append((prefill.link, f"prefill's links carry KV {prefill.link:.0%} of the time"))
-        found.append((prefill.kv, f"prefill's KV pools are {prefill.kv:.0%} full"))
-    if decode is not None:
-        busy = decode.prefill + decode.decode
-        batch = decode.batch / deployment.limits.max_num_seqs
-        beside = f", {decode.prefill:.0%} with prompts in them" if decode.prefill > 0.01 else ""
-        found.append(
-            (0.9 * busy, f"decode steps run {busy:.0%} of the time{beside}, {decode.batch:.0f} sequences each")
-        )
-        found.append((decode.kv, f"decode's KV pools are {decode.kv:.0%} full, {decode.preemptions} preemptions"))
-        found.append((batch, f"decode batches are full ({decode.batch:.0f} sequences)"))
+    if failed in ("ttft", "e2e"):
+        if prefill is not None:
+            busy = prefill.prefill + prefill.decode
+            found.append((busy, f"prefill instances compute {busy:.0%} of the time"))
+            found.append((prefill.link, f"prefill's links carry KV {prefill.link:.0%} of the time"))
+            found.append((prefill.kv, f"prefill's KV pools are {prefill.kv:.0%} full"))
+        if decode is not None:
+            found.append((decode.kv, f"decode's KV pools are {decode.kv:.0%} full, {decode.preemptions} preemptions"))
+            if decode.prefill > 0:
+                found.append((decode.prefill, f"{decode.prefill:.0%} of decode's time has prompts in its steps"))
+    if decode is not None and (failed != "ttft" or not found):
+        share = decode.batch / deployment.limits.max_num_seqs
+        beside = f", prompts beside them {decode.prefill:.0%} of the time" if decode.prefill > 0.01 else ""
+        found.append((share if failed == "e2e" else 1.0, f"steps of {decode.batch:.0f} sequences{beside}"))
     return max(found)[1] if found else "nothing was served"
