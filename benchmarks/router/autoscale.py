@@ -3,7 +3,8 @@
 Real instances in this process (the demo model, its engine, router, gRPC, hand-over), whose steps are stretched to those
 of an accelerator of their own: so many seconds per prompt token, and per decode step and sequence. So two processors
 can show what four devices would do. The same requests are sent twice, with the controller and without; afterwards each
-answer is compared with what the engine alone makes of the prompt.
+answer is compared with what the engine alone makes of the prompt. ``--only`` runs one of the two, and ``--write`` then
+keeps what the file has of the other.
 
     python benchmarks/router/autoscale.py --write --plot docs/images/autoscale.svg
 """
@@ -45,8 +46,8 @@ from baton_router.config import RouterConfig
 
 RESULT = Path(__file__).parents[1] / "results" / "autoscale.json"
 MODEL = str(Path(__file__).parents[2] / "models" / "baton-tiny")
-PREFILL_S_PER_TOKEN, STEP_S, STEP_S_PER_SEQUENCE = 0.5e-3, 20e-3, 2e-3
-TTFT_MS, ITL_MS = 1500.0, 60.0
+PREFILL_S_PER_TOKEN, STEP_S, STEP_S_PER_SEQUENCE = 1.5e-3, 60e-3, 6e-3
+TTFT_MS, ITL_MS = 3000.0, 180.0
 RATIO = {Role.PREFILL: 2, Role.DECODE: 2}
 
 
@@ -68,7 +69,7 @@ class Phase:
     osl: int
 
 
-PHASES = (Phase("long answers", 60.0, 6.0, 40, 120), Phase("long prompts", 80.0, 8.0, 600, 8))
+PHASES = (Phase("long answers", 50.0, 4.0, 40, 60), Phase("long prompts", 80.0, 5.2, 300, 6))
 
 
 class PacedExecutor:
@@ -224,22 +225,25 @@ def figures(load: list[Sent], number: int) -> dict[str, Any]:
     return found
 
 
-def wrong(loads: list[list[Sent]]) -> int:
+def wrong(load: list[Sent]) -> int:
     """Return how many answers are not the engine's own."""
+    count = 0
     with LLM(EngineConfig(model=MODEL, dtype="float32", kv_blocks=3000)) as llm:
-        count = 0
         for number, phase in enumerate(PHASES):
-            prompts = [each.prompt for each in loads[0] if each.phase == number]
+            mine = [each for each in load if each.phase == number]
             sampling = SamplingParams(max_tokens=phase.osl, temperature=0.0, ignore_eos=True)
-            right = [output.token_ids for output in llm.generate(prompts, sampling)]
-            for load in loads:
-                mine = [each for each in load if each.phase == number]
-                count += sum(each.token_ids != tokens for each, tokens in zip(mine, right, strict=True))
+            right = [list(output.token_ids) for output in llm.generate([each.prompt for each in mine], sampling)]
+            count += sum(each.token_ids != tokens for each, tokens in zip(mine, right, strict=True))
     return count
 
 
 CONTROLLER = AutoscaleConfig(
-    scale_ttft_ms=TTFT_MS, scale_itl_ms=ITL_MS, scale_window_s=8.0, scale_cooldown_s=12.0, scale_drain_s=10.0
+    scale_ttft_ms=TTFT_MS,
+    scale_itl_ms=ITL_MS,
+    scale_prefill_queue_s=2.0,
+    scale_window_s=8.0,
+    scale_cooldown_s=12.0,
+    scale_drain_s=10.0,
 )
 
 
@@ -278,27 +282,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
     parser.add_argument("--scale", type=float, default=1.0, help="of the phases' lengths")
+    parser.add_argument("--only", choices=("controller", "fixed"), default="", help="one of the two runs")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     parser.add_argument("--plot", type=Path, default=None, help="draw the trace into an .svg or .png file")
     args = parser.parse_args()
-    loads = [requests(args.seed, args.scale) for _ in range(2)]
     result: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
         "scale": args.scale,
         "phases": [dataclasses.asdict(phase) for phase in PHASES],
         "targets": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS},
-        "controller": asyncio.run(run(loads[0], CONTROLLER)),
-        "fixed": asyncio.run(run(loads[1], None)),
     }
-    result["wrong_answers"] = wrong(loads)
-    result["errors"] = sorted({each.error for load in loads for each in load if each.error})
-    shown = {name: result[name]["phases"] for name in ("controller", "fixed")}
-    print(json.dumps({**shown, "wrong_answers": result["wrong_answers"], "errors": result["errors"]}, indent=2))
+    bad = 0
+    for name, config in (("controller", CONTROLLER), ("fixed", None)):
+        if args.only in ("", name):
+            load = requests(args.seed, args.scale)
+            result[name] = asyncio.run(run(load, config))
+            result[name] |= {"wrong_answers": wrong(load), "errors": sorted({x.error for x in load if x.error})}
+            print(json.dumps({name: result[name]["phases"], "wrong": result[name]["wrong_answers"]}, indent=2))
+            bad += result[name]["wrong_answers"] + len(result[name]["errors"])
     if args.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        before = json.loads(RESULT.read_text()) if args.only and RESULT.exists() else {}
+        RESULT.write_text(json.dumps({**before, **result}, indent=1) + "\n")
     if args.plot is not None:
         draw(result, args.plot)
-    return int(bool(result["wrong_answers"] or result["errors"]))
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
