@@ -311,13 +311,13 @@ def test_whatever_happens_what_is_reported_valid_is_right(host: Host, kind: str,
 
 # --- shapes ---
 
-HEADS = KVLayout((LayerShape(2, 16, 16),) * 2, BS, "float32")
-HALVES = dataclasses.replace(Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=HEADS), tp_size=2)
 
-
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_divided_pool_gets_back_what_it_had(host: Host, kind: str, tmp_path: Path) -> None:
-    engine = Engine(host, kind, tmp_path / "kv", fingerprint=HALVES)
+def test_a_divided_pool_gets_back_what_it_had(host: Host, kind: str, dtype: str, tmp_path: Path) -> None:
+    heads = KVLayout((LayerShape(2, 16, 16),) * 2, BS, dtype)
+    halves = dataclasses.replace(Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=heads), tp_size=2)
+    engine = Engine(host, kind, tmp_path / "kv", fingerprint=halves)
     try:
         request = prompt(5 * BS + 1)
         ids = blocks_of(request, 0)

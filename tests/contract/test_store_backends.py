@@ -682,11 +682,14 @@ async def test_a_node_that_hangs_in_mid_load_costs_bounded_time(replication: int
         assert (progress.num_blocks == CHAIN) == (replication == 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("kind", ["three-twice", pytest.param("redis", marks=needs_redis)])
-async def test_instances_that_divide_their_kv_otherwise_share_a_store(stack: AsyncExitStack, kind: str) -> None:
+async def test_instances_that_divide_their_kv_otherwise_share_a_store(
+    stack: AsyncExitStack, kind: str, dtype: str
+) -> None:
     rig = await several(kind, stack)
-    geometry = KVGeometry((LayerShape(2, 16, 16), LayerShape(2, 16, 16)), "float32", frozenset())
-    layout = KVLayout(geometry.layers, BS, "float32")
+    geometry = KVGeometry((LayerShape(2, 16, 16), LayerShape(2, 16, 16)), dtype, frozenset())
+    layout = KVLayout(geometry.layers, BS, dtype)
     one = Fingerprint.of(model="tiny", model_digest="d3", rope="", layout=layout)
     two = dataclasses.replace(one, tp_size=2)
     whole = whole_kv(geometry, 3 * BS)

@@ -193,6 +193,19 @@ def test_kv_of_8_bits_is_converted_where_its_scales_are_in_the_block():
     assert len({x.content_key() for x in (int8, half, fp8, of_type("int8;bfloat16@0"))}) == 4
 
 
+def test_what_tiers_keep_in_another_type_says_that_it_was_converted():
+    mine = of_type("bfloat16", tp_size=2, kv_cast=True)
+    kept = mine.kept_as("int8")
+    assert kept == dataclasses.replace(of_type("int8"), kv_cast=True)
+    mine.require_source(kept)
+    kept.require_source(mine)
+    assert mine.kept_as("auto") == mine.kept_as("bfloat16") == mine.undivided()
+    for other, kind in ((of_type("bfloat16"), "int8"), (of_type("fp8_e4m3", kv_cast=True), "int8")):
+        with pytest.raises(ConfigError) as caught:
+            other.kept_as(kind)
+        assert caught.value.field == "kv_tier_dtype"
+
+
 def test_an_attached_arena_is_the_same_memory():
     arena = HostArena(5, 4160)
     other = HostArena.attach(os.dup(arena.fd))
