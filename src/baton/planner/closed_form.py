@@ -32,7 +32,8 @@ class Bounds:
         decode: Outputs that decode instances generate within the targets, if they compute no prompts.
         decodes: Decode instances.
         busy_s: Seconds of a decode instance per output.
-        own_s: Seconds of a decode instance per prompt that it computes beside its outputs; infinite: it does not.
+        own_s: Seconds of a decode instance per prompt that it computes; infinite: it does not.
+        overlap: Share of that which steps with decodes may save.
         batch: Sequences per decode instance within the targets and the pool.
         prompt_s: Seconds of a prompt of mean length, less what can be cached, where prompts are computed.
     """
@@ -43,6 +44,7 @@ class Bounds:
     decodes: int
     busy_s: float
     own_s: float
+    overlap: float
     batch: int
     prompt_s: float
 
@@ -54,7 +56,9 @@ class Bounds:
             return self.decode
         if math.isinf(self.own_s):
             return apart
-        return (self.decodes + apart * self.own_s) / (self.busy_s + self.own_s)
+        beside = (1 - self.overlap) * self.own_s
+        mixed = (self.decodes + apart * beside) / (self.busy_s + beside)
+        return min(mixed, apart + self.decodes / self.own_s)
 
     @property
     def limit(self) -> str:
@@ -88,9 +92,8 @@ def bounds(deployment: Deployment, workload: Workload, slos: Mapping[str, float]
         decode=deployment.decodes / busy,
         decodes=deployment.decodes,
         busy_s=busy,
-        own_s=math.inf
-        if deployment.threshold is not None
-        else max(0.0, own - deployment.decode.overlap * deployment.decode.decode.fixed_s),
+        own_s=math.inf if deployment.threshold is not None else own,
+        overlap=deployment.decode.overlap,
         batch=batch,
         prompt_s=prompt_s,
     )
