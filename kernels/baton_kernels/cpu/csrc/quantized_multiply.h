@@ -52,10 +52,7 @@ class Panel {
   // sums = inputs times this panel, for each block. tile: MEMORY.
   void multiply(const RowBlock<Int8Inputs>* blocks, int count, float*) const {
     clear(blocks, count);
-    const long segments = layout_.segments, bytes = layout_.segment_steps * (long)sizeof(vu) * 2;
-    const long at_once = std::max<long>(1, CACHED / std::min(bytes, layout_.group_steps * (long)sizeof(vu) * 2));
-    for (long first = 0; first < segments; first += at_once)
-      for (int b = 0; b < count; ++b) add(first, std::min(segments, first + at_once), blocks[b]);
+    shape_.form == INT8 ? multiply_integers<Dot8>(blocks, count) : multiply_integers<Dot4>(blocks, count);
   }
 
   void multiply(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
@@ -94,27 +91,48 @@ class Panel {
   const uint8_t* at_;
 
  private:
-  static constexpr long CACHED = 8 * 1024;   // bytes of a panel that stay in the first-level cache
+  static constexpr long STEP_BYTES = sizeof(vu) * 2;
+  static constexpr long CACHED = 8 * 1024;  // bytes of a panel that stay in the first-level cache
+
+  // Some segments at a time, which stay in the first-level cache while blocks of rows go over them. Each block fetches
+  // the inputs of the next one, and the last one the next segments.
+  template <class D>
+  void multiply_integers(const RowBlock<Int8Inputs>* blocks, int count) const {
+    const long bytes = std::min(layout_.segment_steps, layout_.group_steps) * STEP_BYTES;
+    const long at_once = count == 1 ? layout_.segments : std::max<long>(1, CACHED / bytes);
+    for (long first = 0; first < layout_.segments; first += at_once) {
+      const long end = std::min(layout_.segments, first + at_once);
+      const Segment segment = segment_of(layout_, first);
+      const char* next = (const char*)weights(segment) + (count == 1 ? QUANTIZED_AHEAD : at_once * bytes);
+      for (int b = 0; b < count; ++b) {
+        Ahead ahead = {next, STEP_BYTES};
+        if (b + 1 < count) {
+          const long words = (long)D::WORDS * blocks[b + 1].rows;
+          ahead = {(const char*)(blocks[b + 1].x + segment.at * words), words * (long)sizeof(uint32_t)};
+        }
+        add_block<D>(first, end, blocks[b], ahead);
+      }
+    }
+  }
 
   // Segments `first` to `end`.
-  void add(long first, long end, const RowBlock<Int8Inputs>& block) const {
+  template <class D>
+  void add_block(long first, long end, const RowBlock<Int8Inputs>& block, Ahead ahead) const {
     switch (block.rows) {
-#define BATON_ADD(R) \
-  shape_.form == INT8 ? add_rows<Dot8, R>(first, end, block) : add_rows<Dot4, R>(first, end, block)
+#define BATON_ADD(R) add_rows<D, R>(first, end, block, ahead)
       BATON_BLOCK_ROWS(BATON_ADD)
 #undef BATON_ADD
     }
   }
 
   template <class D, int R>
-  void add_rows(long first, long end, const RowBlock<Int8Inputs>& block) const {
+  void add_rows(long first, long end, const RowBlock<Int8Inputs>& block, Ahead ahead) const {
     for (long i = first; i < end; ++i) {
       const Segment segment = segment_of(layout_, i);
       vi products[R][2];
       repeat<R>([&](auto r) __attribute__((always_inline)) { products[r][0] = products[r][1] = vi{}; });
-      const vu* values = weights(segment);
-      const char* ahead = (const char*)values + QUANTIZED_AHEAD;
-      D::template add<R>(block.x + segment.at * D::WORDS * R, values, segment.steps, ahead, products);
+      D::template add<R>(block.x + segment.at * D::WORDS * R, weights(segment), segment.steps, ahead, products);
+      ahead.at += segment.steps * ahead.step;
       const Numbers numbers(head(segment), shape_);
       const int32_t* input_sums = block.input_sums + i * R;
       if (shape_.own_zeros) {
@@ -145,19 +163,22 @@ class Panel {
   void multiply_floats(const RowBlock<FloatInputs>* blocks, int count, float* tile) const {
     clear(blocks, count);
     const Values<form> values(table_);
-    const long segments = layout_.segments;
-    for (long i = 0; i < segments; ++i) {
+    if (count <= (form == TABLE ? 1 : 2)) {
+      for (long i = 0; i < layout_.segments; ++i)
+        for (int b = 0; b < count; ++b) add_few(values, segment_of(layout_, i), i, blocks[b]);
+      return;
+    }
+    constexpr long STEPS = TILE_INPUTS / inputs_per_step(form);
+    long filled = 0, at = 0;  // steps in the tile, and the first of them
+    for (long i = 0; i < layout_.segments; ++i) {
       const Segment segment = segment_of(layout_, i);
-      if (count <= (form == TABLE ? 1 : 2)) {
-        for (int b = 0; b < count; ++b) add_few(values, segment, i, blocks[b]);
-        continue;
-      }
-      constexpr long STEPS = TILE_INPUTS / inputs_per_step(form);
-      for (long s = 0; s < segment.steps; s += STEPS) {
-        const long steps = std::min(STEPS, segment.steps - s);
-        const Segment part = {segment.group, segment.first + s, steps, segment.at + s};
-        unpack(values, part, tile);
-        for (int b = 0; b < count; ++b) add_tile(tile, part, blocks[b]);
+      for (long s = 0; s < segment.steps;) {
+        const long steps = std::min(STEPS - filled, segment.steps - s);
+        unpack(values, segment, s, steps, tile + filled * inputs_per_step(form) * PW);
+        filled += steps, s += steps;
+        if (filled < STEPS && at + filled < layout_.all_steps()) continue;
+        for (int b = 0; b < count; ++b) add_tile(tile, at, filled, blocks[b]);
+        at += filled, filled = 0;
       }
     }
   }
@@ -179,8 +200,9 @@ class Panel {
     repeat<R>([&](auto r) __attribute__((always_inline)) { products[r][0] = products[r][1] = vf{}; });
     const vu* at = weights(segment);
     const float* x = block.x + segment.at * INPUTS * R;
+    Ahead ahead = {(const char*)at + QUANTIZED_AHEAD, STEP_BYTES};
     for (long s = 0; s < segment.steps; ++s, at += 2, x += INPUTS * R) {
-      fetch_step((const char*)at + QUANTIZED_AHEAD);
+      ahead.fetch();
       const vu low = at[0], high = at[1];
       repeat<INPUTS>([&](auto j) __attribute__((always_inline)) {
         const vf first = values(low, j), second = values(high, j);
@@ -202,33 +224,32 @@ class Panel {
   }
 
   template <int form>
-  void unpack(const Values<form>& values, const Segment& segment, float* tile) const {
+  void unpack(const Values<form>& values, const Segment& segment, long first, long steps, float* tile) const {
     constexpr int INPUTS = inputs_per_step(form);
     const Numbers numbers(head(segment), shape_);
     vf offsets[INPUTS][2];
     for (int j = 0; j < INPUTS; ++j)
       for (int v = 0; v < 2; ++v)
         offsets[j][v] = has_zeros(form) ? numbers.zero[v] * numbers.scale[v] * (-1.0f / Values<form>::factor(j)) : vf{};
-    const vu* at = weights(segment);
-    for (long s = 0; s < segment.steps; ++s, at += 2)
+    const vu* at = weights(segment) + first * 2;
+    for (long s = 0; s < steps; ++s, at += 2)
 #pragma GCC unroll 8
       for (int j = 0; j < INPUTS; ++j, tile += PW)
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) store(tile + v * VL, values(at[v], j) * numbers.scale[v] + offsets[j][v]);
   }
 
-  void add_tile(const float* tile, const Segment& segment, const RowBlock<FloatInputs>& block) const {
+  void add_tile(const float* tile, long first, long steps, const RowBlock<FloatInputs>& block) const {
     switch (block.rows) {
-#define BATON_ADD(R) add_tile_rows<R>(tile, segment, block)
+#define BATON_ADD(R) add_tile_rows<R>(tile, first * layout_.inputs, steps * layout_.inputs, block)
       BATON_BLOCK_ROWS(BATON_ADD)
 #undef BATON_ADD
     }
   }
 
   template <int R>
-  void add_tile_rows(const float* tile, const Segment& segment, const RowBlock<FloatInputs>& block) const {
-    const long inputs = segment.steps * layout_.inputs;
-    const float* x = block.x + segment.at * layout_.inputs * R;
+  void add_tile_rows(const float* tile, long first, long inputs, const RowBlock<FloatInputs>& block) const {
+    const float* x = block.x + first * R;
     vf sums[R][2];
     repeat<R>([&](auto r) __attribute__((always_inline)) {
       sums[r][0] = load(block.sums + r * PW), sums[r][1] = load(block.sums + r * PW + VL);

@@ -83,10 +83,17 @@ inline __attribute__((always_inline)) void repeat(F each) {
   repeat_for(each, std::make_index_sequence<N>{});
 }
 
-inline void fetch_step(const char* ahead) {
-  __builtin_prefetch(ahead, 0, 3);
-  if (sizeof(vu) == 64) __builtin_prefetch(ahead + 64, 0, 3);
-}
+// What is fetched ahead while a step is multiplied.
+struct Ahead {
+  const char* at;
+  long step;  // bytes
+
+  void fetch() {
+    __builtin_prefetch(at, 0, 3);
+    if (sizeof(vu) == 64) __builtin_prefetch(at + 64, 0, 3);
+    at += step;
+  }
+};
 
 // Products of integers. BASE: what weights are less by. WORDS: 32-bit words of a row's inputs per step; words() makes word
 // `word` of VL steps of inputs that it is given as words of four. add(): sums[R][2] += x[steps][WORDS][R] * weights[steps][2].
@@ -100,11 +107,11 @@ struct Dot8 {
   }
 
   template <int R>
-  static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
+  static void add(const uint32_t* x, const vu* weights, long steps, Ahead ahead, vi (&sums)[R][2]) {
     vi acc[R][2];
     repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = sums[r][0], acc[r][1] = sums[r][1]; });
-    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2, x += 2 * R) {
-      fetch_step(ahead);
+    for (long s = 0; s < steps; ++s, weights += 2, x += 2 * R) {
+      ahead.fetch();
       repeat<2>([&](auto half) __attribute__((always_inline)) {
         const vu low = half ? shift16(weights[0], 8) : weights[0] & 0x00ff00ffu;
         const vu high = half ? shift16(weights[1], 8) : weights[1] & 0x00ff00ffu;
@@ -122,11 +129,11 @@ struct Dot8 {
   static vu words(vu four, int) { return four; }
 
   template <int R>
-  static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
+  static void add(const uint32_t* x, const vu* weights, long steps, Ahead ahead, vi (&sums)[R][2]) {
     vi acc[R][2];
     repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = sums[r][0], acc[r][1] = sums[r][1]; });
-    for (long s = 0; s < steps; ++s, weights += 2, ahead += sizeof(vu) * 2, x += R) {
-      fetch_step(ahead);
+    for (long s = 0; s < steps; ++s, weights += 2, x += R) {
+      ahead.fetch();
       const vu low = weights[0] ^ SIGN, high = weights[1] ^ SIGN;
       repeat<R>([&](auto r) __attribute__((always_inline)) {
         const vu inputs = splat_word(x[r]);
@@ -144,7 +151,7 @@ struct Dot4 {
   static vu half_of(vu weights, int half) { return (half ? weights >> 4 : weights) & 0x0f0f0f0fu; }
 
   template <int R>
-  static void add(const uint32_t* x, const vu* weights, long steps, const char* ahead, vi (&sums)[R][2]) {
+  static void add(const uint32_t* x, const vu* weights, long steps, Ahead ahead, vi (&sums)[R][2]) {
 #if defined(__AVX2__) && !defined(BATON_VNNI)
     constexpr long NARROW = 4;  // steps whose sums fit 16 bits: 8 times two of 15 * 127
     using Sum = Bytes;
@@ -157,8 +164,8 @@ struct Dot4 {
       Sum acc[R][2];
       repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = acc[r][1] = Sum{}; });
 #pragma GCC unroll 1
-      for (long s = 0; s < count; ++s, weights += 2, ahead += sizeof(vu) * 2, x += 2 * R) {
-        fetch_step(ahead);
+      for (long s = 0; s < count; ++s, weights += 2, x += 2 * R) {
+        ahead.fetch();
         repeat<2>([&](auto half) __attribute__((always_inline)) {
           const vu low = half_of(weights[0], half), high = half_of(weights[1], half);
           repeat<R>([&](auto r) __attribute__((always_inline)) {
