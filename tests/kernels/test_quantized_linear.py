@@ -25,7 +25,7 @@ SCHEMES = {
     "int8-static": ActivationScheme(ActivationType.INT8, 0.03),
     "fp8": ActivationScheme(ActivationType.FP8),
 }
-ROWS = [1, 2, 3, 5, 8, 13, 17, 61, 130]
+ROWS = [1, 2, 6, 13, 17, 130]
 
 
 def inputs(rows: int, columns: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -40,13 +40,22 @@ def close(got: torch.Tensor, want: torch.Tensor, precision: float = 2e-6) -> Non
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_what_it_is_defined_to_be(build: CpuLibrary, form: str, scheme: str, threads: int) -> None:
+def test_every_form_is_what_it_is_defined_to_be(build: CpuLibrary, form: str, scheme: str) -> None:
     weight = make(form, 70, 384, 32)
     for rows in ROWS:
         x, bias, residual = inputs(rows, 384, 70)
         want = quantized_linear_reference(x, weight, bias, residual, SCHEMES[scheme])
         close(CpuQuantizedLinear(build, weight, bias, SCHEMES[scheme])(x, residual), want)
         close(PlainQuantizedLinear(weight, bias, SCHEMES[scheme])(x, residual), want)
+
+
+def test_threads_share_panels(library: CpuLibrary, threads: int) -> None:
+    weight = make("int4", 150, 128, 32)
+    for scheme in (EXACT, INT8_PER_TOKEN):
+        for rows in (1, 40):
+            x, _, _ = inputs(rows, 128, 150)
+            want = quantized_linear_reference(x, weight, activations=scheme)
+            close(CpuQuantizedLinear(library, weight, None, scheme)(x), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -61,7 +70,7 @@ def test_narrow_inputs_give_narrow_outputs(library: CpuLibrary, dtype: torch.dty
     assert (got == want).float().mean() > 0.95  # rounded once: nearly always to the same value
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     form=st.sampled_from(FORMS),
     scheme=st.sampled_from(["exact", "int8"]),

@@ -128,7 +128,8 @@ class Run {
       const float* bias = a_.gate_up_bias + expert * 2 * inner + column;
       gate_bias = load_upto(bias, inner - column), up_bias = load_upto(bias + inner, inner - column);
     }
-    multiply(expert, Multiplier(a_.gate_up, first_, a_.gate_up_table, at), tile, results, [&](long slot, const float* sums) {
+    const Multiplier panel(a_.gate_up, first_, a_.gate_up_table, at);
+    multiply(expert, panel, tile, results, [&](long slot, const float* sums) {
       const float scale = scales_[slot];
       store(h_ + slot * inner_ + column,
             gated<kind>(load(sums) * scale + gate_bias, load(sums + VL) * scale + up_bias, a_.alpha, a_.limit));

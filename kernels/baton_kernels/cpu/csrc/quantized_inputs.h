@@ -62,8 +62,8 @@ class LaidRow {
 };
 
 // Kinds of laid out inputs have: Word and Sum, types of inputs and of sums of a segment's; ROWS of a block at most;
-// words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs are
-// multiplied with. Sums are [segments][rows].
+// words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs
+// are multiplied with. Sums are [segments][rows].
 
 // Inputs as float32, times the factors of values. A block of rows: [all_steps * inputs][rows].
 struct FloatInputs {
@@ -100,7 +100,8 @@ struct Int8Inputs {
     return a.all_steps() * (form == INT8 ? Dot8::WORDS : Dot4::WORDS);
   }
 
-  // To q, which has room for VL more. Sets `scale` where it is 0. Returns 0, or what is not a number if one of x is infinite or none.
+  // To q, which has room for VL more. Sets `scale` where it is 0. Returns 0, or no number where one of x is infinite or
+  // none.
   static float round(const float* x, long n, float& scale, int8_t* q) {
     vf most = vf{}, damage = vf{};
     for (long i = 0; i < n; i += VL) {

@@ -15,6 +15,9 @@ struct RowBlock {
 
 constexpr long TILE_INPUTS = 4096 / PW;  // of a panel as float32, which stay in the first-level cache
 
+// Where such a function is inlined, sums that are added to in each turn of its loop may land in memory.
+#define BATON_OWN_REGISTERS __attribute__((noinline))
+
 #define BATON_FEW_ROWS(call) \
   case 1: return call(1);    \
   case 2: return call(2);    \
@@ -77,7 +80,8 @@ class Panel {
 
   // Products of weights, which are less by `base`, with inputs, as what they stand for: groups have zeros of their own.
   static vf scaled_own(const Numbers& numbers, vi products, int32_t input_sum, int base, int v) {
-    return numbers.scale[v] * (__builtin_convertvector(products, vf) - (numbers.zero[v] - (float)base) * (float)input_sum);
+    const vf less = (numbers.zero[v] - (float)base) * (float)input_sum;
+    return numbers.scale[v] * (__builtin_convertvector(products, vf) - less);
   }
 
   // The same where all groups have one zero: `less` is it times the sum of inputs.
@@ -126,7 +130,7 @@ class Panel {
   }
 
   template <class D, int R>
-  void add_rows(long first, long end, const RowBlock<Int8Inputs>& block, Ahead ahead) const {
+  BATON_OWN_REGISTERS void add_rows(long first, long end, const RowBlock<Int8Inputs>& block, Ahead ahead) const {
     for (long i = first; i < end; ++i) {
       const Segment segment = segment_of(layout_, i);
       vi products[R][2];
@@ -248,7 +252,8 @@ class Panel {
   }
 
   template <int R>
-  void add_tile_rows(const float* tile, long first, long inputs, const RowBlock<FloatInputs>& block) const {
+  BATON_OWN_REGISTERS void add_tile_rows(const float* tile, long first, long inputs,
+                                         const RowBlock<FloatInputs>& block) const {
     const float* x = block.x + first * R;
     vf sums[R][2];
     repeat<R>([&](auto r) __attribute__((always_inline)) {

@@ -95,8 +95,9 @@ struct Ahead {
   }
 };
 
-// Products of integers. BASE: what weights are less by. WORDS: 32-bit words of a row's inputs per step; words() makes word
-// `word` of VL steps of inputs that it is given as words of four. add(): sums[R][2] += x[steps][WORDS][R] * weights[steps][2].
+// Products of integers. BASE: what weights are less by. WORDS: 32-bit words of a row's inputs per step; words() makes
+// word `word` of VL steps of inputs that it is given as words of four. add(): sums[R][2] += x[steps][WORDS][R] *
+// weights[steps][2].
 struct Dot8 {
   static constexpr int BASE = BYTE_BASE;
 #if defined(__AVX2__) && !defined(BATON_VNNI)
@@ -174,7 +175,9 @@ struct Dot4 {
           });
         });
       }
-      repeat<R>([&](auto r) __attribute__((always_inline)) { widen(acc[r][0], sums[r][0]), widen(acc[r][1], sums[r][1]); });
+      repeat<R>([&](auto r) __attribute__((always_inline)) {
+        widen(acc[r][0], sums[r][0]), widen(acc[r][1], sums[r][1]);
+      });
       steps -= count;
     }
   }
