@@ -4,7 +4,8 @@ The demo model is profiled here (``baton profile``), what requests take beyond t
 and 1P1D, 2P1D, 1P2D and 0P2D are predicted at 60 %, 95 % and 125 % of the goodput that the simulator finds for each.
 Then each is started with ``baton up -f`` and put under the same requests at the same times by ``baton bench serve``'s
 own code. Reported is every figure beside its prediction; it fails if the median error is above ``--within`` or another
-ratio than the predicted one is best.
+ratio than the predicted one has most goodput. Which one has most per instance is reported, of all runs and of those
+near the knee alone: overloaded ones have a goodput that a few milliseconds decide.
 
 Instances on this machine share its cores, and so does whatever else runs here. By default steps are therefore paced
 (``benchmarks/planner_parts/paced_executor.py``): the model runs, everything around it is real, and a step takes a time
@@ -210,10 +211,11 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
     best = {}
     for kind in ("predicted", "measured"):
         for name, share in (("goodput", lambda row: 1), ("goodput per instance", lambda row: row["instances"])):
-            goodputs = {row["ratio"]: 0.0 for row in found["rows"]}
-            for row in found["rows"]:
-                goodputs[row["ratio"]] = max(goodputs[row["ratio"]], row[kind]["goodput"] / share(row))
-            best[f"{kind} {name}"] = max(goodputs, key=lambda ratio: goodputs[ratio])
+            for where, loads in (("", tuple(LOADS)), (" near the knee", ("near",))):
+                goodputs = {row["ratio"]: 0.0 for row in found["rows"]}
+                for row in (each for each in found["rows"] if each["load"] in loads):
+                    goodputs[row["ratio"]] = max(goodputs[row["ratio"]], row[kind]["goodput"] / share(row))
+                best[f"{kind} {name}{where}"] = max(goodputs, key=lambda ratio: goodputs[ratio])
     return {
         "median_error": round(statistics.median(errors), 4),
         "median_error_by_figure": {name: round(error, 4) for name, error in by.items()},
@@ -248,7 +250,7 @@ def main() -> int:
     if args.write:
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
     best = found["best"]
-    right = all(best[f"predicted {name}"] == best[f"measured {name}"] for name in ("goodput", "goodput per instance"))
+    right = best["predicted goodput"] == best["measured goodput"]
     return int(found["median_error"] > args.within or not right)
 
 
