@@ -70,6 +70,7 @@ def logits(path: Path, tokens: torch.Tensor, **changes: Any) -> torch.Tensor:
 def test_transformers_reads_the_same_numbers(written: Callable[..., Path], scheme: str, calibrated: bool) -> None:
     if scheme == "nf4":
         pytest.importorskip("bitsandbytes")
+        pytest.importorskip("accelerate")
     path, tokens = written(scheme, calibrated=calibrated), torch.arange(6, 60)[None]
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
@@ -110,6 +111,18 @@ def test_compressed_tensors_decompresses_the_same_weights(written: Callable[...,
     loaded = load_model(EngineConfig(model=str(path), dtype="float32")).module
     expected = loaded.get_submodule(name).held.get().dequantize()
     torch.testing.assert_close(found.float(), expected.to(found.dtype).float(), rtol=1e-2, atol=1e-3)
+
+
+def test_bitsandbytes_dequantizes_the_same_weights(written: Callable[..., Path]) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    path, name = written("nf4"), "model.layers.1.mlp.down_proj"
+    tensors = load_file(path / "model.safetensors")
+    parts = {key: value for key, value in tensors.items() if key.startswith(f"{name}.weight.")}
+    state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
+    found = functional.dequantize_4bit(tensors[f"{name}.weight"], quant_state=state)
+    loaded = load_model(EngineConfig(model=str(path), dtype="float32")).module
+    expected = loaded.get_submodule(name).held.get().dequantize(torch.bfloat16)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", MOST_ERROR)
