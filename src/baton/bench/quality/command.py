@@ -20,7 +20,7 @@ _EPILOG = """what is measured:
   KL, top-1   of the next token's distribution from the reference's, in nats per token; share of tokens after which
               both think the same token is the most likely one
   tokens/s    prefill of --isl tokens; decode of 1 and of --batch-size sequences after as many tokens
-  weights     memory that the process took to load the model
+  weights     memory that the process took to load the model, libraries included (some 220 MiB)
   KV          bytes per token
 
 exit status:
