@@ -3,4 +3,6 @@
 ``corpus`` reads the standard library, ``conversations`` makes chats out of its functions, ``tokenizer`` encodes both,
 ``batches`` keeps them apart from what is held out and makes training rows, ``training`` holds the network and its
 loop, ``evaluation`` measures and samples it, ``card`` writes ``README.md`` and ``loss_curve.svg`` from the run's log.
+Its sibling ``models/baton-tiny-tools``: ``tool_conversations`` makes its data up, ``tool_training`` trains and measures
+it, from an ``induction`` circuit on.
 """

@@ -38,6 +38,8 @@ class Tokenizer:
     Attributes:
         vocab_size: Ids are below it, as far as the tokenizer knows; a model may have more (padded embeddings).
         special_ids: Ids that are left out of decoded text unless asked for.
+        marker_ids: Ids of added tokens that grammars know as tokens, and not by their text: special ones, and those in
+            angle brackets whether they are special (``<tool_call>`` of Qwen's is not) or not.
         special_tokens: Named special tokens (``bos_token`` and so on), as chat templates want them.
         eos_token_ids: Ids that end a text, by ``generation_config.json``, else by the named end token.
         encoder: What makes ids of text: ``fastokens``, or ``tokenizers`` where that cannot or gives other ids.
@@ -59,6 +61,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        bracketed = (i for i, token in added.items() if token.content.startswith("<") and token.content.endswith(">"))
+        self.marker_ids = self.special_ids.union(bracketed)
         eos = self.token_id(self.special_tokens.get("eos_token"))
         self.eos_token_ids = eos_token_ids or frozenset(() if eos is None else (eos,))
         parts = json.loads(backend.to_str())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from scripts.demo_model.card import render_tool_card
 from scripts.demo_model.induction import start_with_induction
 from scripts.demo_model.tool_conversations import ConversationMaker, Exchange
 from scripts.demo_model.tool_training import CALL_TOKENS, MAX_CONTEXT, SHAPE, ToolRows, make_tokenizer
@@ -17,6 +19,7 @@ from baton.dialects import CallArguments, CallStart, DialectParser
 from baton.dialects.choice import choose_dialects
 
 SEEDS = range(60)
+MODEL = Path(__file__).resolve().parents[3] / "models" / "baton-tiny-tools"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,13 @@ def copied(model: Any, rows: torch.Tensor) -> float:
     """Return the share of tokens of the second half that the model says after what came before."""
     likeliest = model(input_ids=rows, use_cache=False).logits[:, 21:-1].argmax(-1)
     return float((likeliest == rows[:, 22:]).float().mean())
+
+
+def test_the_model_that_comes_along_is_small_and_its_card_says_what_its_log_says() -> None:
+    log = json.loads((MODEL / "training_log.json").read_text("utf-8"))
+    assert (MODEL / "README.md").read_text("utf-8") == render_tool_card(log)
+    assert log["results"]["calls_right"] >= 0.8 * log["results"]["calls_total"]
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 8 << 20
 
 
 def test_words_that_are_held_out_are_in_no_training() -> None:

@@ -94,7 +94,8 @@ class ModelDialects:
             written = choose_dialects(*self._names, chat_template=template)
             if read.tools is None and self._names[0] == AUTO:
                 read = written = Dialects(TOOL_DIALECTS[DEFAULT_TOOLS], read.reasoning)
-            special = {model.tokenizer.token_text(token_id): token_id for token_id in model.tokenizer.special_ids}
-            shown = read.shown_tokens({token_id: name for name, token_id in special.items()})
-            known = self._known[model.tokenizer] = _Known(read, written, special, shown)
+            tokenizer = model.tokenizer
+            shown = read.shown_tokens({token_id: tokenizer.token_text(token_id) for token_id in tokenizer.special_ids})
+            markers = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.marker_ids}
+            known = self._known[tokenizer] = _Known(read, written, markers, shown)
         return known

@@ -60,7 +60,9 @@ class GuidanceMatcher:
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must follow."""
-        return self.inner.compute_ff_tokens()
+        found = self.inner.compute_ff_tokens()
+        # A literal may be written like an added token, which the grammar does not know by its text: it is spelled then.
+        return found[: self.inner.validate_tokens(found)] if found else found
 
     def roll_back(self, count: int) -> None:
         """Take back the last ``count`` tokens."""

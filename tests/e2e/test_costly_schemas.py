@@ -1,0 +1,45 @@
+"""Schemas that cost much, through a router and instances: refused or answered, and nobody else notices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from tests.e2e.test_up import Running, start, stop
+from tests.grammars.beside import COSTLY, streams, streams_beside
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def up(model: str) -> Iterator[Running]:
+    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", model)
+    try:
+        if running.process.poll() is not None:
+            pytest.fail("".join(running.lines))
+        yield running
+        stop(running)
+    finally:
+        running.process.kill()
+        running.end()
+
+
+async def test_streams_beside_costly_schemas_have_the_tokens_that_they_have_alone(up: Running) -> None:
+    services = {child.pid for child in psutil.Process(up.process.pid).children()}
+    async with httpx.AsyncClient(base_url=up.url, timeout=120) as client:
+        alone, _ = await streams(client, tokens=120)
+        assert all(alone)
+        sent = 0
+        for numbers in (itertools.count(first) for first in (0, 1000, 2000)):
+            beside, _, more = await streams_beside(client, numbers, tokens=120)
+            assert beside == alone
+            sent += more.total()
+            if sent >= len(COSTLY):
+                break
+        assert sent >= len(COSTLY)  # each of them was answered as it should be, see send_costly
+        metrics = (await client.get("/metrics")).text
+    assert "baton_router_grammars_refused_total" in metrics
+    assert services == {child.pid for child in psutil.Process(up.process.pid).children()}
