@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **MOE}),
     "mistral": ("mistral", {"sliding_window": 24}),
     "mixtral": ("mixtral", {"num_local_experts": 4, **MOE}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 24, **MOE}),

@@ -207,9 +207,8 @@ class _Config:
         return config
 
     def _add_gemma(self, config: dict[str, Any]) -> None:
-        config["hidden_activation"] = "gelu_pytorch_tanh"
+        config["hidden_activation" if self._kind.sandwich else "hidden_act"] = "gelu_pytorch_tanh"
         if not self._kind.sandwich:
-            config["hidden_act"] = "gelu_pytorch_tanh"
             return
         layers, head_dim = config["num_hidden_layers"], config["head_dim"]
         large = layers == _LARGE_GEMMA.get(self._prefix)

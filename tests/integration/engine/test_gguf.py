@@ -26,7 +26,7 @@ from baton.rpc.channel import open_channel
 from baton.types import SamplingParams
 
 NEW_TOKENS = 16
-KINDS = {"llama": "Q8_0", "qwen2": "Q4_0", "qwen3": "Q5_1", "gemma2": "Q4_1", "gemma3": "Q5_0"}
+KINDS = {"llama": "Q8_0", "qwen2": "Q4_0", "qwen3": "Q5_1", "gemma2": "Q4_1", "gemma3": "Q5_0", "gemma": "Q8_0"}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.1}
 """As rows of K-quants need it."""
 

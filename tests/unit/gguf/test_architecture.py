@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.gguf.architecture import llama3_divisors, model_config, tensor_rules
 from baton.gguf.container import read_gguf
 
-SERVED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+SERVED = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
