@@ -85,7 +85,7 @@ def libraries(*, every: bool) -> list[Library]:
     )
     variants = _variants()
     wanted = variants.VARIANTS.get(platform.machine(), ()) if every else variants.runnable_variants()
-    sources, includes = (tuple(sorted((OPERATORS / "csrc").glob(pattern))) for pattern in ("*.cpp", "*.h"))
+    sources, includes = (tuple(sorted((OPERATORS / "csrc").glob(pattern))) for pattern in ("**/*.cpp", "**/*.h"))
     mark = HELPERS / "build_mark.c"
     return [
         helpers,
@@ -169,9 +169,9 @@ def build(wanted: Iterable[Library]) -> list[Library]:
             library.target.parent.mkdir(parents=True, exist_ok=True)
             (Path(folder) / str(at)).mkdir()
         jobs = [
-            (tools, library, source, Path(folder) / str(at) / f"{source.stem}.o")
+            (tools, library, source, Path(folder) / str(at) / f"{number}-{source.stem}.o")
             for at, library in enumerate(stale)
-            for source in library.sources
+            for number, source in enumerate(library.sources)
         ]
         list(pool.map(lambda job: _compile(*job), jobs))
         for at, library in enumerate(stale):

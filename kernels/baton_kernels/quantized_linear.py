@@ -95,7 +95,7 @@ class PlainQuantizedLinear:
 
 
 class QuantizedCall(ctypes.Structure):
-    """The C structure ``QuantizedLinear``; see ``csrc/quantized_linear.cpp``."""
+    """The C structure ``QuantizedLinear``; see ``csrc/quantized/quantized_linear.cpp``."""
 
     _fields_: ClassVar[list[Any]] = [
         ("shape", QuantizedShape),

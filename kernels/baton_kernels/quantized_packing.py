@@ -1,4 +1,4 @@
-"""Quantized weights in the order in which the C++ operators read them; see ``csrc/quantized.h``."""
+"""Quantized weights in the order in which the C++ operators read them; see ``csrc/quantized/quantized.h``."""
 
 from __future__ import annotations
 

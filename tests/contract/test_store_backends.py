@@ -33,8 +33,8 @@ from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, S
 from baton.kv_transfer.connector.store.cluster import StoreCluster
 from baton.kv_transfer.connector.store.connector import open_store
 from baton.kv_transfer.connector.store.nodes import Heat, Placement, segments_of
-from baton.rpc.redis_client import open_redis
-from baton.rpc.registrations import store_node_key
+from baton.rpc.redis.client import open_redis
+from baton.rpc.redis.registrations import store_node_key
 from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.config import KVStoreConfig

@@ -14,11 +14,11 @@ from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, R
 from baton_kernels.paged_attention.latent import LatentProjections
 
 _STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""What lies in the pool, as ``csrc/paged_attention.h`` numbers it."""
+"""What lies in the pool, as ``csrc/attention/paged_attention.h`` numbers it."""
 
 
 class AttentionCall(ctypes.Structure):
-    """The C structure ``Attention``; see ``csrc/paged_attention.h``."""
+    """The C structure ``Attention``; see ``csrc/attention/paged_attention.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),

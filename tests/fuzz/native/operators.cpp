@@ -5,7 +5,7 @@
 
 #include "choices.h"
 #include "linear.h"
-#include "paged_attention.h"
+#include "attention/paged_attention.h"
 #include "tensors.h"
 
 using namespace baton;

@@ -21,7 +21,7 @@ from baton.api.v1 import events_pb2
 from baton.errors import BatonError, ConfigError
 from baton.hashing import HashChain
 from baton.rpc.channel import Backoff
-from baton.rpc.registrations import read_registration
+from baton.rpc.redis.registrations import read_registration
 from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier, EventGapError

@@ -21,8 +21,8 @@ from tests.support.servers.fake_worker import FakeWorker
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.errors import ConfigError
-from baton.rpc.redis_client import end_task, open_redis
-from baton.rpc.registrations import instance_key
+from baton.rpc.redis.client import end_task, open_redis
+from baton.rpc.redis.registrations import instance_key
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, redis_registration
 from baton_router.config import RouterConfig

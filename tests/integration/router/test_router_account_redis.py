@@ -11,7 +11,7 @@ import pytest
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.errors import ConfigError
-from baton.rpc.redis_client import open_redis
+from baton.rpc.redis.client import open_redis
 from baton_router.accounts.sources import accounts_key
 from baton_router.app import RouterApp
 from baton_router.config import RouterConfig

@@ -24,9 +24,9 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2_grpc
 from baton.rpc.channel import open_channel
-from baton.rpc.redis_client import open_redis, redis_errors, redis_ms
-from baton.rpc.registered import MAX_ANSWER_BYTES, Registrations
-from baton.rpc.registrations import instance_key, news_key, sign_registration
+from baton.rpc.redis.client import open_redis, redis_errors, redis_ms
+from baton.rpc.redis.registered import MAX_ANSWER_BYTES, Registrations
+from baton.rpc.redis.registrations import instance_key, news_key, sign_registration
 from baton.rpc.service_token import read_token
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, Registration, redis_registration

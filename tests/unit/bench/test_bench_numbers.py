@@ -26,7 +26,7 @@ from baton.bench.kv.specs import OverlapSpec, RunSpec, Shape, SourceSpec
 from baton.errors import ConfigError
 from baton.kv_transfer.protocol.frames import BadFrameError
 
-DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-kv.md"
+DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/kv.md"
 
 
 class Known:

@@ -26,7 +26,7 @@ from baton.errors import ConfigError
 from baton.tokenizer import Tokenizer
 
 MODEL = "models/baton-tiny"
-DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-serve.md"
+DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/serve.md"
 
 
 def sample(*arrivals: float, number: int = 0, sent: float = 10.0, tokens: int | None = None, error: str = "") -> Sample:

@@ -16,7 +16,7 @@ from baton.config.flags import option
 from baton.config.secrets import flags_with_passwords, shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
-from baton.rpc.redis_client import open_redis
+from baton.rpc.redis.client import open_redis
 from baton_router.config import check_address
 
 

@@ -21,7 +21,7 @@ from baton_kvstore.bench.plan import Options, Pattern, chain_names, make_plans
 from baton_kvstore.bench.records import Cell, Sample, find_ratios, measure_record
 from baton_kvstore.bench.replay import REPLAYED, read_chains, replay
 
-DOC = Path(__file__).resolve().parents[3] / "docs" / "bench-store.md"
+DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/store.md"
 CHAINS = st.lists(
     st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=30
 )  # numbers that choose a branch of a tree

@@ -1,4 +1,4 @@
-"""What a run reports: records (docs/bench-store.md has the fields), how samples become them, tables, a plot."""
+"""What a run reports: records (docs/bench/store.md has the fields), how samples become them, tables, a plot."""
 
 from __future__ import annotations
 

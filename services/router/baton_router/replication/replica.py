@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.rpc.channel import Backoff
-from baton.rpc.redis_client import end_task, redis_errors
+from baton.rpc.redis.client import end_task, redis_errors
 from baton.rpc.service_token import Token
 from baton.types import Role
 from baton_router.config import RouterConfig

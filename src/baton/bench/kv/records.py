@@ -1,4 +1,4 @@
-"""What a run reports: a kind of record per line of ``--json`` (docs/bench-kv.md has the fields), tables, a plot."""
+"""What a run reports: a kind of record per line of ``--json`` (docs/bench/kv.md has the fields), tables, a plot."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _STALL_SHARE = 0.1
 steps carry the prompt's chunks, so they all wait for it."""
 
 _EVEN_SHARE = 0.1
-"""Of the shortest prefill, at most: about what a prediction is off by. In replays (docs/bench-router.md) 0.02 to 0.2
+"""Of the shortest prefill, at most: about what a prediction is off by. In replays (docs/bench/router.md) 0.02 to 0.2
 gave the same time to first token."""
 
 

@@ -18,9 +18,9 @@ from baton.errors import BatonError, ConfigError, QueueFullError, UnavailableErr
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.rpc.redis_client import end_task, open_redis
-from baton.rpc.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
-from baton.rpc.registrations import LEASE_TTL_S, store_news_key, store_node_key
+from baton.rpc.redis.client import end_task, open_redis
+from baton.rpc.redis.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
+from baton.rpc.redis.registrations import LEASE_TTL_S, store_news_key, store_node_key
 from baton.rpc.service_token import Token
 from baton.types import BlockHash, Tenant
 

@@ -1,7 +1,7 @@
 // Rows of inputs as the products with quantized weights read them: in the order and with the gaps of the weights'
 // groups, some rows side by side, and their sums by segment, which zeros of weights are multiplied with.
 #pragma once
-#include "expert_plan.h"
+#include "../expert_plan.h"
 #include "quantized_products.h"
 
 namespace baton {

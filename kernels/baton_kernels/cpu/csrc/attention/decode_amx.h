@@ -2,7 +2,7 @@
 // head. Keys are multiplied as they lie in the pool (scores come out transposed), values after pairs of keys were put side
 // by side.
 #pragma once
-#include "amx.h"
+#include "../amx.h"
 #include "decode.h"
 
 #if defined(BATON_AMX)

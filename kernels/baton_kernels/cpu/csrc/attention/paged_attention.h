@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "storage.h"
-#include "team.h"
+#include "../team.h"
 
 namespace baton {
 

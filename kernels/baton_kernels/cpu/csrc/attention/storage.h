@@ -3,7 +3,7 @@
 #pragma once
 #include <algorithm>
 
-#include "vec.h"
+#include "../vec.h"
 
 namespace baton {
 

@@ -1,6 +1,6 @@
 // A mixture of experts (experts.cpp) with quantized weights: the rows of all experts as in quantized_linear.cpp, inputs
 // of both products as they are or rounded to int8.
-#include "activation.h"
+#include "../activation.h"
 #include "quantized_amx.h"
 #include "quantized_multiply.h"
 

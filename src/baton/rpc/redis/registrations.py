@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.errors import UnauthenticatedError
 from baton.logs import Absence
-from baton.rpc.redis_client import end_task, open_redis, redis_errors, redis_ms
+from baton.rpc.redis.client import end_task, open_redis, redis_errors, redis_ms
 from baton.rpc.service_token import Token
 
 if TYPE_CHECKING:

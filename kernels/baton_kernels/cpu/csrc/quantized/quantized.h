@@ -8,8 +8,8 @@
 #pragma once
 #include <algorithm>
 
-#include "team.h"
-#include "vec.h"
+#include "../team.h"
+#include "../vec.h"
 
 namespace baton {
 

@@ -1,7 +1,7 @@
 // Many rows of inputs times a panel of quantized weights in AMX's tiles: in integers, inputs rounded to int8, or,
 // weights unpacked, in bfloat16.
 #pragma once
-#include "amx.h"
+#include "../amx.h"
 #include "quantized_multiply.h"
 
 #if defined(BATON_AMX)

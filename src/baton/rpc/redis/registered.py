@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from baton.errors import BatonError, UnauthenticatedError
 from baton.logs import Absence
 from baton.rpc.channel import Backoff
-from baton.rpc.redis_client import RedisStream, redis_errors, redis_ms
-from baton.rpc.registrations import LEASE_TTL_S, read_registration
+from baton.rpc.redis.client import RedisStream, redis_errors, redis_ms
+from baton.rpc.redis.registrations import LEASE_TTL_S, read_registration
 from baton.rpc.service_token import Token
 
 if TYPE_CHECKING:

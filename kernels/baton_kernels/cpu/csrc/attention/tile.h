@@ -3,7 +3,7 @@
 // Keys and values of a tile are packed once and stay in the first-level cache while all rows go over them, MR rows at a
 // time: scores in registers, softmax kept online, weights times values added to the rows' outputs.
 #pragma once
-#include "amx.h"
+#include "../amx.h"
 #include "paged_attention.h"
 
 namespace baton {

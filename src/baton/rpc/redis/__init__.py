@@ -1,0 +1,1 @@
+"""Redis as services use it: its client, and registrations there that are signed."""
