@@ -170,12 +170,13 @@ class Fingerprint:
             raise _may_be_cast("here")
 
     def require_akin(self, other: Fingerprint, *, who: str = "peer") -> None:
-        """Refuse a peer whose KV is of another model; it may be cut up otherwise, and of another dtype.
+        """Refuse a peer whose KV is of another model; it may be cut up otherwise, and of another dtype with scales.
 
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS | {"kv_scales"})
+        scales = frozenset() if self.kv_dtype == other.kv_dtype else {"kv_scales"}
+        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS | scales)
 
     def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
         """Refuse a peer whose blocks are not the same thing.
