@@ -383,11 +383,8 @@ class EngineCore:
         again = sequence.num_preemptions > 0
         group.transfer = group.transfer.then(update.stats) if again else update.stats
         if update.error is not None:
-            _log.warning(
-                "load of request %s fell short: %s",
-                *(update.request_id, update.error),
-                extra={"request_id": update.request_id},
-            )
+            extra = {"request_id": update.request_id}
+            _log.warning("load of request %s fell short: %s", update.request_id, update.error, extra=extra)
             if self._config.kv_load_failure == "fail":
                 self._scheduler.load_ended(sequence)  # it can be ended like any other
                 self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
