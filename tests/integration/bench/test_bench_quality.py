@@ -46,7 +46,7 @@ def test_figures_are_those_of_transformers(model: Path, tmp_path: Path, capsys: 
     assert reference["kl"] < 1e-6
     assert reference["top1"] == 1.0
     assert 0 < int4["kl"] <= int4["kl_p99"]
-    assert 0.5 < int4["top1"] <= 1.0
+    assert 0.2 < int4["top1"] < 1.0  # of weights drawn at random, whose tokens are close calls
     for record in (reference, int4):
         assert len(record["decode_tokens_per_s"]) == 2
         assert min(record["prefill_tokens_per_s"], *record["decode_tokens_per_s"]) > 0

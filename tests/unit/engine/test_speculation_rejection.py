@@ -130,7 +130,7 @@ def test_answers_are_distributed_as_without_drafts(
 ) -> None:
     answers, core = run(compiler, DRAFTERS[name](plain), DRAWN, range(COUNT, 2 * COUNT))
     assert core.speculator is not None
-    assert sum(core.speculator.stats.accepted.values()) > 50  # else nothing was tried
+    assert sum(core.speculator.stats.accepted.values()) > 30  # else nothing was tried
     assert chi_square(plain, answers) < CHI_SQUARE_LIMIT
 
 

@@ -92,7 +92,7 @@ def _refuse_unknown(config: dict[str, Any]) -> None:
             "transform_config", "transforms of weights and inputs (Hadamard rotations) are not supported"
         )
     status = config.get("quantization_status")
-    if status not in {None, "compressed"}:
+    if status is not None and status != "compressed":
         raise config_error("quantization_status", f"must be 'compressed', got {status!r}")
 
 
