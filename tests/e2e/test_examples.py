@@ -95,9 +95,10 @@ BLOCKS = {
 def test_python_of_the_documents_runs_as_it_stands(name: str, up: Running, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = FENCE.findall(Path(name).read_text(encoding="utf-8"))
     assert len(blocks) == len(BLOCKS[name])
+    names: dict[str, object] = {"__name__": "__main__"}
     for block, what in zip(blocks, BLOCKS[name], strict=True):
         assert what in block
         here = block.replace("127.0.0.1:8001", up.grpc).replace("http://127.0.0.1:8000", up.url)
-        exec(compile(here, name, "exec"), {"__name__": "__main__"})
+        exec(compile(here, name, "exec"), names)
         if "print(" in block:
             assert capsys.readouterr().out.strip()
