@@ -36,6 +36,7 @@ READY = b"Ctrl-C ends everything"
 TALK = ("Write a function `main` that prints its arguments.", "And one that reads a file.")
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 """Fonts that would be fetched from elsewhere."""
+_BUSY = re.compile(rb"[1-9][0-9]* running")
 
 
 class Terminal:
@@ -102,16 +103,17 @@ def picture(output: bytes, title: str, columns: int) -> str:
 
 
 def status(url: str, seconds: float) -> str:
-    """Watch for some seconds, and return the last frame."""
+    """Watch until requests run, and for some seconds more; return the last whole frame with some."""
     columns = 132
-    watching = Terminal((*BATON, "status", "--watch", "--url", url), columns, 24)
-    began = time.monotonic()
+    watching = Terminal((*BATON, "status", "--watch", "--interval-s", "0.5", "--url", url), columns, 24)
     try:
-        watching.read(lambda output: time.monotonic() - began > seconds, seconds + 30)
+        watching.read(lambda output: _BUSY.search(output) is not None, 60)
+        ends = time.monotonic() + seconds
+        watching.read(lambda output: time.monotonic() > ends, seconds + 30)
     finally:
         watching.end()
-    frames = [frame for frame in watching.output.split(b"\x1b[H") if b"prefill-0" in frame]
-    return picture(frames[-2 if len(frames) > 1 else -1], "baton status --watch", columns)  # the last may be cut
+    frames = [frame for frame in watching.output.split(b"\x1b[H")[:-1] if _BUSY.search(frame)]  # the last may be cut
+    return picture(frames[-1], "baton status --watch", columns)
 
 
 def chat(grpc: str) -> str:
@@ -144,11 +146,7 @@ def serve(url: str) -> str:
         measuring.read(lambda output: False, 120)
     finally:
         measuring.end()
-    report = (
-        measuring.output[measuring.output.rindex(b"\x1b[2K") :]
-        if b"\x1b[2K" in measuring.output
-        else (measuring.output)
-    )
+    report = measuring.output[measuring.output.index(b"=====") :]
     return picture(report, "baton bench serve", columns)
 
 
