@@ -170,7 +170,7 @@ def main() -> int:
         try:
             (args.out / "status.svg").write_text(status(url, args.seconds), encoding="utf-8")
         finally:
-            loading.send_signal(signal.SIGINT)
+            loading.kill()
             loading.wait(60)
     finally:
         up.end()
