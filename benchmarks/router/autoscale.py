@@ -48,6 +48,7 @@ RESULT = Path(__file__).parents[1] / "results" / "autoscale.json"
 MODEL = str(Path(__file__).parents[2] / "models" / "baton-tiny")
 PREFILL_S_PER_TOKEN, STEP_S, STEP_S_PER_SEQUENCE = 1.5e-3, 60e-3, 6e-3
 TTFT_MS, ITL_MS = 3000.0, 180.0
+STEP: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "prefill_chunk": 256}
 RATIO = {Role.PREFILL: 2, Role.DECODE: 2}
 
 
@@ -137,7 +138,7 @@ async def fleet() -> AsyncIterator[tuple[AsyncClient, list[WorkerInstance]]]:
         for role, count in RATIO.items():
             for at in range(count):
                 config = WorkerConfig(instance_id=f"{role}-{at}", routers=(address,), pipes=("shm",))
-                engine = EngineConfig(model=MODEL, dtype="float32", kv_blocks=3000, step_budget_ms=0, max_num_seqs=64)
+                engine = EngineConfig(model=MODEL, dtype="float32", kv_blocks=3000, step_budget_ms=0, **STEP)
                 instance = WorkerInstance(role, config, engine)
                 await instance.start()
                 stack.push_async_callback(instance.stop, 0)

@@ -16,8 +16,6 @@ from baton.autoscale.step_time import StepTime
 from baton.config.autoscale import AutoscaleConfig
 from baton.types import Role
 
-_FULL = 0.9
-"""Part of the window that looks have to cover before anything is decided."""
 _LEAST_LOOKS = 3
 
 
@@ -81,11 +79,11 @@ class Policy:
         if window and any(window[-1].count(role) != counts[role] for role in ROLES):
             window.clear()  # what was seen of another ratio says nothing of this one
         window.append(seen)
-        while window[0].at < seen.at - config.scale_window_s:
-            window.popleft()
+        while len(window) > 1 and window[1].at <= seen.at - config.scale_window_s:
+            window.popleft()  # the one before the window's begin stays: so it is full from some time on, and for ever
         if not counts[Role.DECODE]:
             return self._hold("there is no decode instance")
-        if len(window) < _LEAST_LOOKS or seen.at - window[0].at < _FULL * config.scale_window_s:
+        if len(window) < _LEAST_LOOKS or seen.at - window[0].at < config.scale_window_s:
             return self._hold("watching")
         growth, itl = 1.0, seen.stats.itl_ms
         if itl is not None:

@@ -10,8 +10,8 @@ from baton.config.autoscale import AutoscaleConfig
 from baton.types import Role
 
 ROLES = (Role.PREFILL, Role.DECODE)
-_HELD_BACK_S = 0.8
-"""Work per prefill instance from which routers may keep further prompts back: a second of it, by their own estimate."""
+_NEARLY_FULL = 0.75
+"""Share of decode's targets, or of its batches, from which what waits in the router is taken to wait for decode."""
 _MOST_BY_WORK = 0.99
 """What a role's being at work counts at most: that alone makes no role pressed, it only keeps instances there."""
 
@@ -26,6 +26,7 @@ class RoleLoad:
         tokens_per_s: How fast they compute prompts; 0: unknown.
         waiting: Requests that wait.
         running: Sequences in their batches.
+        slots: Sequences that their batches can have; 0: unknown.
         kv: Share of the KV blocks in use, from 0 to 1.
         working: Share of the instances that have something to do.
     """
@@ -35,6 +36,7 @@ class RoleLoad:
     tokens_per_s: float
     waiting: int
     running: int
+    slots: int
     kv: float
     working: float
 
@@ -121,6 +123,7 @@ def _role_load(instances: Sequence[Instance]) -> RoleLoad:
         tokens_per_s=sum(load.prefill_tokens_per_s for load in loads),
         waiting=sum(load.num_waiting for load in loads),
         running=sum(load.num_running for load in loads),
+        slots=sum(each.max_num_seqs for each in instances),
         kv=sum(load.blocks_active for load in loads) / blocks if blocks else 0.0,
         working=working / len(loads) if loads else 0.0,
     )
@@ -136,7 +139,7 @@ def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth
 
     Some signals are of whoever is to blame. Where requests wait on decode instances, a late first token is decode's
     doing; where prompts wait and decode instances compute some by themselves, slow tokens are prefill's. What waits in
-    the router waits for prefill where prefill instances have as much to do as routers give them, else for decode.
+    the router waits for decode where decode's KV, batches or queues are nearly full, else for prefill.
 
     Args:
         window: Looks, the latest last; at least one.
@@ -148,7 +151,11 @@ def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth
         return sum(map(of, window)) / len(window)
 
     prefill, decode = ROLES
-    queue_s, kv, waiting = mean(_queue_s), mean(lambda x: x.loads[decode].kv), mean(_waiting_per_decode)
+    kv, own = mean(lambda x: x.loads[decode].kv), mean(lambda x: x.loads[decode].waiting / max(1, x.count(decode)))
+    slots = mean(lambda x: x.loads[decode].running / max(1, x.loads[decode].slots) if x.loads[decode].slots else 0.0)
+    full = max(kv / config.scale_kv, own / config.scale_decode_queue, slots) >= _NEARLY_FULL
+    queue_s = mean(lambda x: _queue_s(x, in_router=not full))
+    waiting = own + mean(lambda x: x.stats.num_waiting / max(1, x.count(decode)) if full else 0.0)
     p = {"queue": queue_s / config.scale_prefill_queue_s}
     d = {"kv": kv / config.scale_kv, "queue": waiting / config.scale_decode_queue}
     p_facts = {"queue": f"{queue_s:.2g} s of prompts wait, {config.scale_prefill_queue_s:g} are wanted"}
@@ -177,22 +184,8 @@ def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth
     }
 
 
-def _own_queue_s(x: Observation) -> float:
-    """Seconds of prompts on the instances that compute them; without prefill instances decode's do."""
+def _queue_s(x: Observation, *, in_router: bool) -> float:
+    """Seconds of prompts that wait, on instances or in the router; without prefill instances decode's compute them."""
     load = x.loads[Role.PREFILL if x.count(Role.PREFILL) else Role.DECODE]
-    return load.waiting_tokens / load.tokens_per_s if load.tokens_per_s > 0 else 0.0
-
-
-def _queue_s(x: Observation) -> float:
-    """Seconds of prompts that wait for prefill, those in the router too."""
-    own_s = _own_queue_s(x)
-    if own_s < _HELD_BACK_S:
-        return own_s
-    load = x.loads[Role.PREFILL if x.count(Role.PREFILL) else Role.DECODE]
-    return own_s + x.stats.waiting_prompt_tokens / load.tokens_per_s
-
-
-def _waiting_per_decode(x: Observation) -> float:
-    """Requests that wait on decode instances, or in the router for one, per instance."""
-    in_router = x.stats.num_waiting if _own_queue_s(x) < _HELD_BACK_S else 0
-    return (x.loads[Role.DECODE].waiting + in_router) / max(1, x.count(Role.DECODE))
+    waiting = load.waiting_tokens + (x.stats.waiting_prompt_tokens if in_router else 0)
+    return waiting / load.tokens_per_s if load.tokens_per_s > 0 else 0.0

@@ -102,6 +102,7 @@ class Instance:
 
     Attributes:
         refused: Why the router does not take it although it answers; empty: it is not refused.
+        max_num_seqs: Sequences in one batch; 0: not known yet.
     """
 
     instance_id: str
@@ -113,6 +114,7 @@ class Instance:
     in_flight: int
     indexed_blocks: int
     refused: str = ""
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

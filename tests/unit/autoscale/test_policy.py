@@ -26,8 +26,8 @@ CONFIG = AutoscaleConfig(scale_window_s=10.0, scale_cooldown_s=30.0, scale_inter
 def seen(
     at: float, prefill: int, decode: int, *, queue_s: float = 0.0, kv: float = 0.0, **stats: object
 ) -> Observation:
-    p = RoleLoad(prefill, round(1000 * prefill * queue_s), 1000.0 * prefill, 0, 0, 0.0, min(1.0, queue_s))
-    d = RoleLoad(decode, 0, 0.0, 0, 4 * decode, kv, 1.0)
+    p = RoleLoad(prefill, round(1000 * prefill * queue_s), 1000.0 * prefill, 0, 0, 64 * prefill, 0.0, min(1.0, queue_s))
+    d = RoleLoad(decode, 0, 0.0, 0, 4 * decode, 64 * decode, kv, 1.0)
     return Observation(at, {P: p, D: d}, replace(CALM, **stats))  # type: ignore[arg-type]
 
 
@@ -111,8 +111,17 @@ def test_latencies_are_of_whoever_is_to_blame() -> None:
 def test_what_waits_in_the_router_waits_for_who_is_full() -> None:
     for_prefill = pressures([seen(0.0, 2, 2, queue_s=1.0, num_waiting=9, waiting_prompt_tokens=4000)], CONFIG)
     assert (for_prefill[P].value, for_prefill[D].value) == (3.0, 0.0)
-    for_decode = pressures([seen(0.0, 2, 2, queue_s=0.1, num_waiting=9, waiting_prompt_tokens=4000)], CONFIG)
-    assert (for_decode[P].name, for_decode[D].name, for_decode[D].value) == ("queue", "queue", 2.25)
+    full = seen(0.0, 2, 2, queue_s=0.1, num_waiting=9, waiting_prompt_tokens=4000)
+    loads = {**full.loads, D: replace(full.loads[D], running=120)}
+    for_decode = pressures([replace(full, loads=loads)], CONFIG)
+    assert (for_decode[P].value, for_decode[D].name, for_decode[D].value) == (pytest.approx(0.1), "queue", 2.25)
+
+
+def test_looks_that_come_late_keep_the_window_full() -> None:
+    policy = Policy(CONFIG)
+    found = [policy.decide(seen(1.13 * at, 1, 3, queue_s=0.5)) for at in range(60)]
+    first = next(at for at, each in enumerate(found) if each.why != "watching")
+    assert all(each.why != "watching" for each in found[first:])
 
 
 def test_what_does_not_grow_with_the_work_keeps_nobody() -> None:
@@ -140,7 +149,7 @@ def test_a_steps_growing_share_is_learnt_from_looks() -> None:
 
 def test_a_look_counts_those_that_take_requests() -> None:
     load = Load(1, 2, 0, 100, 30, 0, 500, 250.0, 0.0, 0, False)
-    base = Instance("p0", "h:1", P, True, "exact", load, 0, 0)
+    base = Instance("p0", "h:1", P, True, "exact", load, 0, 0, max_num_seqs=32)
     found = look(
         [
             base,
@@ -153,7 +162,7 @@ def test_a_look_counts_those_that_take_requests() -> None:
         7.0,
     )
     assert (found.count(P), found.count(D), found.unsettled) == (1, 1, ("d1", "p1"))
-    assert found.loads[P] == RoleLoad(1, 500, 250.0, 2, 1, 0.3, 1.0)
+    assert found.loads[P] == RoleLoad(1, 500, 250.0, 2, 1, 32, 0.3, 1.0)
 
 
 @given(

@@ -184,6 +184,7 @@ class Instance:
             in_flight=self.load.requests,
             indexed_blocks=self.events.num_blocks,
             refused=self.reason if self.status is Status.REFUSED else "",
+            max_num_seqs=0 if self.info is None else self.info.max_num_seqs,
         )
 
 

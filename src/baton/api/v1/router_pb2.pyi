@@ -824,6 +824,7 @@ class InstanceStatus(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     address: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -835,6 +836,8 @@ class InstanceStatus(_message.Message):
     indexed_blocks: _builtins.int
     refused: _builtins.str
     """why the router does not take it although it answers; empty: it is not refused"""
+    max_num_seqs: _builtins.int
+    """sequences in one batch; 0: not known yet"""
     @_builtins.property
     def load(self) -> _common_pb2.LoadReport: ...
     def __init__(
@@ -849,10 +852,11 @@ class InstanceStatus(_message.Message):
         in_flight: _builtins.int = ...,
         indexed_blocks: _builtins.int = ...,
         refused: _builtins.str = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "index_state", b"index_state", "indexed_blocks", b"indexed_blocks", "instance_id", b"instance_id", "load", b"load", "refused", b"refused", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "index_state", b"index_state", "indexed_blocks", b"indexed_blocks", "instance_id", b"instance_id", "load", b"load", "max_num_seqs", b"max_num_seqs", "refused", b"refused", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
