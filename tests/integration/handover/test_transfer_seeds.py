@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,8 +101,11 @@ class Workload:
         await asyncio.to_thread(proxy.close)
 
 
-@pytest.mark.parametrize(("policy", "seeds"), [("recompute", range(150)), ("fail", range(150, SEEDS))])
-async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: range) -> None:
+# Seed 72 cut the stream between two events: a copy that nobody waited for wrote into blocks that were computed again.
+@pytest.mark.parametrize(
+    ("policy", "seeds"), [("recompute", range(150)), ("fail", range(150, SEEDS)), ("recompute", [72] * 150)]
+)
+async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Sequence[int]) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(8, 512) for _ in range(rng.randrange(130, 260))] for _ in range(8)]
     work = Workload(prompts, hf_greedy(model, prompts, 6))

@@ -111,6 +111,8 @@ class _Events:
     fetches: list[asyncio.Task[None]] = field(default_factory=list)
     early: dict[object, asyncio.Task[FetchResult]] = field(default_factory=dict)
     """Fetches of blocks that are being computed, by their offer's key, until it is repeated."""
+    copies: list[asyncio.Task[FetchResult]] = field(default_factory=list)
+    """All of these since the stream began."""
     num_ready_tokens: int = 0
     ready_at: float = 0.0
 
@@ -284,8 +286,9 @@ class P2PConsumer(LoadingConnector):
             load.first_token = event.first_token
             load.source_cached_tokens = event.prefix_hit_tokens
         finally:
-            # No copy may write into our blocks after the report: stop the copies, then wait for them.
-            tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.early.values()]
+            # No copy may write into our blocks after the report: stop the copies, then wait for them. A task that is
+            # to wait for a copy may not have begun yet, and would end without: copies are waited for by themselves.
+            tasks: list[asyncio.Task[Any]] = [*state.fetches, *state.copies]
             if any(not task.done() for task in tasks):
                 load.cancelled.set()
                 for task in tasks:
@@ -303,6 +306,7 @@ class P2PConsumer(LoadingConnector):
             if wanted:
                 blocks = attempt.blocks(offer, wanted)
                 state.early[offer.key] = self._loop.create_task(self._fetch(load, attempt.source, blocks))
+                state.copies.append(state.early[offer.key])
             return
         if offer.num_tokens > state.num_ready_tokens:
             state.num_ready_tokens, state.ready_at = offer.num_tokens, time.perf_counter()
