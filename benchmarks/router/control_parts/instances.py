@@ -173,6 +173,7 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
         arena=SimpleNamespace(epoch=epoch, num_blocks=NUM_BLOCKS),
         executor=SimpleNamespace(
             layout=SimpleNamespace(num_groups=1),
+            description="simulated",
             fingerprint=FINGERPRINT,
             attention_backend="none",
             eos_token_ids=frozenset({0}),
