@@ -133,5 +133,6 @@ async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Se
         assert len(os.listdir("/proc/self/fd")) <= fds + 8 * RIGS, "descriptors leak"
     assert set(os.listdir("/dev/shm")) == segments
     assert sum(work.outcomes.values()) == len(seeds)
-    assert work.outcomes["untouched"] > 0
+    if len(set(seeds)) > 1:  # the one that is repeated may cut every stream
+        assert work.outcomes["untouched"] > 0
     assert work.outcomes["failed" if policy == "fail" else "recomputed"] > len(seeds) // 4, work.outcomes
