@@ -129,17 +129,16 @@ def _hugging_face(model: str, prompt: str, max_tokens: int) -> list[int]:
     """Generate greedily with transformers' own tokenizer, template and model code from the same files."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
-    quiet: Any = transformers_logging
-    quiet.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    messages = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    network.train(False)
-    inputs = torch.tensor([ids])
-    with torch.inference_mode():
+    from baton.engine.models.loader import quiet_transformers
+
+    with quiet_transformers(), torch.inference_mode():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        messages = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        network.train(False)
+        inputs = torch.tensor([ids])
         output = network.generate(
             inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, do_sample=False
         )

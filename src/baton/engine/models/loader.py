@@ -274,14 +274,24 @@ def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and loading reports out of a service's log."""
+    """Keep transformers' progress bars and loading reports out of a service's log.
+
+    What it imports on the way is kept quiet as well: torchao, where it is installed, tells of each of its libraries
+    that is for another device, and PyTorch of what torchao registers.
+    """
     logging_utils: Any = transformers.utils.logging
     bars, level = logging_utils.is_progress_bar_enabled(), logging_utils.get_verbosity()
     logging_utils.disable_progress_bar()
     logging_utils.set_verbosity_error()
+    imported = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in imported]
+    for logger in imported:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        for logger, before in zip(imported, levels, strict=True):
+            logger.setLevel(before)
         logging_utils.set_verbosity(level)
         if bars:
             logging_utils.enable_progress_bar()
