@@ -47,19 +47,27 @@ def rejection_sample(
     rows, width, vocab = target.shape
     tokens = np.full((rows, width), -1, np.int64)
     accepted = np.zeros(rows, np.int64)
-    for row in range(rows):
-        for at in range(int(counts[row]) + 1):
-            p, key = target[row, at].astype(np.float64), keys[row, at : at + 1]
-            p /= p.sum()
-            if at < counts[row]:
-                token = int(drafts[row, at])
-                q = np.eye(1, vocab, token)[0] if draft is None else draft[row, at].astype(np.float64)
-                if uniforms(key, np.array([ACCEPT], np.uint64))[0, 0] * q[token] <= p[token] and p[token] > 0:
-                    tokens[row, at] = token
-                    accepted[row] += 1
-                    continue
-                p = np.maximum(p - q, 0.0)
-            times = exponentials(key, np.arange(vocab, dtype=np.uint64) + np.uint64(TOKENS))[0]
-            tokens[row, at] = int(np.divide(times, p, out=np.full(vocab, np.inf), where=p > 0).argmin())
-            break
+    going = np.arange(rows)
+    for at in range(width):
+        p = target[going, at].astype(np.float64)
+        p /= p.sum(-1, keepdims=True)
+        kept = np.zeros(len(going), np.bool_)
+        some = np.flatnonzero(counts[going] > at)
+        if len(some):
+            drafted = drafts[going[some], at]
+            likely, numbers = p[some, drafted], uniforms(keys[going[some], at], np.array([ACCEPT], np.uint64))[:, 0]
+            q = np.ones(len(some)) if draft is None else draft[going[some], at, drafted].astype(np.float64)
+            right = (numbers * q <= likely) & (likely > 0)
+            kept[some] = right
+            tokens[going[some[right]], at] = drafted[right]
+            refused = some[~right]
+            if draft is None:
+                p[refused, drafted[~right]] = np.maximum(likely[~right] - 1.0, 0.0)
+            else:
+                p[refused] = np.maximum(p[refused] - draft[going[refused], at].astype(np.float64), 0.0)
+        last = going[~kept]
+        times = exponentials(keys[last, at], np.arange(vocab, dtype=np.uint64) + np.uint64(TOKENS))
+        tokens[last, at] = np.divide(times, p[~kept], out=np.full(times.shape, np.inf), where=p[~kept] > 0).argmin(-1)
+        going = going[kept]
+        accepted[going] += 1
     return tokens, accepted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,14 +125,42 @@ def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:
     assert [one is None for one in found.logprobs] == [False, True, True, True, False, False]
 
 
-def test_draws_follow_the_probabilities(library: CpuLibrary) -> None:
-    probs = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
-    logits = torch.full((1, 300), float("-inf"))
-    at = [0, 130, 131, 250, 299]  # in several chunks
-    logits[0, at] = probs.log()
-    count = 20000
-    tokens = CpuSampler(library)(logits.expand(count, -1), [filter_of(SamplingParams())] * count, keys_of(count, 7))
-    seen = Counter(tokens.tolist())
-    for token, expected in zip(at, probs.tolist(), strict=True):
-        assert abs(seen[token] / count - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
-    assert set(seen) <= set(at)
+DRAWS, BATCH = 1_000_000, 50_000
+
+
+def chi_square_of(operator: CpuSampler, params: SamplingParams, keys_at: Callable[[int], np.ndarray]) -> float:
+    """Return chi-square of a million draws, per degree of freedom; tokens that are filtered out must not come."""
+    logits = torch.randn(1, 140, generator=torch.Generator().manual_seed(3)) * 1.5
+    logits[0, 30:70] = -np.inf
+    probs = filter_batch((logits - logits.max()) / params.temperature, [params])[0].double().numpy()
+    counts = np.zeros(logits.shape[1], np.int64)
+    filters: Any = np.tile(np.array(filter_of(params), np.float64), (BATCH, 1))  # faster than as many tuples
+    for begin in range(0, DRAWS, BATCH):
+        tokens = operator(logits.expand(BATCH, -1), filters, keys_at(begin))
+        counts += np.bincount(tokens, minlength=len(counts))
+    expected = DRAWS * probs / probs.sum()
+    common = expected > 20
+    assert counts.sum() == DRAWS
+    assert not counts[probs == 0].any()
+    left = np.array([*counts[common], counts[~common].sum()]), np.array([*expected[common], expected[~common].sum()])
+    possible = left[1] > 0
+    return float((((left[0] - left[1]) ** 2)[possible] / left[1][possible]).sum() / (possible.sum() - 1))
+
+
+CHI_SQUARE_LIMIT = 2.0
+"""Per degree of freedom, of 29 at least: once in 800 tries at most, and seeds are fixed."""
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_p=0.9), SamplingParams(top_k=30)],
+    ids=["0.7", "1.3, top-p", "top-k"],
+)
+def test_a_million_draws_follow_the_probabilities(library: CpuLibrary, params: SamplingParams) -> None:
+    found = chi_square_of(CpuSampler(library), params, lambda begin: keys_of(BATCH, begin))
+    assert found < CHI_SQUARE_LIMIT
+
+
+def test_random_numbers_that_repeat_are_noticed(library: CpuLibrary) -> None:
+    params = SamplingParams(temperature=0.7)
+    assert chi_square_of(CpuSampler(library), params, lambda _: keys_of(BATCH)) > 2 * CHI_SQUARE_LIMIT

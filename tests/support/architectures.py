@@ -336,7 +336,7 @@ def make_model(case: Case, folder: Path, *, seed: int = 0) -> Any:
     with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
         model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32, attn_implementation="eager")
-        _randomize(model)
+        randomize(model)
         model.generation_config = cast(Any, GenerationConfig)(bos_token_id=1, eos_token_id=2, pad_token_id=0)
         model.save_pretrained(folder)
         if AutoModelForCausalLM._model_mapping.get(type(model.config), None) is None:
@@ -347,7 +347,7 @@ def make_model(case: Case, folder: Path, *, seed: int = 0) -> Any:
     return loaded.eval()
 
 
-def _randomize(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Give every parameter values that matter: norms that are not 1, biases and sinks that are not 0."""
     for parameter in model.parameters():
         if parameter.is_floating_point():

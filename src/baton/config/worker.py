@@ -135,8 +135,8 @@ class EngineConfig:
         "none",
         "speculative decoding: who drafts tokens, of which a step verifies several; none, ngram (what followed the "
         "last tokens where they stood before), suffix (the same, in earlier answers of the tenant too), draft (a "
-        "smaller model), eagle, eagle3 and medusa (heads trained for this model), or a method of an installed package. "
-        "It changes no token of any answer",
+        "smaller model), eagle, eagle3 and medusa (heads trained for this model), mtp (the model's own next-token "
+        "layer), or a method of an installed package. It changes no token of any answer",
     )
     speculative_model: str = option(
         "",
@@ -166,7 +166,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
-        if self.speculative_model and self.speculative in {"none", "ngram", "suffix"}:
+        if self.speculative_model and self.speculative in {"none", "ngram", "suffix", "mtp"}:
             raise ConfigError(f"speculative {self.speculative} takes no speculative_model", field="speculative_model")
         if not 1 <= self.speculative_tp <= MAX_RANKS:
             raise ConfigError(

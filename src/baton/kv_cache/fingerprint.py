@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.hashing import HASH_SCHEME
-from baton.kv_cache.kv_types import can_convert
+from baton.kv_cache.kv_types import can_convert, layer_types, type_name
 from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape, layout_name
 from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
 from baton.kv_cache.shards import KVGeometry
@@ -35,6 +35,9 @@ class Fingerprint:
         layer_groups: Per layer the number of the group whose blocks it lies in; empty: a block holds all layers.
         kv_cast: Whether the instance takes KV of other dtypes and converts it. What it holds may then have been
             computed in another dtype, so it is not the KV of instances that hold their own alone.
+        draft: Whose KV the last ``draft_layers`` layers are, a drafter's name and digest; empty: they are all the
+            model's. Blocks have the same names with it and without, and instances exchange what they have in common.
+        draft_layers: How many these are.
     """
 
     model: str
@@ -53,6 +56,8 @@ class Fingerprint:
     unsplit_layers: tuple[int, ...] = ()
     kv_cast: bool = False
     layer_groups: tuple[int, ...] = ()
+    draft: str = ""
+    draft_layers: int = 0
 
     def __hash__(self) -> int:
         # Looked up with every call of a store: the layers, which are most of it, are left to the comparison.
@@ -87,6 +92,45 @@ class Fingerprint:
         """Return the fingerprint of the same KV on a single rank."""
         return dataclasses.replace(self, tp_size=1, pp_size=1, layer_groups=())
 
+    def without_draft(self) -> Fingerprint:
+        """Return the fingerprint of the model's own layers alone."""
+        if not self.draft_layers:
+            return self
+        count = max(1, len(self.layer_shapes) - self.draft_layers)
+        shapes = self.layer_shapes[:count]
+        dtype = type_name(layer_types(self.kv_dtype, len(self.layer_shapes))[:count])
+        return dataclasses.replace(
+            self,
+            kv_dtype=dtype,
+            layout=layout_name(dtype),
+            layer_shapes=shapes,
+            block_bytes=KVLayout(shapes, self.block_size, dtype).block_bytes,
+            unsplit_layers=tuple(layer for layer in self.unsplit_layers if layer < count),
+            draft="",
+            draft_layers=0,
+        )
+
+    def with_draft(self, draft: str, shapes: tuple[LayerShape, ...], dtype: str) -> Fingerprint:
+        """Return the fingerprint with a drafter's layers behind the model's, each whole on every rank.
+
+        Args:
+            draft: See the attributes.
+            shapes: Of its layers.
+            dtype: Of all of them.
+        """
+        every, count = (*self.layer_shapes, *shapes), len(self.layer_shapes)
+        kinds = type_name((*layer_types(self.kv_dtype, count), *(dtype for _ in shapes)))
+        return dataclasses.replace(
+            self,
+            kv_dtype=kinds,
+            layout=layout_name(kinds),
+            layer_shapes=every,
+            block_bytes=KVLayout(every, self.block_size, kinds).block_bytes,
+            unsplit_layers=(*self.unsplit_layers, *range(count, len(every))),
+            draft=draft,
+            draft_layers=len(shapes),
+        )
+
     def kept_as(self, kv_dtype: str) -> Fingerprint:
         """Return the fingerprint of this KV, undivided, as stores and files keep it in a type of their own.
 
@@ -107,7 +151,8 @@ class Fingerprint:
             raise ConfigError(
                 f"KV of {self.kv_dtype} is not kept as {kv_dtype}: fp8_e4m3 is not converted", field=_TIER
             )
-        layout = KVLayout(self.layer_shapes, self.block_size, kv_dtype)
+        whole = whole.without_draft()  # which nobody converts
+        layout = KVLayout(whole.layer_shapes, self.block_size, kv_dtype)
         return dataclasses.replace(
             whole, kv_dtype=kv_dtype, layout=layout_name(kv_dtype), block_bytes=layout.block_bytes
         )
@@ -125,23 +170,30 @@ class Fingerprint:
     def plan_from(self, source: Fingerprint, *, who: str = "source") -> ReshardPlan:
         """Map another instance's blocks to this one's; bytes are those of the source's dtype on both sides.
 
+        Of layers of drafts those are mapped that are of the same drafter and dtype.
+
         Raises:
             FingerprintMismatchError: Its KV is not what this instance takes, or one of the shapes does not fit the
                 model; names the field.
         """
         self.require_source(source, who=who)
-        return reshard(source.geometry, source.grid, self.grid, self.kv_dtype)
+        common = len(self.layer_shapes)
+        if (self.draft, self.kv_dtype) != (source.draft, source.kv_dtype):
+            common -= self.draft_layers
+        return reshard(source.geometry, source.grid, self.grid, self.geometry, common)
 
     @property
     def kind(self) -> str:
         """What decides who takes whose KV among instances of one model: dtype, and whether others are taken."""
-        return f"{self.kv_dtype}, cast" if self.kv_cast else self.kv_dtype
+        dtype = self.without_draft().kv_dtype
+        return f"{dtype}, cast" if self.kv_cast else dtype
 
     def takes(self, source: Fingerprint) -> bool:
         """Whether this instance takes KV of a source's dtype, all else being equal."""
-        if self.kv_dtype == source.kv_dtype:
+        mine, theirs = _in_common(self, source)
+        if mine.kv_dtype == theirs.kv_dtype:
             return self.kv_cast or not source.kv_cast
-        return self.kv_cast and can_convert(source.kv_dtype, self.kv_dtype)
+        return self.kv_cast and can_convert(theirs.kv_dtype, mine.kv_dtype)
 
     def require_source(self, source: Fingerprint, *, who: str = "source") -> None:
         """Refuse to read from a peer whose KV is not the same thing; it may be cut up otherwise.
@@ -151,9 +203,10 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
+        mine, theirs = _in_common(self, source)
         if self.kv_cast:
-            _require_convertible(self, source, who)
-        self._require(source, who, _free_for(self))
+            _require_convertible(mine, theirs, who)
+        mine._require(theirs, who, _free_for(self))
         if source.kv_cast and not self.kv_cast:
             raise _may_be_cast(f"of the {who}")
 
@@ -163,9 +216,10 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
+        mine, theirs = _in_common(self, reader)
         if reader.kv_cast:
-            _require_convertible(self, reader, who)
-        self._require(reader, who, _free_for(reader))
+            _require_convertible(mine, theirs, who)
+        mine._require(theirs, who, _free_for(reader))
         if self.kv_cast and not reader.kv_cast:
             raise _may_be_cast("here")
 
@@ -175,8 +229,9 @@ class Fingerprint:
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        scales = frozenset() if self.kv_dtype == other.kv_dtype else {"kv_scales"}
-        self._require(other, who, SHAPE_FIELDS | DTYPE_FIELDS | scales)
+        mine, theirs = _in_common(self, other)
+        scales = frozenset() if mine.kv_dtype == theirs.kv_dtype else {"kv_scales"}
+        mine._require(theirs, who, SHAPE_FIELDS | DTYPE_FIELDS | scales)
 
     def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
         """Refuse a peer whose blocks are not the same thing.
@@ -197,6 +252,16 @@ class Fingerprint:
                     f"KV of the {who} differs in {item.name}: {_short(mine)} here, {_short(theirs)} there{hint}",
                     field=item.name,
                 )
+
+
+def _in_common(mine: Fingerprint, theirs: Fingerprint) -> tuple[Fingerprint, Fingerprint]:
+    """Return two fingerprints as they are, or those of the models' layers if the drafters' differ."""
+    if (mine.draft, mine.draft_layers) == (theirs.draft, theirs.draft_layers) and mine.kv_dtype == theirs.kv_dtype:
+        return mine, theirs
+    try:
+        return mine.without_draft(), theirs.without_draft()
+    except ConfigError as error:  # of what came over a network
+        raise FingerprintMismatchError(error.message, field="kv_dtype") from error
 
 
 def _free_for(reader: Fingerprint) -> frozenset[str]:
@@ -238,13 +303,15 @@ def _digest(fingerprint: Fingerprint) -> bytes:
     del values["model"]
     if not values["kv_cast"]:
         del values["kv_cast"]  # what was stored before there was such a thing keeps its name
-    if not values["layer_groups"]:
-        del values["layer_groups"]
+    for name in ("layer_groups", "draft", "draft_layers"):
+        if not values[name]:
+            del values[name]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
 @functools.lru_cache(maxsize=256)
 def _content_key(fingerprint: Fingerprint) -> bytes:
+    fingerprint = fingerprint.without_draft()
     names = ("model_digest", "adapter", "kv_dtype", "kv_scales", "rope", "block_size", "hash_scheme")
     values = {name: getattr(fingerprint, name) for name in names}
     if fingerprint.kv_cast:

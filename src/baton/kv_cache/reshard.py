@@ -9,7 +9,6 @@ Where both sides are of different KV types, the map is one of rows (K or V of on
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import FingerprintMismatchError
-from baton.kv_cache.kv_types import CODES, DTYPE_BYTES, SCALE_BYTES
+from baton.kv_cache.kv_types import CODES, DTYPE_BYTES, SCALE_BYTES, layer_types
 from baton.kv_cache.layout import LayerPlace, groups_of
 from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 
@@ -88,6 +87,7 @@ class ReshardPlan:
     Attributes:
         source_period: Source blocks per period; after so many blocks the pieces repeat.
         target_period: Target blocks per period.
+        num_layers: Layers that are copied, the first ones on both sides.
         trivial: Whether blocks are the same thing on both sides: every copy takes whole blocks, rank by rank.
     """
 
@@ -95,6 +95,7 @@ class ReshardPlan:
     target_period: int
     pieces: tuple[TokenPiece, ...]
     copies: tuple[ShardCopy, ...]
+    num_layers: int
     trivial: bool
 
 
@@ -111,14 +112,21 @@ def token_pieces(source_size: int, target_size: int) -> tuple[TokenPiece, ...]:
 
 
 @lru_cache(maxsize=64)
-def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid, target_dtype: str = "") -> ReshardPlan:
+def reshard(
+    geometry: KVGeometry,
+    source: ShardGrid,
+    target: ShardGrid,
+    wanted: KVGeometry | None = None,
+    num_layers: int | None = None,
+) -> ReshardPlan:
     """Map an instance's blocks to another's.
 
     Args:
         geometry: The whole model's KV as the source keeps it.
         source: How that is cut up.
         target: How the target's is.
-        target_dtype: Its KV type; empty: the source's.
+        wanted: The KV as the target keeps it; ``None``: as the source does.
+        num_layers: Layers that they have in common, the first ones; ``None``: all.
 
     Raises:
         FingerprintMismatchError: One of the shapes does not fit the model, the block sizes do not fit each other, or
@@ -127,21 +135,23 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid, target_d
     """
     if source.layer_groups:
         raise FingerprintMismatchError("blocks of layer groups are not read by others", field="layer_groups")
-    for grid in (source, target):
-        _check(geometry, grid)
+    wanted = wanted or geometry
+    common = len(geometry.layers) if num_layers is None else num_layers
+    for each, grid in ((geometry, source), (wanted, target)):
+        _check(each, grid)
     if (source.block_size + target.block_size) // math.gcd(source.block_size, target.block_size) > MAX_PIECES:
         raise FingerprintMismatchError(
             f"blocks of {source.block_size} and {target.block_size} tokens have no small common multiple",
             field="block_size",
         )
     pieces = token_pieces(source.block_size, target.block_size)
-    wanted = dataclasses.replace(geometry, dtype=target_dtype or geometry.dtype)
-    casts = wanted.dtype != geometry.dtype
+    types = [layer_types(each.dtype, len(each.layers))[:common] for each in (geometry, wanted)]
+    casts = types[0] != types[1]
     copies = []
     for to in shard_specs(target.tp_size, target.pp_size):
         for by in shard_specs(source.tp_size, source.pp_size):
             for piece in pieces:
-                parts = list(_parts((geometry, by, source), (wanted, to, target), piece))
+                parts = list(_parts((geometry, by, source), (wanted, to, target), piece, common))
                 rows = np.array(parts, dtype=np.int64).reshape(-1, len(_PART))
                 groups = np.array(target.layer_groups)[rows[:, 0]] if target.layer_groups else np.zeros(len(rows))
                 for group in np.unique(groups):
@@ -160,7 +170,8 @@ def reshard(geometry: KVGeometry, source: ShardGrid, target: ShardGrid, target_d
         target_period=math.lcm(source.block_size, target.block_size) // target.block_size,
         pieces=pieces,
         copies=tuple(copies),
-        trivial=source == target and not casts,
+        num_layers=common,
+        trivial=source == target and not casts and len(geometry.layers) == len(wanted.layers) == common,
     )
 
 
@@ -242,15 +253,18 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
 
 
 def _parts(
-    source: tuple[KVGeometry, ShardSpec, ShardGrid], target: tuple[KVGeometry, ShardSpec, ShardGrid], piece: TokenPiece
+    source: tuple[KVGeometry, ShardSpec, ShardGrid],
+    target: tuple[KVGeometry, ShardSpec, ShardGrid],
+    piece: TokenPiece,
+    common: int,
 ) -> Iterator[tuple[int, ...]]:
-    """Yield K and V of every layer and head that goes from one rank to another, with the columns of ``_PART``."""
+    """Yield K and V of the common layers' heads that go from one rank to another, with the columns of ``_PART``."""
     (geometry, by, by_grid), (wanted, to, to_grid) = source, target
     by_layers = layer_range(len(geometry.layers), by.pp_size, by.pp_rank)
-    to_layers = layer_range(len(geometry.layers), to.pp_size, to.pp_rank)
+    to_layers = layer_range(len(wanted.layers), to.pp_size, to.pp_rank)
     by_layout = shard_layout(geometry, by, by_grid.block_size)
     to_layout = shard_layout(wanted, to, to_grid.block_size, groups_of(to_grid.layer_groups))
-    for layer in range(max(by_layers.start, to_layers.start), min(by_layers.stop, to_layers.stop)):
+    for layer in range(max(by_layers.start, to_layers.start), min(by_layers.stop, to_layers.stop, common)):
         mine, yours = shard_heads(geometry, to, layer), shard_heads(geometry, by, layer)
         heads = [h for h in mine if h in yours and _holder(geometry, layer, h, by, to) == by.tp_rank]
         there, here = by_layout.places[layer - by_layers.start], to_layout.places[layer - to_layers.start]

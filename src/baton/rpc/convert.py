@@ -224,6 +224,8 @@ _FINGERPRINT_PLAIN = (
     "pp_size",
     "hash_scheme",
     "kv_cast",
+    "draft",
+    "draft_layers",
 )
 
 

@@ -119,6 +119,10 @@ class WorkerInstance:
         grouped = self._engine_config.layer_groups and alone
         executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=grouped))
         self._stack.callback(executor.close)
+        # Before there is a pool: its blocks may keep the drafter's KV too.
+        drafter = load_drafter(self._engine_config, executor)
+        if drafter is not None:
+            self._stack.callback(drafter.close)
         shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)
         arena = shards.primary
@@ -159,9 +163,6 @@ class WorkerInstance:
         def on_events(items: list[KVEvent]) -> None:
             loop.call_soon_threadsafe(events.append, items)
 
-        drafter = load_drafter(self._engine_config, executor)
-        if drafter is not None:
-            self._stack.callback(drafter.close)
         core = EngineCore(
             self._engine_config,
             executor,

@@ -204,8 +204,9 @@ class _SpeculationCollector(Collector):
                 found[f"{name}_tokens"].add_metric([method], counts.total())
                 for position, count in counts.copy().items():
                     found[f"{name}_at_position"].add_metric([method, str(position)], count)
-            for reason, count in stats.faults.copy().items():
-                found["faults"].add_metric([method, reason], count)
+            for name, reasons in (("faults", stats.faults), ("context_tokens", stats.context)):
+                for reason, count in reasons.copy().items():
+                    found[name].add_metric([method, reason], count)
         yield from found.values()
 
 
@@ -216,6 +217,7 @@ _SPECULATION_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "drafted_at_position": ("Draft tokens verified, by their place in the draft, from 0 on", ("position",)),
     "accepted_at_position": ("Draft tokens that were right, by their place in the draft", ("position",)),
     "faults": ("Drafts that could not be used: raised, bad_ids", ("reason",)),
+    "context_tokens": ("Tokens whose KV was computed elsewhere, by whether the drafter's came with it", ("draft_kv",)),
 }
 _ENGINE_GAUGES = {
     "num_running": "Sequences in the batch",

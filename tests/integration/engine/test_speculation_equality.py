@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.support.draft_heads import write_eagle, write_medusa
 from tests.support.drafters import RecordedDrafter
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
 
@@ -14,10 +16,18 @@ from baton.engine.llm import LLM, RequestOutput
 from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.speculator import Speculator
 from baton.errors import ConfigError
+from baton.grammar import regex_grammar
 from baton.types import SamplingParams
 
 VOCAB = 512
-NEW_TOKENS = 24
+NEW_TOKENS = 16
+METHODS = ("ngram", "suffix", "draft", "eagle", "eagle3", "medusa")
+EIGHTEEN = (
+    *ARCHITECTURES,
+    *("qwen2", "qwen3_moe", "gemma", "gemma2", "deepseek_v2", "phi3"),
+    *("olmo2", "glm4", "granite", "cohere2", "starcoder2"),
+)
+"""Each is run with recorded drafts and with one of the methods in turn, so that every method meets three of them."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 SAMPLINGS = [
     GREEDY,
@@ -26,6 +36,7 @@ SAMPLINGS = [
     SamplingParams(seed=3, temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=NEW_TOKENS),
     SamplingParams(seed=4, temperature=0.7, n=4, max_tokens=NEW_TOKENS, min_tokens=3),
     GREEDY.replace(logprobs=1, min_tokens=6, stop_token_ids=(11, 12, 13)),
+    SamplingParams(seed=5, temperature=1.0, max_tokens=NEW_TOKENS, grammar=regex_grammar("([a-m]{2,9}[ ,]){3,9}")),
 ]
 
 
@@ -51,39 +62,70 @@ def check_same(outputs: list[RequestOutput], plain: list[RequestOutput]) -> None
                 assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_answers_are_those_without_speculation(references: References, architecture: str) -> None:
+def drafting(references: References, folder: Path, method: str, architecture: str) -> dict[str, object]:
+    """Return the options of a method, for whose head or model files are written if it needs some."""
+    target = references.checkpoint(architecture)
+    options: dict[str, object] = {"speculative": method, "speculative_tokens": 4}
+    if method == "draft":
+        return {**options, "speculative_model": str(target)}
+    if method == "medusa":
+        return {**options, "speculative_model": str(write_medusa(folder, target))}
+    if method.startswith("eagle"):
+        return {**options, "speculative_model": str(write_eagle(folder, target, third=method == "eagle3"))}
+    return options
+
+
+@pytest.mark.parametrize(("at", "architecture"), list(enumerate(EIGHTEEN)), ids=EIGHTEEN)
+def test_answers_are_those_without_speculation(
+    references: References, tmp_path: Path, at: int, architecture: str
+) -> None:
     expected = references.greedy(architecture, prompts()[:1], NEW_TOKENS)
     with LLM(config(references, architecture)) as llm:
         plain = llm.generate(prompts(), SAMPLINGS)
-    assert plain[0].token_ids == expected[0]
-    with LLM(config(references, architecture, speculative="suffix", speculative_tokens=5)) as llm:
-        check_same(llm.generate(prompts(), SAMPLINGS), plain)
-        assert llm.core.speculator is not None
-        first = llm.core.speculator.stats.accepted.total()
-        # Again: now the answers are known.
-        check_same(llm.generate(prompts(), SAMPLINGS), plain)
-        assert llm.core.speculator.stats.accepted.total() - first > NEW_TOKENS
+        assert plain[0].token_ids == expected[0]
         # A drafter that is right more often than not, in a pool that is preempted.
         known = {
-            (f"llm-{2 * len(SAMPLINGS) + i}", sequence.index): sequence.token_ids
+            (f"llm-{len(SAMPLINGS) + i}", sequence.index): sequence.token_ids
             for i, output in enumerate(plain)
             for sequence in output.outputs
         }
         drafter = RecordedDrafter(known, probability=0.7, vocab_size=VOCAB)
-        llm.core.speculator = Speculator(llm.config, drafter, VOCAB)
+        own = dataclasses.replace(llm.config, speculative="ngram", speculative_tokens=5)
+        llm.core.speculator = Speculator(own, drafter, VOCAB)
         check_same(llm.generate(prompts(), SAMPLINGS), plain)
         stats = llm.core.speculator.stats
         assert 0.4 < stats.accepted[0] / stats.drafted[0] < 0.95
         llm.core.check_integrity()
         assert llm.core.stats().blocks_active == 0
+    options = drafting(references, tmp_path / "head", METHODS[at % len(METHODS)], architecture)
+    with LLM(config(references, architecture, **options)) as llm:
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
+        assert llm.core.speculator is not None
+        stats = llm.core.speculator.stats
+        assert not stats.faults
+        if options["speculative"] == "draft":  # by itself
+            assert stats.accepted.total() > 0.9 * stats.drafted.total() > NEW_TOKENS
+        elif "speculative_model" in options:
+            assert stats.drafted.total() > NEW_TOKENS
+
+
+def test_what_was_answered_before_is_drafted(references: References) -> None:
+    with LLM(config(references, "llama")) as llm:
+        plain = llm.generate(prompts(), SAMPLINGS)
+    with LLM(config(references, "llama", speculative="suffix", speculative_tokens=5)) as llm:
+        assert llm.core.speculator is not None
+        for least in (0, NEW_TOKENS):
+            first = llm.core.speculator.stats.accepted.total()
+            check_same(llm.generate(prompts(), SAMPLINGS), plain)
+            assert llm.core.speculator.stats.accepted.total() - first >= least
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_answers_are_those_without_speculation_on_two_ranks(references: References, shape: dict[str, int]) -> None:
     with LLM(config(references, "llama")) as llm:
         plain = llm.generate(prompts(), SAMPLINGS)
-    with LLM(config(references, "llama", speculative="ngram", speculative_tokens=4, **shape)) as llm:
+    with LLM(config(references, "llama", speculative="suffix", speculative_tokens=4, **shape)) as llm:
+        check_same(llm.generate(prompts(), SAMPLINGS), plain)
         check_same(llm.generate(prompts(), SAMPLINGS), plain)
         assert llm.core.speculator is not None
         assert llm.core.speculator.stats.accepted.total() > 0

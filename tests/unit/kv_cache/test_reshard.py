@@ -105,7 +105,8 @@ def test_scales_go_with_their_head() -> None:
 
 def test_conversions_join_where_rows_go_on_and_say_what_they_read_and_write() -> None:
     geometry = KVGeometry((LayerShape(2, 4, 4), LayerShape(2, 4, 4)), "bfloat16")
-    (copy,) = reshard(geometry, ShardGrid(1, 1, 16), ShardGrid(1, 1, 16), "int8;bfloat16@1").copies
+    wanted = KVGeometry(geometry.layers, "int8;bfloat16@1")
+    (copy,) = reshard(geometry, ShardGrid(1, 1, 16), ShardGrid(1, 1, 16), wanted).copies
     assert copy.casts is not None
     assert len(copy.casts) == 8  # K and V of two heads and two layers
     joined = merge_casts(copy.casts)

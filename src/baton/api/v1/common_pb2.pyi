@@ -364,6 +364,8 @@ class Fingerprint(_message.Message):
     UNSPLIT_LAYERS_FIELD_NUMBER: _builtins.int
     KV_CAST_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name, for people"""
     model_digest: _builtins.str
@@ -390,6 +392,10 @@ class Fingerprint(_message.Message):
     """how block hashes are computed"""
     kv_cast: _builtins.bool
     """takes KV of other dtypes and converts it: what is held may have been computed in another"""
+    draft: _builtins.str
+    """whose KV the last layers are: a drafter's name and digest; empty: all are the model's"""
+    draft_layers: _builtins.int
+    """how many these are"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """per layer of the whole model: kv_heads, k_dim, v_dim"""
@@ -421,10 +427,12 @@ class Fingerprint(_message.Message):
         unsplit_layers: _abc.Iterable[_builtins.int] | None = ...,
         kv_cast: _builtins.bool = ...,
         layer_groups: _abc.Iterable[_builtins.int] | None = ...,
+        draft: _builtins.str = ...,
+        draft_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_groups", b"layer_groups", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_bytes", b"block_bytes", "block_size", b"block_size", "draft", b"draft", "draft_layers", b"draft_layers", "hash_scheme", b"hash_scheme", "kv_cast", b"kv_cast", "kv_dtype", b"kv_dtype", "kv_scales", b"kv_scales", "layer_groups", b"layer_groups", "layer_shapes", b"layer_shapes", "layout", b"layout", "model", b"model", "model_digest", b"model_digest", "pp_size", b"pp_size", "rope", b"rope", "tp_size", b"tp_size", "unsplit_layers", b"unsplit_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
+from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
@@ -233,6 +234,15 @@ class InProcessExecutor:
 
     def _stored_logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
         return self._run(batch, scratch_blocks, offset, stored=True).logits
+
+    def add_draft_layers(self, layers: DraftLayers) -> bool:
+        """Have blocks hold a drafter's layers too, before there is a pool; ``False``: they hold layer groups."""
+        if self.layout.num_groups > 1:
+            return False
+        self.fingerprint = self.fingerprint.with_draft(layers.draft, layers.shapes, layers.dtype)
+        self.geometry = self.fingerprint.geometry
+        self.layout = self._runner.add_draft_layers(layers, self.geometry)
+        return True
 
     @property
     def model(self) -> LoadedModel:

@@ -27,6 +27,7 @@ from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
 from baton.engine.quantization.modules import describe, held_weights, quantized_layers
+from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -139,6 +140,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
         self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
+        self._stored = self.layout
         self._plain: KVLayout = dataclasses.replace(self.layout, dtype=whole.model.dtype)
         self._scales = _scales_of(whole, communicator)
         self._vocab_size = int(whole.model.text_config.vocab_size)
@@ -165,6 +167,7 @@ class ModelRunner:
         self._arena: Arena | None = None
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
+        self._draft: DraftLayers | None = None
 
     def describe_quantized(self, *, packs: bool) -> str:
         """Return what quantized weights there are, for people, and what multiplies by them; empty: there are none.
@@ -224,6 +227,20 @@ class ModelRunner:
         """Have a function called with a layer's index as soon as all ranks of this stage have written its KV."""
         self._decoder.on_layer = on_layer
 
+    def add_draft_layers(self, layers: DraftLayers, geometry: KVGeometry) -> KVLayout:
+        """Have blocks hold a drafter's layers behind the model's, before there is a pool.
+
+        Args:
+            layers: The drafter's.
+            geometry: Of all layers.
+
+        Returns:
+            The new layout.
+        """
+        self._draft = layers
+        self.layout = shard_layout(geometry, self._communicator.spec, self.layout.block_size)
+        return self.layout
+
     def bind(self, arena: Arena) -> None:
         """Use an arena of ``layout`` as the KV pool.
 
@@ -236,7 +253,12 @@ class ModelRunner:
                 field="kv_blocks",
             )
         self._arena = arena
-        self._pools = pool_views(self.layout, arena_memory(arena), self._share.specs.values(), self._scales)
+        own = () if self._draft is None else self._draft.specs
+        specs, scales = [*self._share.specs.values(), *own], [*self._scales, *(None for _ in own)]
+        self._pools = pool_views(self.layout, arena_memory(arena), specs, scales)
+        if self._draft is not None:
+            self._draft.bind(*self._pools[-len(own) :])
+            del self._pools[-len(own) :]
         self._use_scratch(0, stored=False)
 
     def run(
@@ -288,7 +310,7 @@ class ModelRunner:
 
     def _use_scratch(self, blocks: int, *, stored: bool) -> None:
         self._scratch_kind = blocks, stored
-        layout = self.layout if stored else self._plain
+        layout = self._stored if stored else self._plain
         size = blocks * layout.num_groups * layout.block_bytes
         memory = torch.zeros(size, dtype=torch.uint8, device=self._model.device)
         scales = self._scales if stored else [None] * len(layout.layers)

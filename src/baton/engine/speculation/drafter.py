@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -80,3 +81,15 @@ class ReadsHidden(Protocol):
             hidden: Per member of ``hidden_of`` [T, width], all sequences' tokens one after the other. A view of them
                 takes the memory of the whole step: what is kept is to be copied.
         """
+
+
+@runtime_checkable
+class KeepsContext(Protocol):
+    """A :class:`Drafter` with KV of its own that can come with a sequence's blocks.
+
+    Attributes:
+        context: Tokens of sequences whose KV was computed elsewhere: of how many the drafter's came with it ("known"),
+            and of how many it did not ("lacking").
+    """
+
+    context: Counter[str]

@@ -1,24 +1,61 @@
-"""``eagle`` and ``eagle3``: a head of one layer drafts from the target's hidden states, with KV of its own.
+"""Drafting by a head of one layer from the target's hidden states, with KV of its own: ``eagle`` and ``eagle3``.
 
-The head's context begins where hidden states were first seen: of tokens whose KV came from the prefix cache or from
-another instance there are none, and drafts go on without these.
+Of tokens whose KV came from the prefix cache or from another instance there are no hidden states. The head's KV of them
+is in their blocks where it was computed by one that drafts in the same way; drafts go on without it else.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from baton.config import EngineConfig
 from baton.engine.attention import AttentionContext, choose_attention, cpu_operators
 from baton.engine.executor.base import Executor
+from baton.engine.runner.draft_layers import DraftLayers
+from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.chain import ChainDrafter, ChainState, Part, chain_batch, draft_blocks
 from baton.engine.speculation.eagle_head import EagleHead
 from baton.engine.speculation.head_weights import HeadFiles, target_of
-from baton_kernels.paged_attention import LayerPool, RaggedBatch
+from baton.kv_cache.layout import KVLayout, LayerShape
+from baton_kernels.paged_attention import AttentionSpec, LayerPool, PagedAttention, RaggedBatch
+
+
+class HiddenHead(Protocol):
+    """A layer that goes on where the target's hidden states end.
+
+    Attributes:
+        hidden_of: Which of them it reads.
+        spec: Its attention.
+        attention: What computes that.
+        dtype: Of its KV, by name.
+    """
+
+    hidden_of: tuple[int, ...]
+    spec: AttentionSpec
+    attention: PagedAttention
+    dtype: str
+
+    def join(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what slots take of the target's hidden states, each [T, width] -> [T, width]."""
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pool: LayerPool
+    ) -> torch.Tensor:
+        """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits float32 [R, vocab] of hidden states [R, width]."""
+
+
+class _KeepsLayers(Protocol):
+    def add_draft_layers(self, layers: DraftLayers) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -29,39 +66,48 @@ class EagleState(ChainState):
         sure: Slots computed from the target's hidden states; those behind them are of drafts.
         rows: What the slots behind them take of the target's hidden states, [n, width].
         own: The head's hidden state of the slot computed last, [1, width].
+        kept: Slots that are in the sequence's own blocks too.
     """
 
     sure: int = 0
+    kept: int = 0
     rows: torch.Tensor | None = None
     own: torch.Tensor | None = None
 
 
 class EagleDrafter(ChainDrafter[EagleState]):
-    """A :class:`~baton.engine.speculation.drafter.Drafter` that runs an EAGLE head.
+    """A :class:`~baton.engine.speculation.drafter.Drafter` that runs a head over the target's hidden states.
 
     Args:
         name: The method.
-        head: The head.
+        head: The head: EAGLE's, or another that works like it.
         config: Of the engine.
         max_len: Longest sequence of the target.
+
+    Attributes:
+        layers: The head's KV as layers of the KV pool's blocks; ``None``: those have none.
+        context: Tokens of sequences whose KV was computed elsewhere: of how many the head's came with it ("known"), and
+            of how many it did not ("lacking").
     """
 
-    def __init__(self, name: str, head: EagleHead, config: EngineConfig, max_len: int) -> None:
+    def __init__(self, name: str, head: HiddenHead, config: EngineConfig, max_len: int) -> None:
         spec, size = head.spec, config.block_size
-        element = torch.empty(0, dtype=head.dtype).element_size()
-        block_bytes = 2 * spec.kv_heads * size * spec.k_dim * element
-        blocks = draft_blocks(config, max_len, block_bytes)
+        shape = LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim)
+        layout = KVLayout((shape,), size, head.dtype)
+        blocks = draft_blocks(config, max_len, layout.block_bytes)
         super().__init__(blocks, size, max_len)
         self.name, self.hidden_of = name, head.hidden_of
         self._head = head
-        device = torch.device(config.device)
-        self._attention = choose_attention("auto", AttentionContext(device, cpu_operators(config, device)))
-        memory = torch.zeros(blocks, 2, spec.kv_heads, size, spec.k_dim, dtype=head.dtype)
-        self._pool = LayerPool(memory[:, 0], memory[:, 1])
+        self._attention = head.attention
+        memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8)
+        (self._pool,) = pool_views(layout, memory, [spec], [None])
+        self.layers: DraftLayers | None = None
+        self.context: Counter[str] = Counter()
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
         """Keep what later slots take of hidden states; see the protocol."""
         joined, at = self._head.join(hidden), 0
+        asked = {sequence for sequence, _, _ in rows}
         for sequence, start, count in rows:
             new, at = joined[at : at + count], at + count
             state = self._states.get(sequence)
@@ -71,10 +117,50 @@ class EagleDrafter(ChainDrafter[EagleState]):
             known = 0 if state.rows is None else len(state.rows)
             if state.begin <= first <= end + known and (state.sure or known):
                 state.sure = min(state.sure, first - state.begin)
+                state.kept = min(state.kept, state.sure)
                 kept = first - state.begin - state.sure
                 state.rows = new.clone() if not kept or state.rows is None else torch.cat([state.rows[:kept], new])
             else:  # tokens in between were computed elsewhere
-                state.begin, state.sure, state.rows = first, 0, new.clone()
+                state.begin, state.sure, state.kept, state.rows = first, 0, 0, new.clone()
+                self._bring(sequence, state, start, asked)
+        if self.layers is not None:
+            self._compute_prompts(rows, asked)
+
+    def _bring(self, sequence: Sequence, state: EagleState, start: int, asked: set[Sequence]) -> None:
+        """Take what the sequence's blocks have of the tokens before ``start``, which were computed elsewhere."""
+        count = 0 if self.layers is None else self.layers.num_known(sequence.buffer[:start], sequence.table)
+        if count and not self._make_room(state, count, asked):
+            count = 0
+        self.context["known"] += count
+        self.context["lacking"] += max(0, start - 1 - count)
+        if not count or self.layers is None or state.rows is None:
+            return
+        self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
+        state.begin, state.sure, state.kept = start - count, count, count
+        # Of the token before ``start`` nobody has the hidden state.
+        state.rows = torch.cat([torch.zeros_like(state.rows[:1]), state.rows])
+
+    def _compute_prompts(self, rows: SequenceOf[tuple[Sequence, int, int]], asked: set[Sequence]) -> None:
+        """Compute prompts as the target does, whether or not drafts will be wanted here: others may take the blocks."""
+        parts: list[Part[EagleState]] = []
+        for sequence, start, _ in rows:
+            state = self._states[sequence]
+            begin = state.begin + state.sure
+            count = 0 if state.rows is None else min(len(state.rows), sequence.num_tokens - begin)
+            if start < sequence.num_prompt and count > 0 and self._make_room(state, state.sure + count, asked):
+                state.num_computed, state.own = state.sure, None
+                parts.append((sequence, state, sequence.buffer[begin : begin + count]))
+        if parts:
+            self._compute(parts)
+
+    def _keep(self, sequence: Sequence, state: EagleState) -> None:
+        """Put what is computed from the target's hidden states into the sequence's blocks, as far as it has some."""
+        end = min(state.sure, len(sequence.block_ids) * self._block_size - state.begin)
+        if self.layers is not None and end > state.kept:
+            slots = np.arange(state.kept, end)
+            of = (self._pool, state.blocks, slots)
+            self.layers.copy_from(*of, sequence.buffer, slots + state.begin, sequence.table)
+            state.kept = end
 
     def _known(self, sequence: Sequence) -> EagleState | None:
         state = self._states.get(sequence)
@@ -87,6 +173,10 @@ class EagleDrafter(ChainDrafter[EagleState]):
         return state if 1 <= missing <= known else None
 
     def _forward(self, parts: SequenceOf[Part[EagleState]]) -> torch.Tensor:
+        return self._head.logits(self._compute(parts))
+
+    def _compute(self, parts: SequenceOf[Part[EagleState]]) -> torch.Tensor:
+        """Compute slots; return the hidden states [S, width] of the last one of each sequence."""
         hidden = []
         for _, state, new in parts:
             if state.own is not None:
@@ -105,17 +195,24 @@ class EagleDrafter(ChainDrafter[EagleState]):
             )
         )
         tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        out = self._head.forward(tokens, torch.cat(hidden), positions, self._attention, plan, self._pool)
+        out = self._head.forward(tokens, torch.cat(hidden), positions, plan, self._pool)
         last = out[torch.from_numpy(batch.logit_rows)]
         for i, (sequence, state, new) in enumerate(parts):
             if state.own is None and state.rows is not None:
                 state.sure += len(new)
                 state.rows = state.rows[len(new) :]
+                self._keep(sequence, state)
             state.num_computed += len(new)
             # What is computed of a long prompt in several steps goes on from the target's states.
             if state.begin + state.num_computed >= sequence.num_tokens:
                 state.own = last[i : i + 1]
-        return self._head.logits(last)
+        return last
+
+
+def draft_attention(config: EngineConfig) -> PagedAttention:
+    """Return the attention that heads use."""
+    device = torch.device(config.device)
+    return choose_attention("auto", AttentionContext(device, cpu_operators(config, device)))
 
 
 def load_eagle(config: EngineConfig, executor: Executor) -> EagleDrafter:
@@ -126,5 +223,22 @@ def load_eagle(config: EngineConfig, executor: Executor) -> EagleDrafter:
             divided (names ``speculative``).
     """
     model = target_of(config, executor)
-    head = EagleHead(HeadFiles(config), model, third=config.speculative == "eagle3")
-    return EagleDrafter(config.speculative, head, config, executor.max_model_len)
+    files = HeadFiles(config)
+    head = EagleHead(files, model, draft_attention(config), third=config.speculative == "eagle3")
+    drafter = EagleDrafter(config.speculative, head, config, executor.max_model_len)
+    drafter.layers = layers_in_blocks(executor, f"{drafter.name}:{files.digest}", head, config.block_size)
+    return drafter
+
+
+def layers_in_blocks(executor: Executor, draft: str, head: HiddenHead, block_size: int) -> DraftLayers | None:
+    """Have the target's blocks keep a head's KV, as they can unless they hold groups of layers.
+
+    Args:
+        executor: Has loaded the target, and has no pool yet.
+        draft: Names the head, and what decides its numbers beside the model.
+        head: The head.
+        block_size: Tokens per block.
+    """
+    layers = DraftLayers(draft, head.spec, head.dtype, block_size)
+    keeper: _KeepsLayers = executor  # type: ignore[assignment]  # one of a single process, as ``target_of`` looked
+    return layers if keeper.add_draft_layers(layers) else None

@@ -39,20 +39,23 @@ class EagleHead:
     Args:
         files: Of the head.
         model: The target.
+        attention: What computes its attention.
         third: Whether it is an EAGLE-3 head.
 
     Attributes:
         width: Elements of a hidden state.
         hidden_of: Which hidden states of the target it reads.
         spec: Its attention.
-        dtype: The target's.
+        attention: As given.
+        dtype: The target's, by name.
 
     Raises:
         ConfigError: It does not fit the target, or is damaged; names ``speculative_model``.
     """
 
-    def __init__(self, files: HeadFiles, model: LoadedModel, *, third: bool) -> None:
-        self.third, self.dtype = third, TORCH_DTYPES[model.dtype]
+    def __init__(self, files: HeadFiles, model: LoadedModel, attention: PagedAttention, *, third: bool) -> None:
+        self.third, self.dtype, self.attention = third, model.dtype, attention
+        self._dtype = TORCH_DTYPES[model.dtype]
         self.width = int(model.text_config.hidden_size)
         self._vocab_size = int(model.text_config.vocab_size)
         self._check(files)
@@ -68,7 +71,7 @@ class EagleHead:
         inputs = 2 * self.width if third else self.width
 
         def take(name: str, *shape: int) -> torch.Tensor:
-            return files.take(name, *shape, dtype=self.dtype)
+            return files.take(name, *shape, dtype=self._dtype)
 
         def linear(name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
             bias = take(f"{name}.bias", rows) if files.has(f"{name}.bias") else None
@@ -108,7 +111,7 @@ class EagleHead:
     def _take_head(self, files: HeadFiles) -> None:
         """Take the head of a vocabulary of its own, and which tokens it means."""
         size = int(files.number("draft_vocab_size", self._vocab_size))
-        head = files.take("lm_head.weight", size, self.width, dtype=self.dtype)
+        head = files.take("lm_head.weight", size, self.width, dtype=self._dtype)
         self._head = lambda hidden: F.linear(hidden, head)
         if size == self._vocab_size and not files.has("d2t"):
             return
@@ -121,29 +124,23 @@ class EagleHead:
         """Return what slots take of the target's hidden states, each [T, width] -> [T, width]."""
         if not self.third:
             return hidden[0]
-        return F.linear(torch.cat([each.to(self.dtype) for each in hidden], dim=-1), *self._fc)
+        return F.linear(torch.cat([each.to(self._dtype) for each in hidden], dim=-1), *self._fc)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: PagedAttention,
-        plan: Any,
-        pool: LayerPool,
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pool: LayerPool
     ) -> torch.Tensor:
         """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
-        embedded = self._embedding(tokens).to(self.dtype)
+        embedded = self._embedding(tokens).to(self._dtype)
         if self.third:
             residual = hidden
             inner = torch.cat([self._rms(embedded, self._input_norm), self._rms(hidden, self._hidden_norm)], dim=-1)
         else:
-            residual = inner = F.linear(torch.cat([embedded, hidden.to(self.dtype)], dim=-1), *self._fc)
+            residual = inner = F.linear(torch.cat([embedded, hidden.to(self._dtype)], dim=-1), *self._fc)
         q, k, v = (F.linear(inner, *part).view(len(tokens), -1, self._dim) for part in self._qkv)
         cos, sin = self._rotary(embedded, positions[None])
         q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
         q, k = q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1).contiguous()
-        out = attention.run(plan, self.spec, pool, q, k, v.contiguous())
+        out = self.attention.run(plan, self.spec, pool, q, k, v.contiguous())
         hidden = residual + F.linear(out.reshape(len(tokens), -1), *self._out)
         inner = self._rms(hidden, self._mlp_norm)
         gated = F.silu(F.linear(inner, *self._gate)) * F.linear(inner, *self._up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ class HeadFiles:
     Attributes:
         settings: Its ``config.json``.
         path: The file of its weights, for errors.
+        digest: SHA-256 of both, 32 hex digits of it.
 
     Raises:
         ConfigError: There is none, or it cannot be read; names ``speculative_model``.
@@ -60,6 +62,10 @@ class HeadFiles:
                 f"speculative_model {config.speculative_model!r}: {error.message}", field=FIELD
             ) from error
         self.path, self._tensors = _read(folder)
+        with self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update((folder / "config.json").read_bytes())
+        self.digest = digest.hexdigest()[:32]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor."""

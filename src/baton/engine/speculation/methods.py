@@ -8,21 +8,19 @@ from baton.engine.plugins import find_implementation
 from baton.engine.speculation.bounded import BoundedDrafter
 from baton.engine.speculation.chain import ChainDrafter
 from baton.engine.speculation.drafter import Drafter, ReadsHidden
-from baton.errors import ConfigError
 
 BUILT_IN = {
     "draft": "baton.engine.speculation.draft_model:load_draft_model",
     "eagle": "baton.engine.speculation.eagle:load_eagle",
     "eagle3": "baton.engine.speculation.eagle:load_eagle",
     "medusa": "baton.engine.speculation.medusa:load_medusa",
+    "mtp": "baton.engine.speculation.mtp:load_mtp",
     "ngram": "baton.engine.speculation.ngram:NgramDrafter",
     "suffix": "baton.engine.speculation.suffix:SuffixDrafter",
 }
 """Methods of ``--speculative``: a new one is a file and a line here."""
 ENTRY_POINTS = "baton.drafters"
 """Entry point group of other packages' methods: a callable that takes the :class:`EngineConfig` and the executor."""
-NOT_THERE = ("mtp",)
-"""Methods known from elsewhere that there are not here; an installed package may bring one of such a name."""
 
 
 def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
@@ -34,16 +32,7 @@ def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
     name = config.speculative
     if name == "none":
         return None
-    try:
-        make = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")
-    except ConfigError as error:
-        if name in NOT_THERE:
-            there = ", ".join(("none", *sorted(BUILT_IN)))
-            raise ConfigError(
-                f"speculative {name!r} is not there yet (there are: {there})", field="speculative"
-            ) from error
-        raise
-    drafter: Drafter = make(config, executor)
+    drafter: Drafter = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")(config, executor)
     if isinstance(drafter, ChainDrafter):
         drafter.tells_draws = config.speculative_acceptance == "rejection"
     waits = name not in BUILT_IN or config.speculative_tp > 1

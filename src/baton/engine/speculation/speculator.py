@@ -15,7 +15,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.drafter import Drafter, DrafterHangsError, Proposal, ReadsHidden
+from baton.engine.speculation.drafter import Drafter, DrafterHangsError, KeepsContext, Proposal, ReadsHidden
 from baton.engine.speculation.pace import Pace, Record, worth_drafting
 from baton.types import MAX_SPECULATIVE_TOKENS
 
@@ -51,6 +51,7 @@ class SpeculationStats:
         drafted: Draft tokens verified, by their place in the draft, from 0 on.
         accepted: Those that were right.
         faults: Proposals that could not be used, by reason.
+        context: See :class:`~baton.engine.speculation.drafter.KeepsContext`.
     """
 
     def __init__(self, method: str) -> None:
@@ -59,6 +60,7 @@ class SpeculationStats:
         self.drafted: Counter[int] = Counter()
         self.accepted: Counter[int] = Counter()
         self.faults: Counter[str] = Counter()
+        self.context: Counter[str] = Counter()
 
 
 class Speculator:
@@ -85,6 +87,8 @@ class Speculator:
         self.drafter = drafter
         self.drawn_from: DrawnFrom | None = {} if config.speculative_acceptance == "rejection" else None
         self.stats = SpeculationStats(drafter.name)
+        if isinstance(drafter, KeepsContext):
+            self.stats.context = drafter.context
 
     def add_drafts(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Add drafts to the decodes of a plan that is complete else: they get what is left of budget and blocks."""

@@ -276,7 +276,7 @@ class BlockFetcher:
                 yield from _await_progress(pipe, blocks.ready + 1, fetched, wait)
                 self._follow(pipe, parts, fetched, wait)
                 return fetched
-        count, group, done = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks)), 0
+        count, group, done = plan.num_layers, self._group_of(pipe, len(blocks)), 0
         while done < count:
             wanted = min(done + group, count)
             now = yield from _await_progress(pipe, blocks.ready + wanted, fetched, wait)
@@ -287,7 +287,7 @@ class BlockFetcher:
 
     def _followed(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int) -> list[Part]:
         """The reads that follow all layers."""
-        count, group = len(self._fingerprint.layer_shapes), self._group_of(pipe, len(blocks))
+        count, group = plan.num_layers, self._group_of(pipe, len(blocks))
         return list(followed_parts(plan, blocks, ready, [*range(group, count, group), count]))
 
     def _follow(self, pipe: FollowingReadPipe, parts: Sequence[Part], fetched: _Fetched, wait: Wait) -> None:
