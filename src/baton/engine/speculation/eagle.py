@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
@@ -20,11 +21,20 @@ from baton.engine.executor.base import Executor
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.chain import ChainDrafter, ChainState, Part, chain_batch, draft_blocks
+from baton.engine.speculation.branches import Branches, likeliest
+from baton.engine.speculation.chain import ChainDrafter, ChainState, DraftJob, Part, chain_batch, draft_blocks
 from baton.engine.speculation.eagle_head import EagleHead
 from baton.engine.speculation.head_weights import HeadFiles, target_of
+from baton.engine.speculation.tree import MAX_NODES
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton_kernels.paged_attention import AttentionSpec, LayerPool, PagedAttention, RaggedBatch
+from baton_kernels.paged_attention import (
+    AttentionSpec,
+    LayerPool,
+    PagedAttention,
+    RaggedBatch,
+    TokenTrees,
+    ancestor_masks,
+)
 
 
 class HiddenHead(Protocol):
@@ -75,6 +85,21 @@ class EagleState(ChainState):
     own: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class _Level:
+    """A tree that goes on.
+
+    Attributes:
+        hidden: The head's hidden states of the root and of the tree's tokens that are computed, [1 + n, width].
+        computed: n.
+    """
+
+    state: EagleState
+    branches: Branches
+    hidden: torch.Tensor
+    computed: int = 0
+
+
 class EagleDrafter(ChainDrafter[EagleState]):
     """A :class:`~baton.engine.speculation.drafter.Drafter` that runs a head over the target's hidden states.
 
@@ -97,7 +122,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
         blocks = draft_blocks(config, max_len, layout.block_bytes)
         super().__init__(blocks, size, max_len)
         self.name, self.hidden_of = name, head.hidden_of
-        self._head = head
+        self._head, self._width = head, config.speculative_width
         self._attention = head.attention
         memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8)
         (self._pool,) = pool_views(layout, memory, [spec], [None])
@@ -184,19 +209,15 @@ class EagleDrafter(ChainDrafter[EagleState]):
                 continue
             assert state.rows is not None  # ``_known`` looked
             hidden.append(state.rows[: len(new)])
-        batch = chain_batch(parts)
-        plan = self._attention.prepare(
-            RaggedBatch(
-                positions=batch.positions,
-                query_starts=batch.query_starts,
-                context_lens=batch.context_lens,
-                block_tables=batch.block_tables,
-                block_size=self._block_size,
-            )
+        chain = chain_batch(parts)
+        batch = RaggedBatch(
+            positions=chain.positions,
+            query_starts=chain.query_starts,
+            context_lens=chain.context_lens,
+            block_tables=chain.block_tables,
+            block_size=self._block_size,
         )
-        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        out = self._head.forward(tokens, torch.cat(hidden), positions, plan, self._pool)
-        last = out[torch.from_numpy(batch.logit_rows)]
+        last = self._run(batch, chain.token_ids, torch.cat(hidden))[torch.from_numpy(chain.logit_rows)]
         for i, (sequence, state, new) in enumerate(parts):
             if state.own is None and state.rows is not None:
                 state.sure += len(new)
@@ -207,6 +228,76 @@ class EagleDrafter(ChainDrafter[EagleState]):
             if state.begin + state.num_computed >= sequence.num_tokens:
                 state.own = last[i : i + 1]
         return last
+
+    def _run(self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], hidden: torch.Tensor) -> torch.Tensor:
+        """Compute slots: tokens [T], hidden states [T, width] that go with them -> those of the head [T, width]."""
+        positions, plan = torch.from_numpy(batch.positions), self._attention.prepare(batch)
+        return self._head.forward(torch.from_numpy(tokens), hidden, positions, plan, self._pool)
+
+    # Trees
+
+    def _slots(self, limit: int) -> int:
+        return min(limit * self._width, MAX_NODES) if self._width > 1 else limit
+
+    def _draft(self, jobs: list[DraftJob[EagleState]]) -> None:
+        """Draft level by level, all sequences together, if trees are asked for."""
+        if self._width == 1 or not jobs:
+            super()._draft(jobs)
+            return
+        parts = [(job.sequence, job.state, self._missing(job.sequence, job.state)) for job in jobs]
+        logits = self._forward(parts)
+        levels: list[_Level] = []
+        for job in jobs:
+            job.branches = Branches(job.sequence, job.row, job.limit, self._width)
+            assert job.state.own is not None  # the last token was computed
+            levels.append(_Level(job.state, job.branches, job.state.own))
+        while levels:
+            rows = [row for level in levels for row in level.branches.rows]
+            found = likeliest(logits, rows, self._width)
+            going, at = [], 0
+            for level in levels:
+                count = len(level.branches.level)
+                if level.branches.grow(found[at : at + count]):
+                    going.append(level)
+                at += count
+            levels = going
+            if levels:
+                logits = self._forward_levels(levels)
+
+    def _forward_levels(self, levels: list[_Level]) -> torch.Tensor:
+        """Compute the tokens that go on; return the logits [n, vocab] behind them, sequence by sequence."""
+        starts, contexts, roots = [0], [], []
+        tokens, positions, ancestors, hidden = list[int](), list[int](), list[int](), list[torch.Tensor]()
+        tables = np.zeros((len(levels), max(len(level.state.blocks) for level in levels)), np.int32)
+        for row, level in enumerate(levels):
+            branches, state = level.branches, level.state
+            masks = ancestor_masks(branches.parents)
+            # Tokens of a level that end the sequence are computed too: a tree's slots have no gaps.
+            new = range(level.computed, len(branches.tokens))
+            root = state.num_computed - 1
+            tokens += [branches.tokens[node] for node in new]
+            ancestors += [masks[node + 1] for node in new]
+            positions += [root + masks[node + 1].bit_count() - 1 for node in new]
+            hidden += [level.hidden[branches.parents[node] + 1] for node in new]
+            tables[row, : len(state.blocks)] = state.blocks
+            starts.append(len(tokens))
+            contexts.append(state.num_computed + len(branches.tokens))
+            roots.append(root)
+        batch = RaggedBatch(
+            positions=np.array(positions, np.int64),
+            query_starts=np.array(starts, np.int32),
+            context_lens=np.array(contexts, np.int32),
+            block_tables=tables,
+            block_size=self._block_size,
+            trees=TokenTrees(np.array(ancestors, np.uint64), np.array(roots, np.int32)),
+        )
+        out = self._run(batch, np.array(tokens, np.int64), torch.stack(hidden))
+        wanted = []
+        for level, first, end in zip(levels, starts[:-1], starts[1:], strict=True):
+            wanted += [first + node - level.computed for node in level.branches.level]
+            level.hidden = torch.cat([level.hidden, out[first:end]])
+            level.computed = len(level.branches.tokens)
+        return self._head.logits(out[wanted])
 
 
 def draft_attention(config: EngineConfig) -> PagedAttention:
