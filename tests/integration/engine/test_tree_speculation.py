@@ -78,12 +78,15 @@ def test_answers_are_those_without_a_head(references: References, tmp_path: Path
     else:
         target = references.checkpoint({"eagle": "gemma3", "eagle3": "llama", "medusa": "qwen3_moe"}[method])
         options["speculative_model"] = str(write_head(tmp_path / "head", method, target))
+    # The checkpoint with a next-token layer has no tokenizer, which grammars need.
+    samplings = [s for s in SAMPLINGS if method != "mtp" or s.grammar is None]
+    texts = prompts()[: len(samplings)]
     shared = {"model": str(target), "dtype": "float32", "kv_blocks": 192, "prefill_chunk": 64}
     with LLM(EngineConfig(**shared)) as llm:
-        plain = tokens_of(llm.generate(prompts(), SAMPLINGS))
+        plain = tokens_of(llm.generate(texts, samplings))
     with LLM(EngineConfig(**shared, **options)) as llm:
         for _ in range(2):  # again: from the prefix cache, so that heads never see most hidden states
-            assert tokens_of(llm.generate(prompts(), SAMPLINGS)) == plain
+            assert tokens_of(llm.generate(texts, samplings)) == plain
         assert llm.core.speculator is not None
         stats = llm.core.speculator.stats
         assert not stats.faults
