@@ -32,33 +32,50 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("beside", "alone", "args", "status"),
+    ("statuses", "chosen", "status"),
     [
-        (PASSES, PASSES, ("--workers", "2"), 0),
-        (FAILS, PASSES, (), 1),
-        (PASSES, FAILS, (), 1),
-        (PASSES, "", (), 5),
-        ("", PASSES, (), 5),
-        (PASSES, "", ("-k", "test_a"), 0),
-        (PASSES, PASSES, ("-k", "test_c"), 5),
-        ("import nothing_of_this_name\n", PASSES, (), 2),
-        (FAILS, PASSES, ("-m", "alone"), 0),
+        ((0, 0), False, 0),
+        ((1, 0), False, 1),
+        ((0, 1), True, 1),
+        ((0, 5), False, 5),
+        ((5, 0), False, 5),
+        ((0, 5), True, 0),
+        ((5, 1), True, 1),
+        ((5, 5), True, 5),
+        ((2,), False, 2),
     ],
 )
-def test_it_succeeds_only_if_both_runs_do(
+def test_it_succeeds_only_if_all_of_it_does(
+    script: ModuleType, statuses: tuple[int, ...], chosen: bool, status: int
+) -> None:
+    assert script.status_of([script.Run("run", each) for each in statuses], chosen=chosen) == status
+
+
+@pytest.mark.parametrize(
+    ("beside", "alone", "args", "status", "counted"),
+    [
+        (PASSES, PASSES, ["--workers", "2"], 0, [": 1 passed in", ": 1 passed in"]),
+        (PASSES, FAILS, ["--workers", "1"], 1, [": 1 passed in", ": 1 failed in"]),
+        (FAILS, PASSES, ["--workers", "1", "-m", "alone"], 0, [": no tests in", ": 1 passed in"]),
+        ("import nothing_of_this_name\n", PASSES, ["--workers", "1"], 2, [": 1 failed in"]),
+    ],
+)
+def test_both_runs_end_in_one_summary(
     script: ModuleType,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     beside: str,
     alone: str,
-    args: tuple[str, ...],
+    args: list[str],
     status: int,
+    counted: list[str],
 ) -> None:
     (tmp_path / "test_beside.py").write_text(beside)
     (tmp_path / "test_alone.py").write_text(ALONE + alone)
-    assert script.main(args or ("--workers", "1")) == status
-    said = capfd.readouterr().out
-    assert ("all of it succeeded" in said) == (status == 0)
-    failed = [line for line in said.splitlines() if line.startswith("FAILED") and " - " not in line]
-    if status == 1:
-        assert failed == [f"FAILED {'test_beside' if beside == FAILS else 'test_alone'}.py::test_b"]
+    assert script.main(args) == status
+    summary = capfd.readouterr().out.partition("==================== tests")[2].splitlines()
+    assert ("all of it succeeded" in summary) == (status == 0)
+    assert len(summary) == 2 + len(counted) + (status != 0)
+    for line, found in zip(summary[1:], counted, strict=False):
+        assert found in line
+    assert ("FAILED test_alone.py::test_b" in summary) == (status == 1)
