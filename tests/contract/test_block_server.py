@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.shared_memory import left_behind, segments
 from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon, tls_of
 
 from baton.errors import (
@@ -213,7 +212,7 @@ def test_connections_that_say_nothing_keep_no_reader_out(kind: str, caplog: pyte
     silent = [
         connect_raw(each.kind, each.address) for each in server.endpoints for _ in range(150)
     ]  # and no token is needed for that
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while server.num_connections() > 64 * len(server.endpoints) or threading.active_count() > threads + 64 * len(
         server.endpoints
     ):
@@ -451,7 +450,7 @@ def test_readers_cannot_write_into_the_source(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_descriptors_threads_or_shared_memory_are_left(rig: Rig) -> None:
-    memory = segments()
+    segments = set(os.listdir("/dev/shm"))
     rig.fetch(np.arange(50), np.arange(50))
     fds, threads = open_fds(), threading.active_count()
     for _ in range(5):
@@ -460,4 +459,4 @@ def test_no_descriptors_threads_or_shared_memory_are_left(rig: Rig) -> None:
         extra.close()
         del extra
     assert lets_go(fds, threads)
-    assert left_behind(memory) == set()
+    assert set(os.listdir("/dev/shm")) == segments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 
@@ -15,11 +14,7 @@ from baton.engine.executor import multiprocess
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers of this run
-    (folder / "references").mkdir(exist_ok=True)
-    return References(folder / "references")
+    return References(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
