@@ -7,6 +7,10 @@ TOOLS := $(VENV)/tools
 FUZZ := $(VENV)/fuzz
 SCAN := $(VENV)/scan
 PYTEST_FLAGS ?=
+WORKERS ?= 2
+
+# Every process that a test starts would compile all of Baton's modules anew where this is set.
+check test helm-test: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom images image-test bench test-gpu clean
 .DEFAULT_GOAL := help
@@ -37,15 +41,15 @@ up: native ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 	$(BIN)/baton up $(ARGS)
 
 check: native lint ## the inner loop: lint and unit tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/unit $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -q tests/unit $(PYTEST_FLAGS)
 
-test: native $(SCAN)/.installed ## the whole test suite
+test: native $(SCAN)/.installed ## the whole test suite, on WORKERS=2 processes; PYTEST_FLAGS="tests/unit -k name"
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) $(PYTEST_FLAGS)
 
 helm-test: native $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/helm $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -q tests/helm $(PYTEST_FLAGS)
 
 $(SCAN)/.installed: requirements/scan.txt
 	@test -x $(SCAN)/bin/python || $(PYTHON) -m venv $(SCAN)

@@ -2,17 +2,22 @@
 
 *Acceptance*: the demo model continues held-out modules of the Python standard library (beginnings of 256 tokens, 160
 new ones, one prompt after the other) with each method, greedy and at temperature 0.7, drafts of 8 tokens: the share of
-draft tokens that are right by their place, and tokens per step. Then, with the length that the engine chooses by
-itself, tokens per second against the engine without speculation, and against ``generate`` plain and with
-``prompt_lookup_num_tokens`` (transformers' prompt lookup).
+draft tokens that are right by their place, and tokens per step. ``suffix@4`` drafts trees of width 4.
 
-*Recorded drafts*: a random Llama of 125M parameters in bfloat16 generates; then again with drafts that are what it
-said, each token right with probability 0.8, 0.6 or 0: batch 1, 4, 8 and 32, in turns with the engine without
-speculation, and with speculation configured but turned off by the request. It samples at temperature
-4: there the winner of a draw is seldom so close that what bfloat16 changes with the number of rows makes it another
-one, after which all that is recorded would be wrong (``accepted`` tells how many draft tokens were right).
+*Speed*: with the length that the engine chooses by itself, tokens per second against the engine without speculation,
+and against ``generate`` plain, with ``prompt_lookup_num_tokens`` (transformers' prompt lookup) and with
+``assistant_model``. That, and the engine's ``draft``, drafts with the first half of the demo model's layers.
 
-    python benchmarks/speculation.py --threads 2 --write
+*Recorded drafts* (``batch-1`` to ``batch-32``): a random Llama of 125M parameters in bfloat16 generates; then again
+with drafts that are what it said, each token right with probability 0.8, 0.6 or 0, in turns with the engine without
+speculation. It samples at temperature 4: there the winner of a draw is seldom so close that what bfloat16 changes with
+the number of rows makes it another one, after which all that is recorded would be wrong (``accepted`` tells how many
+draft tokens were right). ``off``: the time of a step with speculation configured but turned off by the request, against
+that of a step without, in turns step by step.
+
+Each part takes less than six minutes, and ``--write`` puts it beside those that are there already:
+
+    python benchmarks/speculation.py --threads 2 --write --parts batch-4
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -59,44 +65,52 @@ RESULT = Path(__file__).parent / "results" / "speculation.json"
 PROMPT_TOKENS, NEW_TOKENS = 256, 160
 DRAFT_TOKENS = 8
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "seed": 1}}
-BATCHES = (1, 4, 8, 32)
+BATCHES = {1: 96, 4: 96, 8: 64, 16: 48, 32: 40}
+"""New tokens of each sequence, by the number of sequences."""
+PARTS = ("acceptance", "speed", *(f"batch-{batch}" for batch in BATCHES))
 PROBABILITIES = (0.8, 0.6, 0.0)
-RECORDED_CONTEXT, RECORDED_TOKENS = 128, 96
+RECORDED_CONTEXT = 128
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    result: dict[str, Any] = {"benchmark": "speculation", "version": __version__, "threads": args.threads}
-    if RESULT.exists():
-        result = {**json.loads(RESULT.read_text()), **result}
+    result: dict[str, Any] = {"benchmark": "speculation", "version": __version__, "machine": machine()}
     if "acceptance" in args.parts:
         result["acceptance"] = acceptance(args)
     if "speed" in args.parts:
-        result["speed"] = speed(args)
-    if "recorded" in args.parts:
-        result["recorded"] = recorded(args)
-    result["machine"] = machine()
+        result["speed"] = {f"{args.threads} threads": speed(args)}
+    batches = [batch for batch in BATCHES if f"batch-{batch}" in args.parts]
+    if batches:
+        result["recorded"] = {f"{args.threads} threads": recorded(args, batches)}
     if args.write:
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps(merged(before, result), indent=2) + "\n")
         print(f"written to {RESULT}")
     return 0
 
 
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return earlier results with those of now in their places."""
+    found = dict(before)
+    for name, value in now.items():
+        old = found.get(name)
+        found[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return found
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("acceptance", "speed", "recorded")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
-    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
-    parser.add_argument("--prompts", type=int, default=33)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "suffix@2", "suffix@4"])
+    parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=RECORDED_TOKENS, help="recorded: of each answer")
+    parser.add_argument("--new-tokens", type=int, help="batch-N: of each answer, in place of 96 to 40")
     parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="recorded: cpu, with one thread, on a busy machine"
+        "--clock", choices=("wall", "cpu"), default="wall", help="batch-N: cpu, with one thread, on a busy machine"
     )
-    parser.add_argument("--batches", nargs="*", type=int, default=BATCHES)
     parser.add_argument("--smoke", action="store_true", help="a tiny model in place of 125M, to see that it runs")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     return parser.parse_args()
@@ -117,6 +131,12 @@ def held_out_prompts(count: int) -> list[list[int]]:
     return [piece for piece in in_turns if piece is not None][:count]
 
 
+def method_options(method: str) -> dict[str, Any]:
+    """Return the configuration of a method, and of its width behind an @."""
+    name, _, width = method.partition("@")
+    return {"speculative": name, "speculative_width": int(width or 1)}
+
+
 # Acceptance
 
 
@@ -130,7 +150,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     for method in args.methods:
         found[method] = {}
         for name, sampling in SAMPLINGS.items():
-            options = {"speculative": method, "speculative_tokens": DRAFT_TOKENS}
+            options = {**method_options(method), "speculative_tokens": DRAFT_TOKENS}
             tokens, stats, steps = one_by_one(args, prompts, sampling, **options)
             assert stats is not None
             if tokens != answers[name]:
@@ -144,7 +164,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
                 "drafted": stats.drafted.total(),
                 "accepted_at_position": rates,
             }
-            print(f"{method:7} {name:7} {per_step:.2f} tokens/step, {share:.0%} right; by place {rates}", flush=True)
+            print(f"{method:8} {name:7} {per_step:.2f} tokens/step, {share:.0%} right; by place {rates}", flush=True)
     return found
 
 
@@ -171,23 +191,35 @@ def one_by_one(
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Return tokens per second of the demo model on held-out code, one prompt after the other, engines in turns."""
     prompts = held_out_prompts(args.prompts)[: max(2, args.prompts // 3)]
+    with tempfile.TemporaryDirectory() as half:
+        write_half(half)
+        return speed_with(args, prompts, half)
+
+
+def speed_with(args: argparse.Namespace, prompts: list[list[int]], half: str) -> dict[str, Any]:
+    """Measure, with a draft model."""
     found: dict[str, Any] = {"prompts": len(prompts), "dtype": "float32"}
+    assistant = load_hf(half)
+    ways: dict[str, dict[str, Any]] = {
+        "generate": {},
+        "generate_prompt_lookup": {"prompt_lookup_num_tokens": 5},
+        "generate_assistant": {"assistant_model": assistant},
+    }
     for name, sampling in SAMPLINGS.items():
         params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
         engines: dict[str, Any] = {}
-        for method in ("none", *args.methods):
-            config = EngineConfig(
-                model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, speculative=method
-            )
+        for method in ("none", *args.methods, "draft"):
+            options = method_options(method) | ({"speculative_model": half} if method == "draft" else {})
+            config = EngineConfig(model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, **options)
             engines[method] = LLM(config)
-        model = load_hf() if name == "greedy" else None
+        model = load_hf(DEMO) if name == "greedy" else None
         times: dict[str, list[float]] = {}
         for prompt in prompts:
             for method, llm in engines.items():
                 began = time.perf_counter()
                 llm.generate([prompt], params)
                 times.setdefault(method, []).append(time.perf_counter() - began)
-            for way, options in {"generate": {}, "generate_prompt_lookup": {"prompt_lookup_num_tokens": 5}}.items():
+            for way, options in ways.items():
                 if model is not None:
                     times.setdefault(way, []).append(hf_seconds(model, prompt, options))
         for llm in engines.values():
@@ -200,9 +232,23 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def load_hf() -> Any:
+def load_hf(folder: Path | str) -> Any:
     with quiet_transformers():
-        return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def write_half(folder: str) -> None:
+    """Write a model of the first half of the demo model's layers, with its tokenizer."""
+    model = load_hf(DEMO)
+    model.model.layers = model.model.layers[: len(model.model.layers) // 2]
+    model.config.num_hidden_layers = len(model.model.layers)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[: len(model.model.layers)]
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    for path in DEMO.iterdir():
+        if path.name.startswith(("tokenizer", "special_tokens", "chat_template")):
+            shutil.copy(path, folder)
 
 
 def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:
@@ -217,16 +263,16 @@ def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:
 # Recorded drafts
 
 
-def recorded(args: argparse.Namespace) -> dict[str, Any]:
+def recorded(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     """Return tokens per second of a model of 125M with drafts of a known quality, against none."""
-    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "new_tokens": args.new_tokens, "dtype": "bfloat16"}
-    found.update(threads=args.threads, clock=args.clock, repeats=args.repeats)
+    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "dtype": "bfloat16"}
+    found.update(clock=args.clock, repeats=args.repeats)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), "llama", smoke=args.smoke)
         config = EngineConfig(model=folder, threads=args.threads, kv_blocks=32 * 16, prefix_caching=False)
         engine = build_engine(config)
         engine._clock = CLOCKS[args.clock]
-        for batch in args.batches:
+        for batch in batches:
             print(f"batch {batch} ...", file=sys.stderr, flush=True)
             found[str(batch)] = of_batch(args, engine, config, batch, model.vocab_size)
             print(f"batch {batch}: {found[str(batch)]}", flush=True)
@@ -240,25 +286,26 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
     on = dataclasses.replace(config, speculative="ngram")
     speculators = {name: Speculator(on, drafter, vocab) for name, drafter in drafters.items()}
     off = Speculator(on, drafters["0.0"], vocab)
+    count = args.new_tokens or BATCHES[batch]
     speeds: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):  # the first warms up, and lets what is learnt be learnt
         rng = np.random.default_rng([repeat, batch])
         prompts = rng.integers(3, vocab, (batch, RECORDED_CONTEXT)).tolist()
-        plain, answers = tokens_per_s(args, engine, None, prompts)
+        plain, answers = tokens_per_s(args, engine, None, prompts, count)
         ratios = {}
         for name, speculator in speculators.items():
             drafters[name].outputs = answers
-            rate, _ = tokens_per_s(args, engine, speculator, prompts)
+            rate, _ = tokens_per_s(args, engine, speculator, prompts, count)
             ratios[name] = rate / plain
-        again, _ = tokens_per_s(args, engine, None, prompts)
-        rate, _ = tokens_per_s(args, engine, off, prompts, speculative_tokens=0)
-        ratios["off"] = rate / again
+        again, _ = tokens_per_s(args, engine, None, prompts, count)
         ratios["repeated"] = again / plain
+        ratios["off_step_time"] = off_step_time(args, engine, off, prompts, count)
         if repeat:
             for name, ratio in ratios.items():
                 speeds.setdefault(name, []).append(ratio)
             speeds.setdefault("tokens_per_s", []).append(plain)
-    found = {name: round(statistics.median(values), 3) for name, values in speeds.items()}
+    found: dict[str, Any] = {"new_tokens": count}
+    found |= {name: round(statistics.median(values), 3) for name, values in speeds.items()}
     for name, speculator in speculators.items():
         stats = speculator.stats
         found[f"accepted_{name}"] = round(stats.accepted.total() / max(1, stats.drafted.total()), 2)
@@ -267,21 +314,13 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
 
 
 def tokens_per_s(
-    args: argparse.Namespace,
-    engine: EngineCore,
-    speculator: Speculator | None,
-    prompts: list[list[int]],
-    **options: Any,
+    args: argparse.Namespace, engine: EngineCore, speculator: Speculator | None, prompts: list[list[int]], count: int
 ) -> tuple[float, dict[tuple[str, int], list[int]]]:
     """Return tokens per second from all first tokens to the first end, and the answers."""
     engine.speculator = speculator
-    times: dict[str, list[float]] = {}
-    answers: dict[tuple[str, int], list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        name = f"r{i}"
-        times[name], answers[name, 0] = [], []
-        params = SamplingParams(max_tokens=args.new_tokens, temperature=4.0, seed=i, ignore_eos=True, **options)
-        engine.add_request(EngineRequest(RequestId(name), prompt, params))
+    add_requests(engine, prompts, count)
+    times: dict[str, list[float]] = {f"r{i}": [] for i in range(len(prompts))}
+    answers: dict[tuple[str, int], list[int]] = {(name, 0): [] for name in times}
     while engine.has_work():
         outputs = engine.step()
         now = CLOCKS[args.clock]()
@@ -292,6 +331,31 @@ def tokens_per_s(
             answers[output.request_id, 0] += output.token_ids
     begin, end = max(each[0] for each in times.values()), min(each[-1] for each in times.values())
     return sum(begin < at <= end for each in times.values() for at in each) / (end - begin), answers
+
+
+def off_step_time(
+    args: argparse.Namespace, engine: EngineCore, off: Speculator, prompts: list[list[int]], count: int
+) -> float:
+    """Return how long a decode step takes whose requests want no drafts, against one without speculation."""
+    add_requests(engine, prompts, count, speculative_tokens=0)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in itertools.count():
+        if not engine.has_work():
+            break
+        engine.speculator = off if number % 2 else None
+        before = engine.stats().prefill_tokens
+        began = CLOCKS[args.clock]()
+        outputs = engine.step()
+        took = CLOCKS[args.clock]() - began
+        if len(outputs) == len(prompts) and engine.stats().prefill_tokens == before:
+            seconds[number % 2].append(took)
+    return statistics.median(seconds[1]) / statistics.median(seconds[0])
+
+
+def add_requests(engine: EngineCore, prompts: list[list[int]], count: int, **options: Any) -> None:
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=count, temperature=4.0, seed=i, ignore_eos=True, **options)
+        engine.add_request(EngineRequest(RequestId(f"r{i}"), prompt, params))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
    A history is a ring of tokens with a chain through all places behind the same two tokens, the latest first, as the
    match finders of LZ77 compressors have them. A place that the chain names is compared backwards for as long as it
    agrees with the sequence's end. Places that agree for equally long or longer vote on the next token; those that voted
-   for the winner vote on the one after it, and so on. */
+   for one that is drafted vote on the one after it, and so on: for the winner alone, or for several. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,6 +12,8 @@
 #define DEPTH 32     /* tokens of a match that are looked at */
 #define PLACES 64    /* places of a history that are looked at, the latest ones */
 #define WAYS 4       /* lengths of matches of which the best is taken */
+#define NODES 63     /* tokens of a draft */
+#define OPEN 256     /* tokens that may be drafted next */
 #define END UINT32_MAX /* stands between the sequences of a history */
 
 typedef struct {
@@ -96,83 +98,121 @@ static int find(const history *h, const uint32_t *end, int64_t length, place *fo
     return n;
 }
 
-/* The token `i` after a place; what lies behind a history's end is what was drafted behind it. */
-static uint32_t token_at(const place *p, uint32_t i, const history *own, const uint32_t *draft) {
-    uint32_t left = p->h->count - p->at;
-    if (i < left) return p->h->tokens[(p->at + i) & p->h->mask];
-    return p->h == own ? draft[i - left] : END;
-}
-
 typedef struct {
     const history *own;
     const float *trust;
-    int64_t limit;
+    int64_t depth, most, width; /* tokens one after the other, in all, and after one */
     float least;
 } rules;
 
-/* Lets the places that match for `length` tokens or longer vote; returns the number of tokens. */
-static int vote(const place *places, int n, int length, const rules *r, uint32_t *draft, float *chances, float *score) {
-    const place *open[2 * PLACES];
-    uint32_t next[2 * PLACES];
-    int count = 0, m = 0;
-    float all = 1;
-    *score = 0;
-    for (int i = 0; i < n; i++)
-        if (places[i].length >= length) open[m++] = &places[i];
-    while (count < r->limit) {
-        int votes = 0, best = 0, live = 0;
-        uint32_t winner = END;
-        for (int i = 0; i < m; i++) next[i] = token_at(open[i], (uint32_t)count, r->own, draft), live += next[i] != END;
-        for (int i = 0; i < m && live - votes > 0; i++) {
-            if (next[i] == END) continue;
-            int same = 0, seen = 0;
-            for (int j = 0; j < i && !seen; j++) seen = next[j] == next[i];
-            if (seen) continue;
-            for (int j = i; j < m; j++) same += next[j] == next[i];
-            votes += same;
-            if (same > best) best = same, winner = next[i];
-        }
-        if (!best) break;
-        int depth = length + count < DEPTH ? length + count : DEPTH;
-        float chance = r->trust[depth] * (float)best / (float)live;
-        if (all * chance < r->least) break;
-        all *= chance;
-        *score += all;
-        draft[count] = winner, chances[count] = chance, count++;
-        int kept = 0;
-        for (int i = 0; i < m; i++)
-            if (next[i] == winner) open[kept++] = open[i];
-        m = kept;
+/* A token that may follow: those places named it that are set in `voters`, after the token `parent` or, -1, the end. */
+typedef struct {
+    uint64_t voters[2 * PLACES / 64];
+    uint32_t token;
+    int parent, depth;
+    float chance, product; /* if all before it are right; of all of them */
+} branch;
+
+typedef struct {
+    branch nodes[NODES];
+    int count;
+    float score; /* tokens that are expected to be right */
+} tree;
+
+/* The token `i` after a place; what lies behind a history's end is what was drafted behind it, on the way to `node`. */
+static uint32_t token_at(const place *p, uint32_t i, const history *own, const tree *t, int node) {
+    uint32_t left = p->h->count - p->at;
+    if (i < left) return p->h->tokens[(p->at + i) & p->h->mask];
+    if (p->h != own) return END;
+    while (t->nodes[node].depth > (int)(i - left)) node = t->nodes[node].parent;
+    return t->nodes[node].token;
+}
+
+/* Lets the places that agree with all up to `node` vote on what follows it; adds the tokens named most to `open`. */
+static int follow(const place *places, int n, int length, const rules *r, const tree *t, int node,
+                  const uint64_t *voters, branch *open, int opened) {
+    uint32_t tokens[2 * PLACES];
+    int votes[2 * PLACES], which[2 * PLACES], kinds = 0, live = 0;
+    const int at = node < 0 ? 0 : t->nodes[node].depth + 1;
+    for (int i = 0; i < n; i++) {
+        which[i] = -1;
+        if (!(voters[i / 64] >> (i % 64) & 1)) continue;
+        const uint32_t token = token_at(&places[i], (uint32_t)at, r->own, t, node);
+        if (token == END) continue;
+        int kind = 0;
+        while (kind < kinds && tokens[kind] != token) kind++;
+        if (kind == kinds) tokens[kind] = token, votes[kind] = 0, kinds++;
+        votes[kind]++, which[i] = kind, live++;
     }
-    return count;
+    const int depth = length + at < DEPTH ? length + at : DEPTH;
+    const float before = node < 0 ? 1 : t->nodes[node].product;
+    for (int64_t child = 0; child < r->width && child < kinds && opened < OPEN; child++) {
+        int best = 0;
+        for (int kind = 1; kind < kinds; kind++)
+            if (votes[kind] > votes[best]) best = kind;
+        const float chance = r->trust[depth] * (float)votes[best] / (float)live;
+        if (votes[best] == 0 || before * chance < r->least) break;
+        branch *b = &open[opened++];
+        memset(b->voters, 0, sizeof b->voters);
+        for (int i = 0; i < n; i++)
+            if (which[i] == best) b->voters[i / 64] |= (uint64_t)1 << (i % 64);
+        b->token = tokens[best], b->parent = node, b->depth = at, b->chance = chance, b->product = before * chance;
+        votes[best] = 0;
+    }
+    return opened;
+}
+
+/* Drafts by the places that match for `length` tokens or longer, the likeliest token first. */
+static void grow(const place *places, int n, int length, const rules *r, tree *t) {
+    branch open[OPEN];
+    uint64_t voters[2 * PLACES / 64] = {0};
+    for (int i = 0; i < n; i++)
+        if (places[i].length >= length) voters[i / 64] |= (uint64_t)1 << (i % 64);
+    t->count = 0, t->score = 0;
+    int opened = follow(places, n, length, r, t, -1, voters, open, 0);
+    while (opened && t->count < r->most) {
+        int best = 0;
+        for (int i = 1; i < opened; i++)
+            if (open[i].product > open[best].product) best = i;
+        const int node = t->count++;
+        t->nodes[node] = open[best];
+        /* In order: of equals the one that was named first goes first. */
+        memmove(open + best, open + best + 1, (size_t)(--opened - best) * sizeof *open);
+        t->score += t->nodes[node].product;
+        if (t->nodes[node].depth + 1 < r->depth)
+            opened = follow(places, n, length, r, t, node, t->nodes[node].voters, open, opened);
+    }
 }
 
 /* Drafts what follows the `count` tokens before `end`.
 
    `own` is the history of these tokens themselves, `shared` that of others or NULL. `trust[n]`, n up to 32: how often
-   the token after a match of n tokens was right. `least`: chance below which a token is not drafted. Writes at most
-   `limit` tokens, each with the chance that it is right if those before it are, and the length of the match. */
+   the token after a match of n tokens was right. `least`: chance below which a token is not drafted. `depth`: tokens one
+   after the other; `width`: those that may follow the same one; `most`: all of them, at most 63. Writes tokens, the
+   index of each one's parent (-1: the end), which comes before it, the chance that it is right if those before it are,
+   and the length of the match. Returns how many. */
 int64_t baton_suffix_draft(const void *own, const void *shared, const uint32_t *end, int64_t count, const float *trust,
-                           double least, int64_t limit, uint32_t *draft, float *chances, int64_t *length) {
+                           double least, int64_t depth, int64_t width, int64_t most, uint32_t *draft, int32_t *parents,
+                           float *chances, int64_t *length) {
     place places[2 * PLACES];
     int n = find(own, end, count, places);
     n += find(shared, end, count, places + n);
-    rules r = {own, trust, limit < DEPTH ? limit : DEPTH, (float)least};
-    uint32_t other[DEPTH];
-    float others[DEPTH], score, best = 0;
-    int found = 0;
-    for (int way = 0, most = DEPTH + 1; way < WAYS; way++) {
+    rules r = {own, trust, depth < DEPTH ? depth : DEPTH, most < NODES ? most : NODES, width, (float)least};
+    tree found, best;
+    best.count = 0, best.score = 0;
+    for (int way = 0, longer = DEPTH + 1; way < WAYS; way++) {
         int longest = 0;
         for (int i = 0; i < n; i++)
-            if (places[i].length < most && places[i].length > longest) longest = places[i].length;
+            if (places[i].length < longer && places[i].length > longest) longest = places[i].length;
         if (!longest) break;
-        most = longest;
-        int got = vote(places, n, longest, &r, other, others, &score);
-        if (score > best) {
-            best = score, found = got, *length = longest;
-            memcpy(draft, other, (size_t)got * sizeof *draft);
-            memcpy(chances, others, (size_t)got * sizeof *chances);
+        longer = longest;
+        grow(places, n, longest, &r, &found);
+        if (found.score > best.score) {
+            best.count = found.count, best.score = found.score, *length = longest;
+            memcpy(best.nodes, found.nodes, (size_t)found.count * sizeof *found.nodes);
         }
     }
-    return found;
+    for (int i = 0; i < best.count; i++)
+        draft[i] = best.nodes[i].token, parents[i] = best.nodes[i].parent, chances[i] = best.nodes[i].chance;
+    return best.count;
 }

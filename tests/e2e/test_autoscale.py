@@ -149,7 +149,7 @@ def test_up_changes_the_ratio_by_itself(model: str) -> None:
             re.match(r"one decode instance becomes prefill: prefill [\d.]+ \(.* s of prompts wait", x) for x in said
         )
         (address,) = re.findall(r"autoscale .*metrics (127\.0\.0\.1:\d+/metrics)", "".join(running.lines))
-        text = httpx.get(f"http://{address}", timeout=20).text
+        text = httpx.get(f"http://{address}", timeout=60).text
         assert 'baton_autoscale_changes_total{action="switch",outcome="done",role="prefill"} 1.0' in text
         stop(running)
     finally:

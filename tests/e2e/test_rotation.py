@@ -88,7 +88,7 @@ async def test_a_token_is_replaced_under_load_without_a_failed_request(model, st
             (decode,) = (x for x in plan.workers if x.name == "decode-0")
             for token, opens in ((Token(OLD), False), (Token(NEW), True)):
                 async with open_channel(decode.health_address, token=token) as channel:
-                    info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
+                    info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
                     if opens:
                         assert (await info).instance_id
                         continue

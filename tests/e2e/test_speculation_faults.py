@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 ROUNDS = int(os.environ.get("BATON_TEST_SPECULATION_ROUNDS") or 2)
 NEW_TOKENS = 80
 WAYS = {
-    "mixed": {"prefill-1": ("ngram", 4), "decode-0": ("suffix", None), "decode-1": ("ngram", 5)},
-    "decode": {"decode-0": ("suffix", 6), "decode-1": ("suffix", 6)},
-    "prefill": {"prefill-0": ("ngram", 4), "prefill-1": ("suffix", None)},
+    "mixed": {"prefill-1": ("ngram", 4, 1), "decode-0": ("suffix", None, 4), "decode-1": ("ngram", 5, 1)},
+    "decode": {"decode-0": ("suffix", 6, 1), "decode-1": ("suffix", 6, 2)},
+    "prefill": {"prefill-0": ("ngram", 4, 1), "prefill-1": ("suffix", None, 2)},
 }
-"""Per instance its method and number of draft tokens; of those not named, none."""
+"""Per instance its method, number of draft tokens and width of their trees; of those not named, none."""
 WAY = os.environ.get("BATON_TEST_SPECULATION_WAY") or "mixed"
 
 
@@ -53,8 +53,9 @@ async def deployment(model, starter):
     plan = make_plan(ratio=Ratio(2, 2), port=0, extra=ExtraArgs(worker=worker, decode=decode))
     workers = []
     for spec in plan.workers:
-        method, tokens = WAYS[WAY].get(spec.name, ("none", None))
-        own = ("--speculative", method, *(() if tokens is None else ("--speculative-tokens", str(tokens))))
+        method, tokens, width = WAYS[WAY].get(spec.name, ("none", None, 1))
+        own = ("--speculative", method, "--speculative-width", str(width))
+        own += () if tokens is None else ("--speculative-tokens", str(tokens))
         workers.append(dataclasses.replace(spec, args=(*spec.args, *own)))
     plan = dataclasses.replace(plan, workers=tuple(workers))
 

@@ -60,7 +60,7 @@ async def test_who_is_in_a_hurry_waits_for_no_drain(model):
     supervisor = Supervisor(plan(model), lambda *_: None, grace_s=50)
     supervisor.processes["deaf"] = process
     await process.start({})
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         await deaf.wait()
         stopping = asyncio.ensure_future(supervisor.stop())
         with pytest.raises(TimeoutError):

@@ -225,13 +225,13 @@ def test_unknown_fields_are_named(client):
 
 def test_metrics_of_router_and_workers(up, client):
     client.completions.create(model=NAME, prompt=LONG, max_tokens=2)
-    text = httpx.get(f"{up.url}/metrics", timeout=20).text
+    text = httpx.get(f"{up.url}/metrics", timeout=60).text
     for name in ("baton_router_", "index_state", "match_rate"):
         assert name in text
     table = "".join(up.lines)
     addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", table)
     assert len(addresses) >= 2  # of the instances; the router shows its own on its HTTP port
-    workers = "".join(httpx.get(f"http://{address}", timeout=20).text for address in addresses)
+    workers = "".join(httpx.get(f"http://{address}", timeout=60).text for address in addresses)
     assert "baton_engine_num_blocks" in workers
     assert 'baton_kv_transfer_bytes_total{pipe="shm"}' in workers
 
@@ -250,12 +250,12 @@ def test_our_sdk(up, model):
 
 
 def test_health_and_tokenize(up):
-    assert httpx.get(f"{up.url}/health", timeout=20).status_code == 200
-    assert httpx.get(f"{up.url}/readyz", timeout=20).status_code == 200
+    assert httpx.get(f"{up.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{up.url}/readyz", timeout=60).status_code == 200
     tokens = httpx.post(
         f"{up.url}/tokenize", json={"prompt": "naïve 🙂", "add_special_tokens": False}, timeout=20
     ).json()["tokens"]
-    assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}, timeout=20).json()["prompt"] == "naïve 🙂"
+    assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"] == "naïve 🙂"
 
 
 def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
@@ -304,7 +304,7 @@ def test_a_second_ctrl_c_kills(model):
     running = start("--ratio", "0P1D", "--model", model, "--router-args=--drain-timeout-s 60")
     children = psutil.Process(running.process.pid).children(recursive=True)
     body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as stream:
         next(stream.iter_lines())
         for child in children:  # whatever happens now, it does not drain
             child.suspend()

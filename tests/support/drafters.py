@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
@@ -57,6 +58,39 @@ class RecordedDrafter:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class RecordedTreeDrafter(RecordedDrafter):
+    """Says what each sequence is going to be among other things: trees that have the right token at some place.
+
+    Args:
+        outputs: See :class:`RecordedDrafter`; ``probability``: that a right token's children have the right one.
+        width: Tokens of a level.
+    """
+
+    def __init__(self, outputs: dict[tuple[str, int], list[int]], *, width: int, **options: Any) -> None:
+        super().__init__(outputs, **options)
+        self.width = width
+
+    def _draft(self, sequence: Sequence, limit: int) -> Proposal:
+        self.live.add(sequence)
+        known = self.outputs[sequence.group.request.request_id, sequence.index]
+        at, rng = sequence.num_output, self.random
+        tokens: list[int] = []
+        parents: list[int] = []
+        level, right = [-1], -1
+        for token in known[at : at + limit]:
+            children = [(rng.choice(level), rng.randrange(self.vocab_size)) for _ in range(self.width)]
+            good = right is not None and rng.random() < self.probability
+            if good:
+                children[rng.randrange(self.width)] = (right, token)
+            first = len(tokens)
+            tokens += [token for _, token in children]
+            parents += [parent for parent, _ in children]
+            level = list(range(first, len(tokens)))
+            right = next((i for i in level if good and (parents[i], tokens[i]) == (right, token)), None)
+        self.num_proposed += len(tokens)
+        return Proposal(tokens, parents=parents)
 
 
 class BrokenDrafter:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +22,9 @@ ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt_oss", "d
 
 FIRST_ORDINARY_TOKEN = 8
 """Ids below are special tokens of the test checkpoints: a prompt with an end token in it would be a strange one."""
+
+NEAR_TIE = 1e-4
+"""Of two logits, in standard deviations of all of them: a hundred times what rounding of float32 comes to."""
 
 
 def mixed_prompts(seed: int, vocab_size: int, *, count: int = 32, longest: int = 700) -> list[list[int]]:
@@ -59,6 +67,13 @@ def hf_greedy(
         max_new_tokens: Tokens at most; an end token of the model ends earlier and is included.
         generate_options: More for ``generate``, e.g. ``repetition_penalty``.
     """
+    return [tokens for tokens, _ in _greedy_and_margins(path, prompts, max_new_tokens, **generate_options)]
+
+
+def _greedy_and_margins(
+    path: str | Path, prompts: list[list[int]], max_new_tokens: int, **generate_options: Any
+) -> list[tuple[list[int], float]]:
+    """Return :func:`hf_greedy`, and how far ahead of the next one the least clear token was, in logits' deviations."""
     with quiet_transformers():
         model = cast(Any, AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model.eval()
@@ -71,26 +86,40 @@ def hf_greedy(
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+                output_scores=True,
                 **generate_options,
             )
-            found.append(output[0, len(prompt) :].tolist())
+            best, second = torch.cat(output.scores).topk(2).values.unbind(-1)
+            margin = float(((best - second) / torch.cat(output.logits).std(-1)).min())
+            found.append((output.sequences[0, len(prompt) :].tolist(), margin))
     return found
 
 
 class References:
-    """Checkpoints and what ``generate`` gives for them, each made once; share one per test session."""
+    """Checkpoints and what ``generate`` gives for them, each made once, also by several processes with one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep checkpoints under ``folder``."""
+        """Keep all of it under ``folder``."""
         self._folder = folder
-        self._checkpoints: dict[str, Path] = {}
-        self._greedy: dict[tuple[Any, ...], list[list[int]]] = {}
+        self._greedy: dict[str, list[tuple[list[int], float]]] = {}
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Let one process at a time make something."""
+        with open(self._folder / f"{name}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def checkpoint(self, architecture: str) -> Path:
         """Return a tiny random checkpoint of an architecture."""
-        if architecture not in self._checkpoints:
-            self._checkpoints[architecture] = make_checkpoint(self._folder / architecture, architecture)
-        return self._checkpoints[architecture]
+        path, made = self._folder / architecture, self._folder / f"{architecture}.made"
+        with self._alone(architecture):
+            if not made.exists():
+                make_checkpoint(path, architecture)
+                made.touch()
+        return path
 
     def greedy(
         self, architecture: str, prompts: list[list[int]], max_new_tokens: int, **generate_options: Any
@@ -100,11 +129,28 @@ class References:
         Raises:
             AssertionError: The outputs are too alike to show anything.
         """
-        key = (architecture, tuple(map(tuple, prompts)), max_new_tokens, *sorted(generate_options.items()))
+        return [tokens for tokens, _ in self._made(architecture, prompts, max_new_tokens, **generate_options)]
+
+    def decided(self, architecture: str, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """Return those of the prompts whose every token is clear: no two were so near that rounding chooses.
+
+        Of what is batched by the moment at which it arrives no sum is rounded the same way twice.
+        """
+        made = self._made(architecture, prompts, max_new_tokens)
+        return [prompt for prompt, (_, margin) in zip(prompts, made, strict=True) if margin > NEAR_TIE]
+
+    def _made(
+        self, architecture: str, prompts: list[list[int]], max_new_tokens: int, **generate_options: Any
+    ) -> list[tuple[list[int], float]]:
+        options = [prompts, max_new_tokens, sorted(generate_options.items())]
+        key = f"{architecture}-{hashlib.sha256(json.dumps(options).encode()).hexdigest()[:20]}"
         if key not in self._greedy:
-            path = self.checkpoint(architecture)
-            found = hf_greedy(path, prompts, max_new_tokens, **generate_options)
-            if len(set(map(tuple, found))) < len(set(map(tuple, prompts))) // 2:
-                raise AssertionError(f"{architecture}: different prompts give the same tokens")
-            self._greedy[key] = found
+            path, kept = self.checkpoint(architecture), self._folder / f"{key}.json"
+            with self._alone(key):
+                if not kept.exists():
+                    found = _greedy_and_margins(path, prompts, max_new_tokens, **generate_options)
+                    if len({tuple(tokens) for tokens, _ in found}) < len(set(map(tuple, prompts))) // 2:
+                        raise AssertionError(f"{architecture}: different prompts give the same tokens")
+                    kept.write_text(json.dumps(found), encoding="ascii")
+                self._greedy[key] = [(tokens, margin) for tokens, margin in json.loads(kept.read_text("ascii"))]
         return self._greedy[key]

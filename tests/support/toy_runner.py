@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -31,11 +31,13 @@ class ToyRunner:
     Attributes:
         num_tokens: Tokens computed so far.
         num_logit_rows: Rows of logits computed so far.
+        num_moved: Tokens whose KV was moved so far.
         fail_next: Raised by the next forward pass instead of running it.
         poisoned: Token ids after which the logits are NaN.
     """
 
     attention_backend = description = "toy"
+    why_no_trees = ""
     quality = None
     device = torch.device("cpu")
 
@@ -52,7 +54,7 @@ class ToyRunner:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset({eos})
         self.num_tokens = 0
-        self.num_logit_rows = 0
+        self.num_logit_rows = self.num_moved = 0
         self.fail_next: Exception | None = None
         self.poisoned: frozenset[int] = frozenset()
         generator = torch.Generator().manual_seed(seed)
@@ -109,7 +111,9 @@ class ToyRunner:
         counts = np.diff(batch.query_starts)
         tables = torch.from_numpy(np.repeat(batch.block_tables.astype(np.int64), counts, axis=0))
         size = self.layout.block_size
-        blocks, slots = tables[torch.arange(len(tokens)), positions // size], positions % size
+        ends = np.repeat(batch.context_lens - batch.query_starts[1:], counts)
+        slots = torch.from_numpy((ends + np.arange(len(tokens))).astype(np.int64))
+        blocks, slots = tables[torch.arange(len(tokens)), slots // size], slots % size
         hidden = self._embedding[tokens] + self._positions[positions]
         for layer in range(LAYERS):
             query, key, value = (torch.tanh(hidden) @ self._qkv[layer]).split(WIDTH, dim=-1)
@@ -135,9 +139,24 @@ class ToyRunner:
             heads = query[start:end].reshape(-1, HEADS, DIM).transpose(0, 1)
             scores = heads @ keys.transpose(1, 2)
             allowed = torch.arange(context)[None] <= torch.arange(context - (end - start), context)[:, None]
+            trees = batch.trees
+            for row in range(start, end):
+                if trees is not None and (branch := trees.branch(row, i)):
+                    allowed[row - start, branch[0] :] = False
+                    allowed[row - start, branch] = True
             weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)
             out[start:end] = (weights @ values).transpose(0, 1).flatten(1)
         return out
+
+    def move_kv(self, moves: KVMoves) -> None:
+        """Move KV within the pool."""
+        self.num_moved += moves.sources.shape[1]
+        size = self.layout.block_size
+        (from_block, from_place), (to_block, to_place) = (
+            (torch.from_numpy(part) for part in divmod(slots[0], size)) for slots in (moves.sources, moves.targets)
+        )
+        for pool in (*self._keys, *self._values):
+            pool[to_block, :, to_place] = pool[from_block, :, from_place]
 
     def reference_logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return float32 logits [len(token_ids), vocab] of a whole sequence, computed at once in a pool of its own."""

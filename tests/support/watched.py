@@ -46,7 +46,7 @@ class Watched:
         return answer.json()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.app.registry.wait_changed(0.01)
 
@@ -84,7 +84,7 @@ async def watched_router(
         await app.start()
         stack.push_async_callback(app.stop)
         headers = {"authorization": f"Bearer {KEY}"}
-        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=20)
+        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=60)
         await stack.enter_async_context(http)
         watched = Watched(app, http, workers, str(keys))
         await watched.until(

@@ -6,17 +6,21 @@
 from baton_kernels.paged_attention.chunks import ChunkedAttention
 from baton_kernels.paged_attention.cpu import CpuPagedAttention
 from baton_kernels.paged_attention.definition import (
+    MAX_TREE_TOKENS,
     AttentionSpec,
     LayerPool,
     PagedAttention,
     RaggedBatch,
     Rotation,
+    TokenTrees,
+    ancestor_masks,
     paged_attention_reference,
 )
 from baton_kernels.paged_attention.latent import LatentProjections, attend_latent
 from baton_kernels.paged_attention.torch_backend import TorchPagedAttention
 
 __all__ = [
+    "MAX_TREE_TOKENS",
     "AttentionSpec",
     "ChunkedAttention",
     "CpuPagedAttention",
@@ -25,7 +29,9 @@ __all__ = [
     "PagedAttention",
     "RaggedBatch",
     "Rotation",
+    "TokenTrees",
     "TorchPagedAttention",
+    "ancestor_masks",
     "attend_latent",
     "paged_attention_reference",
 ]

@@ -49,6 +49,7 @@ class ChunkedAttention:
 
     def __init__(self, inner: PagedAttention, specs: Iterable[AttentionSpec]) -> None:
         self.name = inner.name
+        self.trees = False  # which would be cut at a chunk's border
         self.stores = getattr(inner, "stores", frozenset[torch.dtype]())
         self._inner = inner
         self._chunks = {spec.chunk for spec in specs}

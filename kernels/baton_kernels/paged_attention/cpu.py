@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
-from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
+from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.latent import LatentProjections
 
 _STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -24,7 +24,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm", "key_up", "value_up")),
-        *((name, ctypes.c_void_p) for name in ("k_scales", "v_scales")),
+        *((name, ctypes.c_void_p) for name in ("k_scales", "v_scales", "ancestors", "tree_starts")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_int64) for name in ("block_stride", "table_stride", "scale_stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_seqs", "num_heads", "kv_heads", "k_dim", "v_dim")),
@@ -68,6 +68,7 @@ class CpuPagedAttention:
     """See the module's docstring. Not thread-safe: one object per runner."""
 
     name = "cpp"
+    trees = True
     stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def __init__(self, library: CpuLibrary) -> None:
@@ -89,6 +90,8 @@ class CpuPagedAttention:
             pairs=self._pairs,
             amx=self._amx,
         )
+        if batch.trees is not None:
+            call.ancestors, call.tree_starts = (array.__array_interface__["data"][0] for array in _checked_trees(batch))
         return CpuPlan(batch, call, tables, batch.table(0).shape[1] * batch.block_tables.itemsize)
 
     def run(
@@ -194,6 +197,7 @@ class CpuPagedAttention:
                 block_tables=batch.block_tables[chosen],
                 block_size=batch.block_size,
                 groups=batch.groups,
+                trees=None if batch.trees is None else batch.trees.of(rows, chosen),
             )
             first, last = int(rows[0]), int(rows[-1]) + 1
             where = slice(first, last) if last - first == len(rows) else torch.from_numpy(rows)
@@ -246,3 +250,20 @@ def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:
     if int(batch.context_lens.max(initial=0)) > batch.table(0).shape[1] * batch.block_size:
         raise ValueError("a sequence is longer than its block table")
     return arrays
+
+
+def _checked_trees(batch: RaggedBatch) -> tuple[Any, Any]:
+    """The arrays of a batch's trees, after a check that C code may count on them."""
+    assert batch.trees is not None
+    ancestors, starts = batch.trees.ancestors, batch.trees.starts
+    for array, dtype, count in ((ancestors, "uint64", batch.query_starts[-1]), (starts, "int32", len(starts))):
+        if array.dtype != dtype or array.shape != (count,) or not array.flags.c_contiguous:
+            raise ValueError("ancestors must be contiguous uint64 [T], starts of trees contiguous int32 [S]")
+    if len(starts) != len(batch.context_lens):
+        raise ValueError("starts of trees and context_lens disagree about the number of sequences")
+    inside = ancestors != 0
+    own = (batch.slots() - np.repeat(starts, np.diff(batch.query_starts)))[inside]
+    far = bool(((own < 0) | (own >= MAX_TREE_TOKENS)).any())
+    if far or bool((ancestors[inside] >> own.astype(np.uint64) != 1).any()):
+        raise ValueError("a token of a tree must see its own slot, within 64 of the root, and none behind it")
+    return ancestors, starts

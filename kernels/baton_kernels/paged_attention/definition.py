@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,19 +12,62 @@ import torch
 
 from baton_kernels.paged_attention.quantized import read_blocks, write_rows
 
+MAX_TREE_TOKENS = 64
+"""Of a tree, its root included: a bit for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrees:
+    """Which of a batch's tokens are nodes of trees: a token sees what is before the root, its ancestors and itself.
+
+    A tree lies in consecutive slots of its sequence, from the root on, parents before children. All new tokens of a
+    sequence are in its tree, or none is; some of the tree may have been computed before.
+
+    Attributes:
+        ancestors: uint64 [T], bit j: sees slot ``starts + j``, its own the last of them; 0: the token is in no tree.
+        starts: int32 [S], the slot of each sequence's root; anything where there is no tree.
+    """
+
+    ancestors: npt.NDArray[np.uint64]
+    starts: npt.NDArray[np.int32]
+
+    def of(self, rows: npt.NDArray[np.int64], sequences: list[int]) -> TokenTrees:
+        """Return those of some sequences, whose tokens are ``rows``."""
+        return TokenTrees(self.ancestors[rows], self.starts[sequences])
+
+    def branch(self, row: int, sequence: int) -> list[int]:
+        """Return the slots of a token's ancestors and itself, from the root on; none: it is in no tree."""
+        bits, start = int(self.ancestors[row]), int(self.starts[sequence])
+        return [start + j for j in range(bits.bit_length()) if bits >> j & 1]
+
+
+def ancestor_masks(parents: Sequence[int]) -> list[int]:
+    """Return the ancestors of a tree's tokens, the root's first, as :class:`TokenTrees` has them.
+
+    Args:
+        parents: Of each token but the root the index of its parent among them, which comes before it; -1: the root.
+    """
+    masks = [1]
+    for parent in parents:
+        masks.append(masks[parent + 1] | 1 << len(masks))
+    return masks
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """S sequences with T new tokens in all, flattened; prompt chunks and decodes mix freely.
 
     Attributes:
-        positions: int64 [T], each new token's position in its sequence.
+        positions: int64 [T], each new token's position in its sequence; of a tree's node by depth, the root's and one
+            more for each ancestor below it.
         query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
         context_lens: int32 [S], tokens of each sequence, the new ones included.
         block_tables: int32 [S, G * W], ids of each sequence's blocks from its first token on; with several groups of
             layers, which have blocks of their own, one table after the other.
         block_size: Tokens per block.
         groups: G.
+        trees: Tokens that do not follow each other; ``None``: all do. Of these the slot, where KV goes to, is another
+            than the position, and what a window is counted in is positions.
     """
 
     positions: npt.NDArray[np.int64]
@@ -32,6 +76,15 @@ class RaggedBatch:
     block_tables: npt.NDArray[np.int32]
     block_size: int
     groups: int = 1
+    trees: TokenTrees | None = None
+
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Where each new token's KV goes to in its sequence, int64 [T]: new tokens are the last ones."""
+        if self.trees is None:
+            return self.positions
+        counts = np.diff(self.query_starts)
+        last = np.repeat(self.context_lens - self.query_starts[1:], counts).astype(np.int64)
+        return last + np.arange(len(last))
 
     def table(self, group: int) -> npt.NDArray[np.int32]:
         """The block tables of one group, [S, W], as a view."""
@@ -115,7 +168,8 @@ class PagedAttention(Protocol):
     """A backend: writes the new tokens' KV into the pool and attends over it.
 
     ``prepare`` is called once per step, ``run`` once per layer with what it returned. A backend that takes pools of
-    other dtypes than the model's has them in an attribute ``stores``, a set of torch dtypes.
+    other dtypes than the model's has them in an attribute ``stores``, a set of torch dtypes; one that takes trees of
+    tokens has an attribute ``trees`` that is true, others are never given any.
     """
 
     name: str
@@ -142,14 +196,14 @@ def paged_attention_reference(
 
     Slow on purpose. Arguments as in :meth:`PagedAttention.run`; returns float64 [T, num_heads, v_dim].
     """
-    group = spec.num_heads // spec.kv_heads
+    group, slots = spec.num_heads // spec.kv_heads, batch.slots()
     out = torch.zeros(q.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float64)
     for seq, context in enumerate(batch.context_lens.tolist()):
         first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
         table = batch.table(pool.group)[seq]
         for row in range(first, last):
-            position = int(batch.positions[row])
-            block, offset = int(table[position // batch.block_size]), position % batch.block_size
+            slot = int(slots[row])
+            block, offset = int(table[slot // batch.block_size]), slot % batch.block_size
             where = torch.tensor([block]), torch.tensor([offset])
             write_rows(pool.k, pool.k_scales, where, k[row][None])
             write_rows(pool.v, pool.v_scales, where, v[row][None])
@@ -159,15 +213,24 @@ def paged_attention_reference(
             for cache, scales in ((pool.k, pool.k_scales), (pool.v, pool.v_scales))
         )
         for row in range(first, last):
-            position = int(batch.positions[row])
-            begin = max(0, position + 1 - spec.window) if spec.window else 0
-            begin = max(begin, position // spec.chunk * spec.chunk) if spec.chunk else begin
+            seen = _seen(batch, spec, seq, row)
             for head in range(spec.num_heads):
-                scores = keys[begin : position + 1, head // group] @ q[row, head].double() * spec.scale
+                scores = keys[seen, head // group] @ q[row, head].double() * spec.scale
                 if spec.softcap:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
                 if spec.sinks is not None:
                     scores = torch.cat([scores, spec.sinks[head : head + 1].double()])
-                weights = torch.softmax(scores, dim=0)[: position + 1 - begin]
-                out[row, head] = weights @ values[begin : position + 1, head // group]
+                weights = torch.softmax(scores, dim=0)[: len(seen)]
+                out[row, head] = weights @ values[seen, head // group]
     return out
+
+
+def _seen(batch: RaggedBatch, spec: AttentionSpec, seq: int, row: int) -> list[int]:
+    """Return the slots that a new token sees."""
+    position = int(batch.positions[row])
+    branch = [] if batch.trees is None else batch.trees.branch(row, seq)
+    before = branch[0] if branch else position + 1
+    where = {slot: slot for slot in range(before)} | {slot: before + depth for depth, slot in enumerate(branch)}
+    begin = position + 1 - spec.window if spec.window else 0
+    begin = max(begin, position // spec.chunk * spec.chunk) if spec.chunk else begin
+    return [slot for slot, at in where.items() if at >= begin]

@@ -79,6 +79,8 @@ class TritonPagedAttention:
 
     def prepare(self, batch: RaggedBatch) -> TritonPlan:
         """Take a batch to the device."""
+        if batch.trees is not None:
+            raise ValueError("the Triton kernels know no trees of tokens")
         counts = np.diff(batch.query_starts).astype(np.int64)
         seqs = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         starts, lens, token_seq, tables = self._upload(batch.query_starts, batch.context_lens, seqs, batch.block_tables)

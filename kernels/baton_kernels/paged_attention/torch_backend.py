@@ -25,12 +25,17 @@ SCORE_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A prompt chunk: rows ``first`` to ``last`` of the batch, at positions that end with ``context``."""
+    """A prompt chunk or a tree: rows ``first`` to ``last`` of the batch, in slots that end with ``context``.
+
+    Attributes:
+        branches: Of a tree's tokens, the slots of each from the root on.
+    """
 
     first: int
     last: int
     context: int
     blocks: torch.Tensor
+    branches: tuple[list[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class TorchPlan:
 
     Attributes:
         blocks: int64 [T], the block each new token goes to; ``offsets`` its place in it.
-        chunks: Sequences with more than one new token.
+        chunks: Sequences with more than one new token, and trees.
         decode_rows: int64 [D], rows of sequences with one; ``decode_lens`` [D] and ``decode_tables`` [D, W] theirs.
     """
 
@@ -56,6 +61,7 @@ class TorchPagedAttention:
     """See the module's docstring."""
 
     name = "torch"
+    trees = True
     stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def prepare(self, batch: RaggedBatch) -> tuple[TorchPlan, ...]:
@@ -181,9 +187,13 @@ class TorchPagedAttention:
             first = start + at - chunk.first
             stop = first + end - at
             query_positions = torch.arange(first, stop, device=q.device)[:, None]
-            mask = key_positions[:stop] <= query_positions
-            if spec.window:
-                mask &= key_positions[:stop] > query_positions - spec.window
+            if chunk.branches:
+                branches = chunk.branches[at - chunk.first : end - chunk.first]
+                mask = _tree_mask(branches, stop, spec.window).to(q.device)
+            else:
+                mask = key_positions[:stop] <= query_positions
+                if spec.window:
+                    mask &= key_positions[:stop] > query_positions - spec.window
             rows = q[at:end].transpose(0, 1)[None]
             out[at:end] = _attend(spec, rows, keys[:, :, :stop], values[:, :, :stop], mask[None, None])[0].transpose(
                 0, 1
@@ -194,26 +204,42 @@ def _plan(batch: RaggedBatch, tables: npt.NDArray[np.int32]) -> TorchPlan:
     size = batch.block_size
     counts = np.diff(batch.query_starts)
     sequence = np.repeat(np.arange(len(counts)), counts)
-    blocks = tables[sequence, batch.positions // size].astype(np.int64)
-    decodes = np.flatnonzero(counts == 1)
+    slots = batch.slots()
+    blocks = tables[sequence, slots // size].astype(np.int64)
+    single = counts == 1
+    if batch.trees is not None:
+        single &= batch.trees.ancestors[batch.query_starts[:-1]] == 0
+    decodes = np.flatnonzero(single)
     lens = batch.context_lens[decodes].astype(np.int64)
     width = -(-int(lens.max()) // size) if len(lens) else 0
     chunks = []
-    for seq in np.flatnonzero(counts > 1).tolist():
+    for seq in np.flatnonzero((counts > 0) & ~single).tolist():
         context = int(batch.context_lens[seq])
         table = tables[seq, : -(-context // size)].astype(np.int64)
-        chunks.append(
-            Chunk(int(batch.query_starts[seq]), int(batch.query_starts[seq + 1]), context, torch.from_numpy(table))
-        )
+        first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
+        branches: tuple[list[int], ...] = ()
+        if batch.trees is not None and batch.trees.ancestors[first]:
+            branches = tuple(batch.trees.branch(row, seq) for row in range(first, last))
+        chunks.append(Chunk(first, last, context, torch.from_numpy(table), branches))
     return TorchPlan(
         block_size=size,
         blocks=torch.from_numpy(blocks),
-        offsets=torch.from_numpy(batch.positions % size),
+        offsets=torch.from_numpy(slots % size),
         chunks=tuple(chunks),
         decode_rows=torch.from_numpy(batch.query_starts[decodes].astype(np.int64)),
         decode_lens=torch.from_numpy(lens),
         decode_tables=torch.from_numpy(tables[decodes, :width].astype(np.int64)),
     )
+
+
+def _tree_mask(branches: tuple[list[int], ...], stop: int, window: int) -> torch.Tensor:
+    """Which of ``stop`` slots tokens of a tree see, bool [tokens, stop]; ``branches``: of each, from the root on."""
+    mask = torch.zeros(len(branches), stop, dtype=torch.bool)
+    for row, branch in enumerate(branches):
+        root, depth = branch[0], len(branch) - 1
+        mask[row, max(0, root + depth + 1 - window) if window else 0 : root] = True
+        mask[row, branch[-window:] if window else branch] = True
+    return mask
 
 
 def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

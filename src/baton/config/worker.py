@@ -21,12 +21,14 @@ from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
 from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
-from baton.types import MAX_SPECULATIVE_TOKENS
+from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
 _POSITIVE = (
     *("prefill_stall_s", "prefill_wait_s", "lease_s", "max_leases"),
     *("load_interval_ms", "kv_streams", "fetch_threads"),
 )
+_CHAINS = {"none", "ngram", "draft"}
+"""Methods of ``speculative`` that draft one way in which a sequence may go on."""
 MAX_RANKS = 64
 """Processes of one engine; all of them run on one host."""
 
@@ -155,6 +157,11 @@ class EngineConfig:
         f"draft tokens per sequence and step, 1 to {MAX_SPECULATIVE_TOKENS}; default: as many as pay by measured times "
         "of steps and each sequence's acceptance, or none",
     )
+    speculative_width: int = option(
+        1,
+        f"trees of draft tokens, 1 to {MAX_SPECULATIVE_WIDTH}: so many alternatives at each place, of which one may be "
+        "right (suffix, eagle, eagle3, medusa, mtp); --speculative-tokens is how many follow each other; 1: chains",
+    )
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
@@ -178,6 +185,7 @@ class EngineConfig:
                 f"speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got {drafts}",
                 field="speculative_tokens",
             )
+        self._check_width()
         if self.step_budget_ms is not None and not 0.0 <= self.step_budget_ms < math.inf:
             raise ConfigError(f"step_budget_ms must not be negative, got {self.step_budget_ms}", field="step_budget_ms")
         if self.itl_slo_ms is not None and not 0.0 < self.itl_slo_ms < math.inf:
@@ -196,6 +204,19 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"
             )
+
+    def _check_width(self) -> None:
+        """Check ``speculative_width``, and that what is asked for beside it can be done with trees."""
+        width, field = self.speculative_width, "speculative_width"
+        if not 1 <= width <= MAX_SPECULATIVE_WIDTH:
+            raise ConfigError(f"{field} must be between 1 and {MAX_SPECULATIVE_WIDTH}, got {width}", field=field)
+        why = ""
+        if self.speculative in _CHAINS:
+            why = f"speculative {self.speculative} has no trees"
+        elif self.speculative_acceptance != "equal":
+            why = "acceptance by rejection is of chains, whose tokens were drawn one after the other"
+        if width > 1 and why:
+            raise ConfigError(f"{field} must be 1, got {width}: {why}", field=field)
 
     @property
     def model_name(self) -> str:

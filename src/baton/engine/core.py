@@ -25,7 +25,7 @@ from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.engine.speculation.drafter import Drafter
 from baton.engine.speculation.speculator import Speculator
-from baton.engine.speculation.verification import Chosen, StepSampling
+from baton.engine.speculation.verification import Chosen, StepSampling, accepted_moves
 from baton.engine.step_budget import step_budget
 from baton.engine.window_blocks import WindowGroups
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
@@ -336,13 +336,14 @@ class EngineCore:
             output = self.executor.forward(batch.forward)
         finally:
             sampling.end_masks()
-        logits = output.logits
-        if self.speculator is not None:
-            self.speculator.observe(plan, output.hidden)
         for rows in batch.prompt_rows:
-            self._score_prompt(rows, logits)
+            self._score_prompt(rows, output.logits)
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
-        sampled = sampling.choose(logits)
+        sampled = sampling.choose(output.logits)
+        if self.speculator is not None:
+            self.speculator.observe(plan, output.hidden, {each.sequence: each.path for each in sampled})
+        if (moves := accepted_moves(sampled, self._block_size)) is not None:
+            self.executor.move_kv(moves)
         for chosen in sampled:
             if chosen.error:
                 self._fail_sampled(chosen, outputs)
@@ -453,7 +454,7 @@ class EngineCore:
         self._decode_tokens += count
         if chosen.num_drafted:
             if self.speculator is not None:
-                self.speculator.verified(sequence, chosen.num_drafted, min(chosen.num_accepted, count))
+                self.speculator.verified(sequence, chosen.num_drafted, chosen.path[:count])
             self._scheduler.end_draft(sequence)
         first = sequence.index == 0 and not group.first_token_ns
         if first:

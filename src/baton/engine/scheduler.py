@@ -68,12 +68,15 @@ class StepPlan:
     Attributes:
         counts: Per sequence, how many of its own tokens are computed, from ``num_computed`` on.
         drafts: Draft tokens per sequence, of those that have some; the sequence's own tokens are all computed then.
+        trees: Of those drafts that are trees, the index of each token's parent, which comes before it, -1: the
+            sequence's last token. Other drafts are chains.
         num_scored: Prompt tokens at most whose log probabilities are computed.
         work: What the step computes, for the estimate of its time; ``None``: nobody asks.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    trees: dict[Sequence, tuple[int, ...]] = field(default_factory=dict)
     num_scored: int = 0
     work: StepWork | None = None
 
@@ -354,8 +357,16 @@ class Scheduler:
         """Return how many draft tokens the budget of a step has room for."""
         return self._budget - plan.num_tokens
 
-    def add_draft(self, plan: StepPlan, sequence: Sequence, draft: tuple[int, ...]) -> int:
+    def add_draft(
+        self, plan: StepPlan, sequence: Sequence, draft: tuple[int, ...], parents: tuple[int, ...] = ()
+    ) -> int:
         """Have a decoding sequence's draft verified, as far as there are blocks for it; nobody is preempted for them.
+
+        Args:
+            plan: Without drafts of this sequence.
+            sequence: One of those of the plan.
+            draft: Its tokens.
+            parents: Of a tree, see :class:`StepPlan`; empty: it is a chain.
 
         Returns:
             How many tokens of it there is room for.
@@ -368,6 +379,8 @@ class Scheduler:
             draft = draft[: len(sequence.block_ids) * size - sequence.num_tokens]
         if draft:
             plan.drafts[sequence] = draft
+            if parents:
+                plan.trees[sequence] = parents[: len(draft)]
             if plan.work is not None:
                 plan.work.rows += len(draft)
         return len(draft)

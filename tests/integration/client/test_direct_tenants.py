@@ -53,7 +53,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
         process = await stack.enter_async_context(
             router("--decode", worker.address, "--ticket-key-file", str(folder / "key"), *flags)
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
 
         async def ready() -> bool:
             return (await http.get("/readyz")).status_code == 200
@@ -98,7 +98,7 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
 
             async def generate() -> int:
                 shown = ((HEADER, "Bearer an API key of the router"),)
-                stream = stub.Generate(request, timeout=30, metadata=shown)
+                stream = stub.Generate(request, timeout=60, metadata=shown)
                 return len([t async for x in stream for d in x.deltas for t in d.token_ids])
 
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -112,9 +112,9 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
             request.ClearField("tenant")
             assert await generate() == 4
             for call in (
-                stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10),
-                stub.Abort(worker_pb2.AbortRequest(request_id="r"), timeout=10),
-                stub.GenerateMany(iter([worker_pb2.GenerateManyRequest()]), timeout=10).read(),
+                stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60),
+                stub.Abort(worker_pb2.AbortRequest(request_id="r"), timeout=60),
+                stub.GenerateMany(iter([worker_pb2.GenerateManyRequest()]), timeout=60).read(),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await call

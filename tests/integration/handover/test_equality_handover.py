@@ -22,7 +22,7 @@ VOCAB = 512
 
 @pytest.fixture
 def checkpoint(request: pytest.FixtureRequest, references: References):
-    prompts = mixed_prompts(7, VOCAB)
+    prompts = references.decided(request.param, mixed_prompts(7, VOCAB), NEW_TOKENS)
     return references.checkpoint(request.param), prompts, references.greedy(request.param, prompts, NEW_TOKENS)
 
 
@@ -82,7 +82,7 @@ async def test_equality_through_every_pipe(checkpoint, kinds, order):
 async def test_equality_when_the_decode_pool_is_so_small_that_sequences_are_preempted(checkpoint, references):
     path, prompts, _ = checkpoint
     # Short prompts with long answers: many are admitted, and then all of them grow.
-    prompts = [prompt for prompt in prompts if len(prompt) < 100]
+    prompts = references.decided(path.name, [prompt for prompt in prompts if len(prompt) < 100], GROWING_TOKENS)
     expected = references.greedy(path.name, prompts, GROWING_TOKENS)
     async with LocalCluster(engine_config(path), decode_changes={"kv_blocks": 48}) as cluster:
         decode = cluster.decode[0]

@@ -42,7 +42,7 @@ NEW_TOKENS = 6
 MOST_REQUESTS = 150
 ANSWERS = 2
 """Answers of each pair that are compared."""
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 CLEAR = 0.15
 """By how much a token must lead to be compared: in bfloat16 another order of additions moves logits by a tenth."""
 LEAST_COMPARED = 3

@@ -23,7 +23,7 @@ MODEL = str(Path(__file__).resolve().parents[3] / "models" / "baton-tiny")
 BLOCK_SIZES = {"prefill-0": 16, "decode-0": 16, "decode-1": 32}
 PROMPTS = [prompt[:300] for prompt in mixed_prompts(10, 4000) if len(prompt) > 40]
 NEW_TOKENS = 8
-KNOWN_S = 20.0
+KNOWN_S = 60.0
 
 
 def plan() -> DeploymentPlan:

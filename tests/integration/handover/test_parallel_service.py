@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.equality import References
+from tests.support.shared_memory import left_behind, segments
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
@@ -111,11 +112,11 @@ async def test_idle_it_burns_no_core_listens_on_loopback_alone_and_dies_with_its
         if max(spent) < 0.03 * (time.monotonic() - began):
             break
         assert not last, spent
-    memory = set(os.listdir("/dev/shm"))
+    memory = segments()
     service.process.send_signal(signal.SIGKILL)
     assert service.process.wait() == -signal.SIGKILL
     until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks[1:]), 60.0)
-    assert set(os.listdir("/dev/shm")) <= memory
+    assert left_behind(memory) == set()
 
 
 async def test_it_ends_with_one_clear_line_when_a_follower_dies_while_idle(services: list[Service]) -> None:

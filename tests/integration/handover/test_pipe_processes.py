@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.support.child_env import child_env
+from tests.support.shared_memory import left_behind, segments
 from tests.support.transport_faults import LAYOUT, fingerprint
 from tests.support.transport_rig import soon
 
@@ -82,7 +82,7 @@ def end(owner: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kind", ["nixl", "gloo"])
 def test_an_idle_owner_burns_nothing_listens_where_asked_and_ends_cleanly(kind: str) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    memory = segments()
     owner, said = start(kind)
     try:
         use(kind, said)
@@ -100,7 +100,7 @@ def test_an_idle_owner_burns_nothing_listens_where_asked_and_ends_cleanly(kind: 
     finally:
         owner.kill()
         owner.communicate()
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert left_behind(memory) == set()
 
 
 @pytest.mark.parametrize("transports", ["tcp", "tcp,cma,posix"])

@@ -72,7 +72,7 @@ async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> None:
     channel = grpc.aio.insecure_channel(address) if insecure else grpc.aio.secure_channel(address, credentials)
     async with channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -212,7 +212,7 @@ def peer_certificate(port: int, certificate: Certificate) -> bytes:
     context = ssl.create_default_context(cafile=certificate.ca)
     context.load_cert_chain(certificate.cert, certificate.key)
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as secure,
     ):
         shown = secure.getpeercert(binary_form=True)
@@ -231,7 +231,7 @@ async def test_token_and_certificate_go_together(ours: Certificate, tmp_path: Pa
         async with open_channel(server.address, **access) as channel:
             stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
             try:
-                await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=10)
+                await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=60)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from error
 
@@ -253,11 +253,11 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     await app.start()
     try:
         url = f"https://127.0.0.1:{app.http_port}/health"
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca), timeout=20) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca), timeout=60) as client:
             assert (await client.get(url)).status_code == 200
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(url.replace("https:", "http:"))
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca), timeout=20) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca), timeout=60) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(url)
     finally:
@@ -265,7 +265,7 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     plain = RouterApp(RouterConfig(port=0, grpc_port=0, http_tls=False, **flags))
     await plain.start()
     try:
-        async with httpx.AsyncClient(timeout=20) as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(f"http://127.0.0.1:{plain.http_port}/health")).status_code == 200
     finally:
         await plain.stop()

@@ -238,7 +238,7 @@ async def test_a_certificate_that_does_not_count_now_gets_through_no_handshake(
             async with grpc.aio.secure_channel(server.address, credentials) as channel:
                 stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=20)
+                    await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=60)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await server.stop(0)

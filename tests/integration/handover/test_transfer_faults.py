@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.shared_memory import left_behind, segments
 from tests.support.transport_faults import BIG, LAYOUT, Hook, Process, Proxy, fingerprint, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, PipeClosedError, StaleBlockError, TransferError
@@ -274,7 +275,7 @@ def test_fetch_from_another_process(process: Process, kind: str) -> None:
 def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
     if kind in {"nixl", "gloo"}:
         warm_up(kind)
-    segments = set(os.listdir("/dev/shm"))
+    memory = segments()
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
     target = HostArena(96, BIG.block_bytes)
@@ -305,7 +306,7 @@ def test_sigkill_of_the_server_in_mid_transfer(kind: str, look: int) -> None:
     target.close()
     del target, fetcher
     gc.collect()
-    assert set(os.listdir("/dev/shm")) == segments
+    assert left_behind(memory) == set()
     assert not any(name in open_unix_sockets() for name in (process.address("shm"), successor.address("shm")))
     assert len(os.listdir("/proc/self/fd")) <= fds  # what tests before left may be gone meanwhile
 

@@ -17,6 +17,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
 from tests.support.servers.cluster import LocalCluster, Result
+from tests.support.shared_memory import left_behind, segments
 from tests.support.transport_faults import STALL_S, Fault, Proxy, counting_proxy
 
 from baton.config import EngineConfig
@@ -110,7 +111,7 @@ async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Se
     prompts = [[rng.randrange(8, 512) for _ in range(rng.randrange(130, 260))] for _ in range(8)]
     work = Workload(prompts, hf_greedy(model, prompts, 6))
     rigs = [Rig(model, policy) for _ in range(RIGS)]
-    segments = set(os.listdir("/dev/shm"))
+    memory = segments()
     async with contextlib.AsyncExitStack() as stack:
         for rig in rigs:
             await stack.enter_async_context(rig.cluster)
@@ -131,7 +132,7 @@ async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Se
             await rig.cluster.check_integrity()
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) <= fds + 8 * RIGS, "descriptors leak"
-    assert set(os.listdir("/dev/shm")) == segments
+    assert left_behind(memory) == set()
     assert sum(work.outcomes.values()) == len(seeds)
     if len(set(seeds)) > 1:  # the one that is repeated may cut every stream
         assert work.outcomes["untouched"] > 0

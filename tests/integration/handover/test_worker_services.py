@@ -363,7 +363,7 @@ async def test_events_tell_exactly_what_is_cached(cluster):
         engine = decode.context.engine
         truth = {h for event in await engine.call(engine.core.snapshot) for h in event.hashes}
         removed = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while held != truth:
                 batch = (await events.read()).batch
                 assert batch.sequence == sequence + 1
@@ -384,7 +384,7 @@ async def test_an_engine_whose_requests_all_wait_for_kv_does_not_spin(cluster):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call = stub.Generate(generate_request(cluster, prefill_candidates=[f"{host}:{port}"]))
         reading = asyncio.ensure_future(call.read())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not decode.context.engine.stats.num_loading:
                 await asyncio.sleep(0.01)
         before = decode.context.engine.steps

@@ -140,7 +140,7 @@ def test_a_client_of_http_1_0_gets_nothing_in_chunks(api: Served, lines: bytes, 
 
 def test_a_client_of_http_1_0_is_not_told_to_continue(api: Served) -> None:
     """RFC 9110, 10.1.1: it would take that for the answer."""
-    with socket.create_connection(api.socket.getsockname()[:2], timeout=20) as client:
+    with socket.create_connection(api.socket.getsockname()[:2], timeout=60) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\n" + TYPE + LENGTH + b"\r\n" + BODY[:5]
         )

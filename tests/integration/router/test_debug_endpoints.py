@@ -113,7 +113,7 @@ async def test_nothing_secret_is_shown(watched: Watched) -> None:
 @pytest.mark.parametrize("path", ["/debug/decisions", "/debug/decisions/one", "/debug/index", "/debug/console"])
 async def test_data_want_a_key(watched: Watched, path: str) -> None:
     await watched.complete("one")
-    async with httpx.AsyncClient(base_url=watched.url, timeout=20) as stranger:
+    async with httpx.AsyncClient(base_url=watched.url, timeout=60) as stranger:
         assert (await stranger.get(path)).status_code == 401
     answer = await watched.http.get(path)
     assert answer.headers["cache-control"] == "no-store"
@@ -126,7 +126,7 @@ async def test_limits_are_checked(watched: Watched, limit: str) -> None:
 
 
 async def test_the_page_is_open_and_strict(watched: Watched) -> None:
-    async with httpx.AsyncClient(base_url=watched.url, timeout=20) as stranger:
+    async with httpx.AsyncClient(base_url=watched.url, timeout=60) as stranger:
         page = await stranger.get("/console")
         assert page.status_code == 200
         policy = page.headers["content-security-policy"]

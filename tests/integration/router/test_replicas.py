@@ -71,7 +71,7 @@ async def replicas(count: int, redis: RedisServer, *flags: str) -> AsyncIterator
                 router("--redis", redis.url, "--replica-name", f"r{number}", "--no-instance-wait-s", "30", *flags)
             )
             channel = await stack.enter_async_context(open_channel(process.grpc))
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=30))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
             return Replica(process, router_pb2_grpc.RouterServiceStub(channel), http)
 
         yield list(await asyncio.gather(*map(one, range(count))))

@@ -81,7 +81,7 @@ async def statuses(app: RouterApp, *keys: str) -> list[int]:
     """What requests with these keys are answered: 503 if they are let in, as nobody is there to serve them."""
     body = {"model": "m", "prompt": "x"}
     found = []
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", timeout=20) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", timeout=60) as client:
         for key in keys:
             headers = {"authorization": f"Bearer {key}"}
             found.append((await client.post("/v1/completions", json=body, headers=headers)).status_code)

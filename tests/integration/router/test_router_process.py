@@ -34,7 +34,7 @@ class Process:
 
     async def serving(self) -> None:
         assert self.process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while line := (await self.process.stderr.readline()).decode():
                 self.lines.append(line)
                 if found := re.search(r"serving http=(\S+) grpc=(\S+)", line):
@@ -43,7 +43,7 @@ class Process:
         raise AssertionError("".join(self.lines))
 
     async def end(self) -> tuple[int, str]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             _, rest = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, "".join(self.lines) + rest.decode()
@@ -84,8 +84,8 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
     request = router_pb2.RegisterRequest(
         address=worker.address, instance_id=worker.instance_id, role=role_to_pb(worker.role), epoch=worker.epoch
     )
-    lease = await stub.Register(request, timeout=20)
-    async with asyncio.timeout(20):
+    lease = await stub.Register(request, timeout=60)
+    async with asyncio.timeout(60):
         while not [x for x in (await stub.ListInstances(router_pb2.ListInstancesRequest())).instances if x.healthy]:
             await asyncio.sleep(0.01)
     assert (await stub.Heartbeat(router_pb2.HeartbeatRequest(lease_id=lease.lease_id))).known
@@ -94,7 +94,7 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
 
 async def refuses_connections(address: str) -> None:
     host, port = address.split(":")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
@@ -122,9 +122,9 @@ async def test_an_instance_that_is_refused_is_told_of() -> None:
             request = router_pb2.RegisterRequest(
                 address=other.address, instance_id="p0", role=role_to_pb(Role.PREFILL), epoch=other.epoch
             )
-            await stub.Register(request, timeout=20)
+            await stub.Register(request, timeout=60)
             refused: dict[str, str] = {}
-            async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as http:
+            async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
                 while not any(refused.values()):
                     answer = await stub.ListInstances(router_pb2.ListInstancesRequest())
                     refused = {item.address: item.refused for item in answer.instances}
@@ -140,11 +140,11 @@ async def test_life_of_a_router() -> None:
     async with decode_worker() as worker, router() as process, open_channel(process.grpc) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         assert await check_health(process.grpc)
-        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as http:
+        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
             assert (await http.get("/readyz")).status_code == 503
             assert (await http.get("/readyz", headers={"host": "rebound.example"})).status_code == 403
             lease = await register(stub, worker)
-            async with asyncio.timeout(20):  # its tokenizer is loaded first
+            async with asyncio.timeout(60):  # its tokenizer is loaded first
                 while (await http.get("/readyz")).status_code != 200:
                     await asyncio.sleep(0.01)
             assert 'baton_router_instance_healthy{instance="d0",role="decode"} 1.0' in (await http.get("/metrics")).text
@@ -157,7 +157,7 @@ async def test_life_of_a_router() -> None:
                 tokens += response.deltas[0].token_ids
             # Told to end in mid-stream, it takes nothing new but brings this one to its end.
             process.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await check_health(process.grpc, timeout_s=0.5):
                     await asyncio.sleep(0.01)
             await refuses_connections(process.http)
@@ -201,7 +201,7 @@ async def asks_at_once(address: str, count: int) -> list[bytes]:
     for _, writer in opened:
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     lines = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for reader, writer in opened:
             lines.append((await reader.readline()).strip())
             writer.transport.abort()
@@ -248,7 +248,7 @@ async def test_requests_that_outlive_a_drain_are_told_why() -> None:
             await register(router_pb2_grpc.RouterServiceStub(channel), worker)
         worker.state.pause_after = 1
         body = {"prompt": [5, 6, 7], "max_tokens": 8}
-        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=20) as client:
+        async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as client:
             whole = asyncio.create_task(client.post("/v1/completions", json=body))
             async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
                 await worker.wait_until(lambda: len(worker.state.running) == 2)
@@ -303,7 +303,7 @@ async def test_metrics_have_a_port_of_their_own_where_clients_must_not_see_them(
     (tmp_path / "token").write_text("the services' token")
     port = free_port()
     flags = ("--api-keys", str(tmp_path / "keys"), "--token-file", str(tmp_path / "token"))
-    async with router(*flags, "--metrics-port", str(port)) as process, httpx.AsyncClient(timeout=20) as http:
+    async with router(*flags, "--metrics-port", str(port)) as process, httpx.AsyncClient(timeout=60) as http:
         answer = await http.get(f"http://{process.http}/metrics", headers={"authorization": "Bearer one"})
         assert answer.status_code == 403
         assert "baton_router_" in (await http.get(f"http://127.0.0.1:{port}/metrics")).text

@@ -21,7 +21,7 @@ from baton.token_ids import pack_ids
 from baton.types import FinishReason, Role, SamplingParams
 from baton.worker.instance import WorkerInstance
 
-_SETTLE_S = 30.0
+_SETTLE_S = 60.0
 
 
 @dataclass

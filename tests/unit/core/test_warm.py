@@ -78,7 +78,7 @@ async def test_a_supervisor_can_have_it(small: WarmStarter) -> None:
         start=small.spawn,
     )
     await process.start(dict(os.environ))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not lines:
             await asyncio.sleep(0.01)
         assert process.returncode is None

@@ -51,7 +51,7 @@ class Running:
     async def serves(self) -> bool:
         """Whether who knows the token is served."""
         async with open_channel(self.address, token=TOKEN) as channel:
-            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=30)
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=60)
         return True
 
 
@@ -138,9 +138,12 @@ async def test_calls_without_their_requests_end(monkeypatch: pytest.MonkeyPatch)
     paths += ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"]
     paths += [f"/{SERVICE}/Route", f"/{SERVICE}/Generate", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"]
     async with running() as here:
-        for path in paths:
+
+        async def ends(path: str) -> None:
             with await connect(here.port, call_of(path)) as sock:
-                await until(lambda sock=sock: hung_up(sock))  # a call that went on would keep it
+                await until(lambda: hung_up(sock))  # a call that went on would keep it
+
+        await asyncio.gather(*map(ends, paths))
         assert await here.serves()
 
 
@@ -154,7 +157,7 @@ async def test_calls_without_their_requests_are_bounded(monkeypatch: pytest.Monk
         )
         silent = [check() for _ in range(4)]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await asyncio.gather(*silent)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in silent:
@@ -208,7 +211,7 @@ async def test_a_watcher_that_reads_nothing_keeps_no_service_from_stopping() -> 
     async with running() as here:
         with await connect(here.port, watch, settings=no_window):
             await until(lambda: here.server._health._watching.total() == 1)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await here.server.set_serving(False)
                 await here.server.set_serving(True)
 

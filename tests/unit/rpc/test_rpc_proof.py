@@ -127,7 +127,7 @@ async def test_a_service_that_comes_back_without_the_token_gets_no_call() -> Non
     async with service(Token(OLD)) as (_, address):
         channel = open_channel(address, token=Token(OLD))
         assert await route(channel) is None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while channel.get_state() is grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0.01)
     port = int(address.rpartition(":")[2])

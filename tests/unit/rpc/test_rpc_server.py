@@ -79,7 +79,7 @@ async def server():
 async def call(address: str, token: Token | None = TOKEN) -> BatonError | None:
     async with open_channel(address, token=token) as channel:
         try:
-            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=30)
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=60)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
     return None
@@ -164,7 +164,7 @@ async def test_messages_are_answered_with_no_pings(server):
         async with open_channel(f"127.0.0.1:{port}", token=TOKEN) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             for _ in range(20):
-                await stub.Route(router_pb2.RouteRequest(), timeout=30)
+                await stub.Route(router_pb2.RouteRequest(), timeout=60)
     finally:
         await proxy.stop()
     for end in sent.values():
@@ -194,7 +194,7 @@ async def test_who_watches_health_is_bounded(server):
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         calls.pop().cancel()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:  # room again, as soon as the server has heard of it
                 calls.append(stub.Watch(request))
                 try:

@@ -59,7 +59,7 @@ def test_metrics_are_served_until_their_end_and_a_taken_port_is_named() -> None:
     Counter("seen", "Things", registry=registry).inc()
     close = serve_metrics("127.0.0.1", port, registry)
     try:
-        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
         assert "seen_total 1.0" in page
         with pytest.raises(ConfigError, match=str(port)) as caught:
             serve_metrics("127.0.0.1", port, registry)
@@ -75,7 +75,7 @@ def test_a_page_whose_name_was_made_to_lead_here_reads_no_metrics() -> None:
     close = serve_metrics("127.0.0.1", port, registry)
 
     def ask(host: str) -> tuple[int, bytes]:
-        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
             connection.request("GET", "/metrics", headers={"Host": host})
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -131,9 +131,9 @@ def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes(
                 silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
                 if number % 2:
                     silent.sendall(b"GET /metrics HTTP/1.1\r\nhost:")
-            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
             assert "seen_total 1.0" in page
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while threading.active_count() > threads + 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

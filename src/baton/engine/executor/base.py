@@ -10,7 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.plugins import find_implementation
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.errors import InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
@@ -64,6 +64,7 @@ class Executor(Protocol):
             are quantized, or nobody measured it.
         device: Where the model is.
         input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
+        why_no_trees: Why tokens of a step may not be nodes of trees (see :class:`ForwardBatch`); empty: they may.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
             written its KV; only layers of this process's pipeline stage are reported.
     """
@@ -80,6 +81,10 @@ class Executor(Protocol):
     quality: Quality | None
     device: torch.device
     input_buffers: InputBuffers | None
+
+    @property
+    def why_no_trees(self) -> str:
+        """See the attributes."""
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
@@ -113,6 +118,13 @@ class Executor(Protocol):
 
         Raises:
             ExecutorLostError: A process that runs part of the model is gone; any other error concerns this step alone.
+        """
+
+    def move_kv(self, moves: KVMoves) -> None:
+        """Move KV within the pool, on all ranks; of tokens of the last step that were accepted.
+
+        Raises:
+            ExecutorLostError: A process that runs part of the model is gone.
         """
 
     def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:

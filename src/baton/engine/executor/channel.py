@@ -24,12 +24,14 @@ import numpy.typing as npt
 from baton.config import EngineConfig
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError, InternalError
+from baton_kernels.paged_attention import MAX_TREE_TOKENS, TokenTrees
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 1
-_COUNTS = 5
-_Counts = tuple[int, int, int, int, int]
-"""int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits."""
+_COUNTS = 6
+_Counts = tuple[int, int, int, int, int, int]
+"""int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits, layer groups, and
+whether there are trees."""
 _LEAST_TOKENS, _LEAST_SEQUENCES = 64, 8
 """Room for the steps of the self-check, whatever the configuration."""
 
@@ -148,9 +150,12 @@ class StepBuffer:
         """
         tokens = max(config.max_num_batched_tokens, _LEAST_TOKENS)
         sequences = max(config.max_num_seqs, _LEAST_SEQUENCES)
-        width = (-(-max(max_model_len, _LEAST_TOKENS) // config.block_size) + 1) * groups
+        trees = int(config.speculative_width > 1)
+        # Of a tree's slots some may lie behind the longest sequence.
+        longest = max(max_model_len, _LEAST_TOKENS) + trees * MAX_TREE_TOKENS
+        width = (-(-longest // config.block_size) + 1) * groups
         fd = os.memfd_create("baton-step", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _num_bytes((tokens, sequences, width, tokens, groups)))
+        os.ftruncate(fd, _num_bytes((tokens, sequences, width, tokens, groups, trees)))
         return cls(fd)
 
     def write(self, batch: ForwardBatch) -> None:
@@ -160,7 +165,8 @@ class StepBuffer:
             InternalError: It is larger than the configuration allows.
         """
         width = batch.block_tables.shape[1]
-        counts = (len(batch.token_ids), len(batch.context_lens), width, len(batch.logit_rows), batch.groups)
+        tokens, sequences, trees = len(batch.token_ids), len(batch.context_lens), int(batch.trees is not None)
+        counts = (tokens, sequences, width, len(batch.logit_rows), batch.groups, trees)
         if _num_bytes(counts) > len(self._memory):
             raise InternalError(f"a step of {counts[0]} tokens and {counts[1]} sequences is larger than was planned")
         self._memory[: 8 * _COUNTS].view(np.int64)[:] = counts
@@ -173,8 +179,8 @@ class StepBuffer:
         Raises:
             InternalError: The counts are none of a step.
         """
-        tokens, sequences, width, rows, groups = self._memory[: 8 * _COUNTS].view(np.int64).tolist()
-        counts = (tokens, sequences, width, rows, groups)
+        tokens, sequences, width, rows, groups, trees = self._memory[: 8 * _COUNTS].view(np.int64).tolist()
+        counts = (tokens, sequences, width, rows, groups, trees)
         if min(counts) < 0 or _num_bytes(counts) > len(self._memory):
             raise InternalError("the step buffer does not hold a step")
         return self._at(counts)
@@ -186,23 +192,25 @@ class StepBuffer:
             self.fd = -1
 
     def _at(self, counts: _Counts) -> ForwardBatch:
-        tokens, sequences, width, rows, groups = counts
-        middle = 8 * (_COUNTS + 2 * tokens + rows)
+        tokens, sequences, width, rows, groups, trees = counts
+        middle = 8 * (_COUNTS + (2 + trees) * tokens + rows)
         long = self._memory[8 * _COUNTS : middle].view(np.int64)
         short = self._memory[middle : _num_bytes(counts)].view(np.int32)
         return ForwardBatch(
             token_ids=long[:tokens],
             positions=long[tokens : 2 * tokens],
-            logit_rows=long[2 * tokens :],
+            logit_rows=long[2 * tokens : 2 * tokens + rows],
             query_starts=short[: sequences + 1],
             context_lens=short[sequences + 1 : 2 * sequences + 1],
-            block_tables=short[2 * sequences + 1 :].reshape(sequences, width),
+            block_tables=short[2 * sequences + 1 : (2 + width) * sequences + 1].reshape(sequences, width),
             groups=groups,
+            trees=TokenTrees(long[2 * tokens + rows :].view(np.uint64), short[-sequences:]) if trees else None,
         )
 
 
-def _fields(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
+def _fields(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64 | np.uint64 | np.int32], ...]:
     return (
+        *(() if batch.trees is None else (batch.trees.ancestors, batch.trees.starts)),
         batch.token_ids,
         batch.positions,
         batch.logit_rows,
@@ -213,5 +221,5 @@ def _fields(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np
 
 
 def _num_bytes(counts: _Counts) -> int:
-    tokens, sequences, width, rows, _ = counts
-    return 8 * (_COUNTS + 2 * tokens + rows) + 4 * (2 * sequences + 1 + sequences * width)
+    tokens, sequences, width, rows, _, trees = counts
+    return 8 * (_COUNTS + (2 + trees) * tokens + rows) + 4 * (1 + sequences * (2 + trees + width))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import torch
 
 from baton.config import EngineConfig
@@ -23,6 +24,7 @@ from baton.engine.executor.channel import (
     recv_message,
     send_message,
 )
+from baton.engine.runner.input_batch import KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.arena import HostArena
@@ -71,6 +73,9 @@ class Follower:
                     raise InternalError("a step before there is memory for it")
                 scratch = int(message["scratch_blocks"]), int(message["offset"])
                 self._runner.run(self._steps.read(), *scratch, stored=bool(message["stored"]))
+            case "move":
+                sources, targets = (np.array(message[name], np.int64) for name in ("sources", "targets"))
+                self._runner.move_kv(KVMoves(sources, targets))
             case unknown:
                 raise InternalError(f"a follower does not know the request {unknown!r}")
         return {}

@@ -24,7 +24,7 @@ from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.draft_layers import DraftLayers
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
@@ -223,6 +223,15 @@ class InProcessExecutor:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run one step; see :meth:`baton.engine.executor.base.Executor.forward`."""
         return self._run(batch)
+
+    @property
+    def why_no_trees(self) -> str:
+        """Why tokens of a step may not be nodes of trees; empty: they may."""
+        return self._runner.why_no_trees
+
+    def move_kv(self, moves: KVMoves) -> None:
+        """Move KV within the pool; see :meth:`baton.engine.executor.base.Executor.move_kv`."""
+        self._runner.move_kv(moves)
 
     def _run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False

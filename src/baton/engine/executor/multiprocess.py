@@ -33,7 +33,7 @@ from baton.engine.executor.channel import (
     send_message,
 )
 from baton.engine.executor.in_process import InProcessExecutor
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.shards import KVShards, ShardSpec
@@ -243,6 +243,12 @@ class MultiprocessExecutor(InProcessExecutor):
             self.communicator.disconnect()
             raise
         return output
+
+    def move_kv(self, moves: KVMoves) -> None:
+        """Move KV within the pool of each rank."""
+        self._send({"do": "move", "sources": moves.sources.tolist(), "targets": moves.targets.tolist()})
+        super().move_kv(moves)
+        self._answers(STEP_TIMEOUT_S)
 
     def _cause_of(self, error: Exception) -> BatonError:
         """Return the error to raise for a step that failed: a death, else a cause, else what was noticed here."""

@@ -10,6 +10,7 @@ import torch
 
 from baton.engine.scheduler import StepPlan
 from baton.engine.sequence import Sequence
+from baton_kernels.paged_attention import TokenTrees, ancestor_masks
 
 LongArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.int32]
@@ -21,7 +22,7 @@ class ForwardBatch:
 
     Attributes:
         token_ids: int64 [T], the sequences' new tokens one after the other.
-        positions: int64 [T], each token's position in its sequence.
+        positions: int64 [T], each token's position in its sequence; in a tree of drafts by depth.
         query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
         context_lens: int32 [S], tokens of each sequence with this step's included.
         block_tables: int32 [S, G * W], block ids from the first token on, rows padded with 0; a table per layer group,
@@ -30,6 +31,7 @@ class ForwardBatch:
         hidden_of: Which hidden states of all T tokens are wanted: what goes into a layer, by its index, or -1: those
             after the final norm.
         groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
+        trees: Tokens that are nodes of trees; ``None``: none are.
     """
 
     token_ids: LongArray
@@ -40,6 +42,20 @@ class ForwardBatch:
     logit_rows: LongArray
     hidden_of: tuple[int, ...] = ()
     groups: int = 1
+    trees: TokenTrees | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVMoves:
+    """KV that is to lie in other slots of the pool: block * block_size + place in the block.
+
+    Attributes:
+        sources: int64 [G, M], slots of each layer group's blocks.
+        targets: int64 [G, M], where their KV goes to; all are read before one is written.
+    """
+
+    sources: LongArray
+    targets: LongArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +80,13 @@ class LogitRows:
         sequence: The sequence.
         rows: Rows of the logits [R, vocab].
         token_ids: The tokens they predict, parallel to ``rows``.
+        parents: Of a tree of drafts, see :class:`~baton.engine.scheduler.StepPlan`; empty: the tokens are a chain.
     """
 
     sequence: Sequence
     rows: list[int]
     token_ids: list[int]
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +161,7 @@ def build_batch(
         buffers: Where the arrays have to lie; default: new ones.
         hidden_of: Which hidden states are wanted.
     """
-    counts, drafts = plan.counts, plan.drafts
+    counts, drafts, trees = plan.counts, plan.drafts, plan.trees
     width = max(-(-(s.num_computed + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
     groups = 1 + max(len(sequence.windows) for sequence in counts)
     take = _new_arrays if buffers is None else buffers.take
@@ -154,6 +172,7 @@ def build_batch(
     prompt_rows: list[LogitRows] = []
     draft_rows: list[LogitRows] = []
     logit_rows: list[int] = []
+    ancestors = np.zeros(plan.num_tokens, np.uint64) if trees else None
     at = 0
     for i, (sequence, own) in enumerate(counts.items()):
         start = sequence.num_computed
@@ -167,6 +186,11 @@ def build_batch(
             token_ids[at : at + own] = sequence.buffer[start : start + own]
             token_ids[at + own : at + new] = draft
             positions[at : at + new] = np.arange(start, context)
+        if ancestors is not None and sequence in trees:
+            # What has a tree has one token of its own: its root.
+            masks = ancestor_masks(trees[sequence])
+            ancestors[at : at + new] = masks
+            positions[at : at + new] = [start + mask.bit_count() - 1 for mask in masks]
         blocks = -(-context // block_size)
         tables[i, :blocks] = sequence.table[:blocks]
         for table in sequence.windows:
@@ -180,14 +204,24 @@ def build_batch(
             row = len(logit_rows) - 1
             if draft:
                 logit_rows.extend(range(last + 1, at + new))
-                draft_rows.append(LogitRows(sequence, list(range(row, len(logit_rows))), list(draft)))
+                rows = list(range(row, len(logit_rows)))
+                draft_rows.append(LogitRows(sequence, rows, list(draft), trees.get(sequence, ())))
             else:
                 sampled.append(sequence)
                 sample_rows.append(row)
         at += new
         starts[i + 1] = at
-    rows = np.array(logit_rows, np.int64)
-    forward = ForwardBatch(token_ids, positions, starts, contexts, tables, rows, hidden_of, groups)
+    forward = ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        query_starts=starts,
+        context_lens=contexts,
+        block_tables=tables,
+        logit_rows=np.array(logit_rows, np.int64),
+        hidden_of=hidden_of,
+        groups=groups,
+        trees=None if ancestors is None else TokenTrees(ancestors, contexts - np.diff(starts)),
+    )
     return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)
 
 

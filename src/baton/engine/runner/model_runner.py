@@ -28,7 +28,7 @@ from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
 from baton.engine.quantization.modules import describe, held_weights, quantized_layers
 from baton.engine.runner.draft_layers import DraftLayers
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.kv_types import layer_types
@@ -292,6 +292,7 @@ class ModelRunner:
                 block_tables=self._tables(batch),
                 block_size=self.layout.block_size,
                 groups=self.layout.num_groups,
+                trees=batch.trees,
             )
         )
         tokens, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows)
@@ -300,6 +301,28 @@ class ModelRunner:
             logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools, batch.hidden_of)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
         return ForwardOutput(logits, hidden)
+
+    @property
+    def why_no_trees(self) -> str:
+        """Why tokens of a step may not be nodes of trees; empty: they may."""
+        if isinstance(self._attention, ChunkedAttention):
+            return f"{self._model.architecture} has layers that attend within chunks, at whose borders trees are cut"
+        if not getattr(self._attention, "trees", False):
+            return f"attention backend {self.attention_backend} takes no trees of tokens"
+        return ""
+
+    def move_kv(self, moves: KVMoves) -> None:
+        """Move KV within the bound pool, all layers of this rank."""
+        places = [
+            tuple(torch.from_numpy(part) for part in divmod(slots, self.layout.block_size))
+            for slots in (moves.sources, moves.targets)
+        ]
+        for pool in self._pools:
+            (from_block, from_place), (to_block, to_place) = (
+                (block[pool.group], place[pool.group]) for block, place in places
+            )
+            for part in _kept_per_token(pool):
+                part[to_block, :, to_place] = part[from_block, :, from_place]
 
     def _tables(self, batch: ForwardBatch) -> npt.NDArray[np.int32]:
         """A batch's block tables, one for each layer group."""
@@ -315,6 +338,15 @@ class ModelRunner:
         memory = torch.zeros(size, dtype=torch.uint8, device=self._model.device)
         scales = self._scales if stored else [None] * len(layout.layers)
         self._scratch = pool_views(layout, memory, self._share.specs.values(), scales) if blocks else []
+
+
+def _kept_per_token(pool: LayerPool) -> list[torch.Tensor]:
+    """What a layer's pool has of each token, each [blocks, heads, block_size, ...]."""
+    parts = [pool.k] if pool.is_latent else [pool.k, pool.v]
+    if pool.k_scales is not None and pool.v_scales is not None and pool.k_scales.dim() == 3:
+        parts += [pool.k_scales, pool.v_scales]
+    # Bytes: not every operation knows 8-bit floats.
+    return [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
 
 
 def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:

@@ -43,7 +43,7 @@ CHUNK = 128
 _ROWS_AT_ONCE = 64
 """Rows of one pass of log probabilities: bounds the float32 copies."""
 
-_TOKENS = np.uint64(1 << 32)
+TOKENS = np.uint64(1 << 32)
 """Numbers of a draw from here on are tokens', those before chunks'."""
 
 
@@ -188,7 +188,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow], amend: Amend | None
         apply_masks(logits, masked)
     operator = token_sampler(logits.device)
     if operator is not None:
-        found = operator(logits, [row.filter for row in rows], _keys(rows))
+        found = operator(logits, [row.filter for row in rows], row_keys(rows))
         tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())
     else:
         logits = logits.float()
@@ -247,10 +247,11 @@ def _logprobs(
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """Draw one token per row [R, vocab]."""
-    return draw(filtered_probs(logits, [row.params for row in rows]), _keys(rows))
+    return draw(filtered_probs(logits, [row.params for row in rows]), row_keys(rows))
 
 
-def _keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
+def row_keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
+    """Return the keys of the rows' next draws, see :func:`draw_keys`."""
     seeds = np.array([row.seed for row in rows], np.uint64)
     return draw_keys(seeds, np.array([row.position for row in rows], np.uint64))
 
@@ -284,7 +285,7 @@ def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:
     device, rows = probs.device, np.arange(count)
     inside = chunked[torch.from_numpy(rows).to(device), torch.from_numpy(chunk).to(device)].cpu().numpy()
     ids = chunk[:, None] * CHUNK + np.arange(CHUNK)
-    at = _race(inside, exponentials(keys, ids.astype(np.uint64) + _TOKENS))
+    at = _race(inside, exponentials(keys, ids.astype(np.uint64) + TOKENS))
     found: list[int] = np.minimum(chunk * CHUNK + at, vocab - 1).tolist()
     return found
 

@@ -23,6 +23,7 @@ from baton.config import EngineConfig
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.sample.sampler import SamplerRow, sample
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.branches import Branches
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.rejection import Probabilities, probabilities
 
@@ -53,12 +54,13 @@ StateT = TypeVar("StateT", bound=ChainState)
 
 
 @dataclass(slots=True)
-class _Job(Generic[StateT]):
+class DraftJob(Generic[StateT]):
     """A sequence that is being drafted for.
 
     Attributes:
         row: The sampler's row for its next token.
         drawn_from: What its tokens were drawn from, if somebody asks.
+        branches: The tree that is drafted, in place of a chain.
     """
 
     sequence: Sequence
@@ -66,9 +68,12 @@ class _Job(Generic[StateT]):
     limit: int
     row: SamplerRow
     drawn_from: list[Probabilities] = field(default_factory=list)
+    branches: Branches | None = None
 
     def proposal(self) -> Proposal:
         """Return what was drafted."""
+        if self.branches is not None:
+            return self.branches.proposal()
         return Proposal(self.state.draft, drawn_from=np.stack(self.drawn_from) if self.drawn_from else None)
 
 
@@ -108,13 +113,14 @@ class ChainDrafter(ABC, Generic[StateT]):
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
         """Return how the sequences may go on; see the protocol."""
-        jobs: list[_Job[StateT]] = []
+        jobs: list[DraftJob[StateT]] = []
         room = CATCH_UP
         asked = {sequence for sequence, _ in wanted}
         for sequence, limit in wanted:
             fits = sequence.num_prompt + sequence.max_output <= self._max_len
             state = self._known(sequence) if fits else None
-            if state is None or not self._make_room(state, sequence.num_tokens - state.begin + limit, asked):
+            slots = sequence.num_tokens + self._slots(limit)
+            if state is None or not self._make_room(state, slots - state.begin, asked):
                 continue
             state.draft = []
             missing = sequence.num_tokens - state.begin - state.num_computed
@@ -124,10 +130,14 @@ class ChainDrafter(ABC, Generic[StateT]):
                     room = 1
                 continue
             room -= missing - 1
-            jobs.append(_Job(sequence, state, limit, sequence.sampler.unguided()))
+            jobs.append(DraftJob(sequence, state, limit, sequence.sampler.unguided()))
         self._draft(jobs)
         done = {job.sequence: job for job in jobs}
         return [done[sequence].proposal() if sequence in done else Proposal(()) for sequence, _ in wanted]
+
+    def _slots(self, limit: int) -> int:
+        """Return how many slots drafts of so many tokens one after the other take."""
+        return limit
 
     def _missing(self, sequence: Sequence, state: StateT) -> npt.NDArray[np.uint32]:
         """Return the tokens that are not computed yet."""
@@ -146,7 +156,7 @@ class ChainDrafter(ABC, Generic[StateT]):
         state.blocks += [self._free.pop() for _ in range(need)]
         return True
 
-    def _draft(self, jobs: list[_Job[StateT]]) -> None:
+    def _draft(self, jobs: list[DraftJob[StateT]]) -> None:
         """Draft token by token, all sequences together."""
         tokens = [self._missing(job.sequence, job.state) for job in jobs]
         while jobs:
@@ -177,7 +187,9 @@ class ChainDrafter(ABC, Generic[StateT]):
             self.ended(sequence)
 
 
-def _note_draws(jobs: SequenceOf[_Job[StateT]], logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]) -> None:
+def _note_draws(
+    jobs: SequenceOf[DraftJob[StateT]], logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]
+) -> None:
     """Keep what the tokens of sequences that draw were drawn from."""
     for i, job in enumerate(jobs):
         if not job.row.params.greedy and i not in bad:

@@ -24,11 +24,14 @@ class Proposal:
         chances: Parallel to them, how likely each is right if those before it are; ``None``: as the past says.
         drawn_from: float32 [tokens, vocab], what each was drawn from, rows that sum to 1; ``None``: it was not drawn,
             or greedily. For acceptance by rejection alone.
+        parents: Of a tree (:mod:`~baton.engine.speculation.tree`), the index of each token's parent, which comes before
+            it; -1: the sequence's last token. The likeliest child comes first. ``None``: the tokens are a chain.
     """
 
     token_ids: SequenceOf[int]
     chances: SequenceOf[float] | None = None
     drawn_from: npt.NDArray[np.float32] | None = None
+    parents: SequenceOf[int] | None = None
 
 
 class DrafterHangsError(InternalError):
@@ -53,7 +56,8 @@ class Drafter(Protocol):
         """Return draft tokens for sequences that decode, parallel to them.
 
         Args:
-            wanted: Sequences, each with the most tokens that can be used.
+            wanted: Sequences, each with the most tokens that can be used, one after the other; of a tree that is its
+                depth.
         """
 
     def ended(self, sequence: Sequence) -> None:
@@ -74,7 +78,7 @@ class ReadsHidden(Protocol):
     hidden_of: tuple[int, ...]
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
-        """Take what a step computed, of tokens that may be refused later, too.
+        """Take what a step computed; of chains of drafts all, of trees the tokens that were right.
 
         Args:
             rows: Sequences, each with the position of its first token of the step, and how many it had.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
@@ -20,11 +21,20 @@ from baton.engine.executor.base import Executor
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.chain import ChainDrafter, ChainState, Part, chain_batch, draft_blocks
+from baton.engine.speculation.branches import Branches, likeliest
+from baton.engine.speculation.chain import ChainDrafter, ChainState, DraftJob, Part, chain_batch, draft_blocks
 from baton.engine.speculation.eagle_head import EagleHead
 from baton.engine.speculation.head_weights import HeadFiles, target_of
+from baton.engine.speculation.tree import MAX_NODES
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton_kernels.paged_attention import AttentionSpec, LayerPool, PagedAttention, RaggedBatch
+from baton_kernels.paged_attention import (
+    AttentionSpec,
+    LayerPool,
+    PagedAttention,
+    RaggedBatch,
+    TokenTrees,
+    ancestor_masks,
+)
 
 
 class HiddenHead(Protocol):
@@ -32,14 +42,12 @@ class HiddenHead(Protocol):
 
     Attributes:
         hidden_of: Which of them it reads.
-        width: Elements of what it takes of them.
         spec: Its attention.
         attention: What computes that.
         dtype: Of its KV, by name.
     """
 
     hidden_of: tuple[int, ...]
-    width: int
     spec: AttentionSpec
     attention: PagedAttention
     dtype: str
@@ -69,14 +77,27 @@ class EagleState(ChainState):
         rows: What the slots behind them take of the target's hidden states, [n, width].
         own: The head's hidden state of the slot computed last, [1, width].
         kept: Slots that are in the sequence's own blocks too.
-        guessed: Position of the token whose slot took zeros, as nobody had the state before it; -1: none.
     """
 
     sure: int = 0
     kept: int = 0
-    guessed: int = -1
     rows: torch.Tensor | None = None
     own: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Level:
+    """A tree that goes on.
+
+    Attributes:
+        hidden: The head's hidden states of the root and of the tree's tokens that are computed, [1 + n, width].
+        computed: n.
+    """
+
+    state: EagleState
+    branches: Branches
+    hidden: torch.Tensor
+    computed: int = 0
 
 
 class EagleDrafter(ChainDrafter[EagleState]):
@@ -101,7 +122,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
         blocks = draft_blocks(config, max_len, layout.block_bytes)
         super().__init__(blocks, size, max_len)
         self.name, self.hidden_of = name, head.hidden_of
-        self._head = head
+        self._head, self._width = head, config.speculative_width
         self._attention = head.attention
         memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8)
         (self._pool,) = pool_views(layout, memory, [spec], [None])
@@ -137,17 +158,12 @@ class EagleDrafter(ChainDrafter[EagleState]):
             count = 0
         self.context["known"] += count
         self.context["lacking"] += max(0, start - 1 - count)
-        if self.layers is None or state.rows is None or not start:
+        if not count or self.layers is None or state.rows is None:
             return
-        before = self.layers.state_of(sequence.buffer, start - 1, sequence.table)
-        if before is None and not count:
-            return
-        if count:
-            self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
+        self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
         state.begin, state.sure, state.kept = start - count, count, count
-        state.guessed = start if before is None else -1
-        before = torch.zeros_like(state.rows[0]) if before is None else before.to(state.rows.dtype)
-        state.rows = torch.cat([before[None], state.rows])
+        # Of the token before ``start`` nobody has the hidden state.
+        state.rows = torch.cat([torch.zeros_like(state.rows[:1]), state.rows])
 
     def _compute_prompts(self, rows: SequenceOf[tuple[Sequence, int, int]], asked: set[Sequence]) -> None:
         """Compute prompts as the target does, whether or not drafts will be wanted here: others may take the blocks."""
@@ -161,14 +177,6 @@ class EagleDrafter(ChainDrafter[EagleState]):
                 parts.append((sequence, state, sequence.buffer[begin : begin + count]))
         if parts:
             self._compute(parts)
-        for sequence, state, _ in parts:
-            if state.rows is not None and len(state.rows):  # of the last token: what follows it is not known yet
-                self._keep_state(sequence, state, state.begin + state.sure, state.rows[0])
-
-    def _keep_state(self, sequence: Sequence, state: EagleState, slot: int, row: torch.Tensor) -> None:
-        """Put what a slot takes of the token before it into that token's block."""
-        if self.layers is not None and slot not in (0, state.guessed):
-            self.layers.keep_state(sequence.buffer, slot - 1, sequence.table, row)
 
     def _keep(self, sequence: Sequence, state: EagleState) -> None:
         """Put what is computed from the target's hidden states into the sequence's blocks, as far as it has some."""
@@ -201,24 +209,17 @@ class EagleDrafter(ChainDrafter[EagleState]):
                 continue
             assert state.rows is not None  # ``_known`` looked
             hidden.append(state.rows[: len(new)])
-        batch = chain_batch(parts)
-        plan = self._attention.prepare(
-            RaggedBatch(
-                positions=batch.positions,
-                query_starts=batch.query_starts,
-                context_lens=batch.context_lens,
-                block_tables=batch.block_tables,
-                block_size=self._block_size,
-            )
+        chain = chain_batch(parts)
+        batch = RaggedBatch(
+            positions=chain.positions,
+            query_starts=chain.query_starts,
+            context_lens=chain.context_lens,
+            block_tables=chain.block_tables,
+            block_size=self._block_size,
         )
-        tokens, positions = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions)
-        out = self._head.forward(tokens, torch.cat(hidden), positions, plan, self._pool)
-        last = out[torch.from_numpy(batch.logit_rows)]
+        last = self._run(batch, chain.token_ids, torch.cat(hidden))[torch.from_numpy(chain.logit_rows)]
         for i, (sequence, state, new) in enumerate(parts):
             if state.own is None and state.rows is not None:
-                first = state.begin + state.sure
-                for slot in range(-(-first // self._block_size) * self._block_size, first + len(new), self._block_size):
-                    self._keep_state(sequence, state, slot, state.rows[slot - first])
                 state.sure += len(new)
                 state.rows = state.rows[len(new) :]
                 self._keep(sequence, state)
@@ -227,6 +228,76 @@ class EagleDrafter(ChainDrafter[EagleState]):
             if state.begin + state.num_computed >= sequence.num_tokens:
                 state.own = last[i : i + 1]
         return last
+
+    def _run(self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], hidden: torch.Tensor) -> torch.Tensor:
+        """Compute slots: tokens [T], hidden states [T, width] that go with them -> those of the head [T, width]."""
+        positions, plan = torch.from_numpy(batch.positions), self._attention.prepare(batch)
+        return self._head.forward(torch.from_numpy(tokens), hidden, positions, plan, self._pool)
+
+    # Trees
+
+    def _slots(self, limit: int) -> int:
+        return min(limit * self._width, MAX_NODES) if self._width > 1 else limit
+
+    def _draft(self, jobs: list[DraftJob[EagleState]]) -> None:
+        """Draft level by level, all sequences together, if trees are asked for."""
+        if self._width == 1 or not jobs:
+            super()._draft(jobs)
+            return
+        parts = [(job.sequence, job.state, self._missing(job.sequence, job.state)) for job in jobs]
+        logits = self._forward(parts)
+        levels: list[_Level] = []
+        for job in jobs:
+            job.branches = Branches(job.sequence, job.row, job.limit, self._width)
+            assert job.state.own is not None  # the last token was computed
+            levels.append(_Level(job.state, job.branches, job.state.own))
+        while levels:
+            rows = [row for level in levels for row in level.branches.rows]
+            found = likeliest(logits, rows, self._width)
+            going, at = [], 0
+            for level in levels:
+                count = len(level.branches.level)
+                if level.branches.grow(found[at : at + count]):
+                    going.append(level)
+                at += count
+            levels = going
+            if levels:
+                logits = self._forward_levels(levels)
+
+    def _forward_levels(self, levels: list[_Level]) -> torch.Tensor:
+        """Compute the tokens that go on; return the logits [n, vocab] behind them, sequence by sequence."""
+        starts, contexts, roots = [0], [], []
+        tokens, positions, ancestors, hidden = list[int](), list[int](), list[int](), list[torch.Tensor]()
+        tables = np.zeros((len(levels), max(len(level.state.blocks) for level in levels)), np.int32)
+        for row, level in enumerate(levels):
+            branches, state = level.branches, level.state
+            masks = ancestor_masks(branches.parents)
+            # Tokens of a level that end the sequence are computed too: a tree's slots have no gaps.
+            new = range(level.computed, len(branches.tokens))
+            root = state.num_computed - 1
+            tokens += [branches.tokens[node] for node in new]
+            ancestors += [masks[node + 1] for node in new]
+            positions += [root + masks[node + 1].bit_count() - 1 for node in new]
+            hidden += [level.hidden[branches.parents[node] + 1] for node in new]
+            tables[row, : len(state.blocks)] = state.blocks
+            starts.append(len(tokens))
+            contexts.append(state.num_computed + len(branches.tokens))
+            roots.append(root)
+        batch = RaggedBatch(
+            positions=np.array(positions, np.int64),
+            query_starts=np.array(starts, np.int32),
+            context_lens=np.array(contexts, np.int32),
+            block_tables=tables,
+            block_size=self._block_size,
+            trees=TokenTrees(np.array(ancestors, np.uint64), np.array(roots, np.int32)),
+        )
+        out = self._run(batch, np.array(tokens, np.int64), torch.stack(hidden))
+        wanted = []
+        for level, first, end in zip(levels, starts[:-1], starts[1:], strict=True):
+            wanted += [first + node - level.computed for node in level.branches.level]
+            level.hidden = torch.cat([level.hidden, out[first:end]])
+            level.computed = len(level.branches.tokens)
+        return self._head.logits(out[wanted])
 
 
 def draft_attention(config: EngineConfig) -> PagedAttention:
@@ -259,6 +330,6 @@ def layers_in_blocks(executor: Executor, draft: str, head: HiddenHead, block_siz
         head: The head.
         block_size: Tokens per block.
     """
-    layers = DraftLayers(draft, head.spec, head.dtype, head.width, block_size)
+    layers = DraftLayers(draft, head.spec, head.dtype, block_size)
     keeper: _KeepsLayers = executor  # type: ignore[assignment]  # one of a single process, as ``target_of`` looked
     return layers if keeper.add_draft_layers(layers) else None

@@ -17,6 +17,7 @@ from baton.engine.executor.base import Executor
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.sample.sampler import SamplerRow, sample
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.branches import Branches, likeliest
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.eagle_head import FINAL
 from baton.engine.speculation.head_weights import FIELD, HeadFiles, target_of
@@ -81,14 +82,15 @@ class MedusaDrafter:
 
     Args:
         heads: The heads.
+        width: How many tokens trees have at each place; 1: they are chains.
     """
 
     name = "medusa"
     sequential = True
     hidden_of = (FINAL,)
 
-    def __init__(self, heads: MedusaHeads) -> None:
-        self._heads = heads
+    def __init__(self, heads: MedusaHeads, width: int = 1) -> None:
+        self._heads, self._width = heads, width
         self._last: dict[Sequence, tuple[int, torch.Tensor]] = {}
         """Position of the first hidden state that a step computed of a sequence, and what it computed."""
 
@@ -110,6 +112,8 @@ class MedusaDrafter:
             index = sequence.num_tokens - 2 - start  # of the token before the last one
             if rows is not None and 0 <= index < len(rows):
                 jobs.append(_Job(at, rows[index], limit, sequence.sampler.unguided()))
+        if self._width > 1:
+            return self._trees(wanted, jobs)
         drafts: list[list[int]] = [[] for _ in wanted]
         for head in range(len(self._heads)):
             if not jobs:
@@ -126,6 +130,26 @@ class MedusaDrafter:
                     going.append(job)
             jobs = going
         return [Proposal(draft) for draft in drafts]
+
+    def _trees(self, wanted: SequenceOf[tuple[Sequence, int]], jobs: list[_Job]) -> list[Proposal]:
+        """Return trees, whose places the heads tell each for itself."""
+        trees = {job.at: Branches(wanted[job.at][0], job.row, job.limit, self._width) for job in jobs}
+        for head in range(len(self._heads)):
+            if not jobs:
+                break
+            logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
+            levels = [trees[job.at] for job in jobs]
+            repeats = torch.tensor([len(tree.level) for tree in levels])
+            rows = [row for tree in levels for row in tree.rows]
+            found = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
+            going, at = [], 0
+            for job, tree in zip(jobs, levels, strict=True):
+                count = len(tree.level)
+                if tree.grow(found[at : at + count]):
+                    going.append(job)
+                at += count
+            jobs = going
+        return [trees[at].proposal() if at in trees else Proposal(()) for at in range(len(wanted))]
 
     def ended(self, sequence: Sequence) -> None:
         """Forget it."""
@@ -144,4 +168,4 @@ def load_medusa(config: EngineConfig, executor: Executor) -> MedusaDrafter:
             divided (names ``speculative``).
     """
     model = target_of(config, executor)
-    return MedusaDrafter(MedusaHeads(HeadFiles(config), model))
+    return MedusaDrafter(MedusaHeads(HeadFiles(config), model), config.speculative_width)

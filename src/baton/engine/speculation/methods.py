@@ -8,6 +8,7 @@ from baton.engine.plugins import find_implementation
 from baton.engine.speculation.bounded import BoundedDrafter
 from baton.engine.speculation.chain import ChainDrafter
 from baton.engine.speculation.drafter import Drafter, ReadsHidden
+from baton.errors import ConfigError
 
 BUILT_IN = {
     "draft": "baton.engine.speculation.draft_model:load_draft_model",
@@ -32,7 +33,10 @@ def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
     name = config.speculative
     if name == "none":
         return None
-    drafter: Drafter = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")(config, executor)
+    make = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")
+    if config.speculative_width > 1 and (why := executor.why_no_trees):
+        raise ConfigError(f"speculative_width must be 1 here: {why}", field="speculative_width")
+    drafter: Drafter = make(config, executor)
     if isinstance(drafter, ChainDrafter):
         drafter.tells_draws = config.speculative_acceptance == "rejection"
     waits = name not in BUILT_IN or config.speculative_tp > 1

@@ -40,7 +40,6 @@ class NextTokenHead:
 
     Attributes:
         hidden_of: Which hidden states of the target it reads.
-        width: Elements of one.
         spec: Its attention.
         attention: As given.
         dtype: The target's, by name.
@@ -57,7 +56,7 @@ class NextTokenHead:
         specs, _ = probe(model, max_len)
         self._share = divide(model, compress(model, specs), Communicator(shard_specs(1, 1)[0]))
         (self.spec,) = self._share.specs.values()
-        self.dtype, self.attention, self.width = model.dtype, attention, int(target.text_config.hidden_size)
+        self.dtype, self.attention = model.dtype, attention
         self._decoder = GenericDecoder(model, self._share, attention)
         operators = cpu_operators(config, model.device)
         _, make = choose_linear(config, model, operators)

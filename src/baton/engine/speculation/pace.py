@@ -1,7 +1,8 @@
 """How many draft tokens a step verifies: as many as give the most tokens per second, none included.
 
 A step of ``B`` sequences gives ``B`` tokens without drafts, and with draft tokens of chances ``c`` as many more as
-their sum; it takes the time of a step of so many rows, which is learnt from the steps that were run.
+their sum; it takes the time of a step of so many rows, which is learnt from the steps that were run. Of trees that
+holds as of chains: each token is a row, and of those that are alternatives one at most is right.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
+from baton.engine.speculation.tree import chances_of
 
 GAIN = 1.02
 """Drafts must be expected to give so many times the tokens per second: what is learnt of times is not exact."""
@@ -147,19 +150,31 @@ class Record:
         self.rate = rate
         self.right = self.expected = self.PROMISES
 
-    def chances(self, given: npt.NDArray[np.float64] | None, count: int) -> npt.NDArray[np.float64]:
+    def chances(
+        self, given: npt.NDArray[np.float64] | None, count: int, parents: tuple[int, ...] = ()
+    ) -> npt.NDArray[np.float64]:
         """Return how likely each of ``count`` draft tokens and all before it are right.
 
         Args:
             given: What the drafter says of each if those before it are right.
             count: Draft tokens.
+            parents: Of the tokens of a tree; empty: they are a chain.
         """
+        if parents:
+            told = None if given is None else given.tolist()
+            return chances_of(parents, told, self.rate, min(1.0, self.right / self.expected))
         if given is None:
             return np.full(count, self.rate).cumprod()
         return (given * min(1.0, self.right / self.expected)).cumprod()
 
     def verified(self, drafted: int, accepted: int, promised: float) -> None:
-        """Learn from a draft of which so many tokens were right; ``promised``: how many were to be expected."""
+        """Learn from a draft.
+
+        Args:
+            drafted: Places that it had tokens for: of a tree, along the tokens that were right.
+            accepted: Tokens that were right.
+            promised: How many were to be expected.
+        """
         for at in range(min(accepted + 1, drafted)):
             self.rate += self.NEWS * ((at < accepted) - self.rate)
         keep = 1.0 - self.NEWS

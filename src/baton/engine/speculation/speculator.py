@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,11 @@ from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Drafter, DrafterHangsError, KeepsContext, Proposal, ReadsHidden
 from baton.engine.speculation.pace import Pace, Record, worth_drafting
+from baton.engine.speculation.tree import MAX_NODES, depths, first_path, is_chain, pick
 from baton.types import MAX_SPECULATIVE_TOKENS
+
+if TYPE_CHECKING:
+    from baton.engine.grammar.constraint import Constraint
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +38,25 @@ MOST_REST = 1024
 
 @dataclass(slots=True)
 class _Draft:
-    """A draft, per token the chance that it and those before it are right, float64, and what it was drawn from."""
+    """A draft, per token the chance that it and those before it are right, float64, and what it was drawn from.
+
+    ``parents``: of a tree's tokens; empty: it is a chain.
+    """
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     chances: npt.NDArray[np.float64]
     drawn_from: npt.NDArray[np.float32] | None
+    parents: tuple[int, ...] = ()
+
+    def keep(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Keep some tokens alone, ascending, with a token those before it."""
+        if self.parents:
+            order, parents = pick(self.parents, self.chances, tokens.tolist())
+            self.parents = () if is_chain(parents) else parents
+        else:
+            order = tokens.tolist()
+        self.token_ids, self.chances = tuple(self.token_ids[i] for i in order), self.chances[order]
 
 
 class SpeculationStats:
@@ -67,7 +84,7 @@ class Speculator:
     """Has a drafter propose tokens for the sequences of a step.
 
     Args:
-        config: ``speculative_tokens``, ``speculative_acceptance``.
+        config: ``speculative_tokens``, ``speculative_width``, ``speculative_acceptance``.
         drafter: Who proposes; it may do anything wrong.
         vocab_size: Draft tokens must be below it.
 
@@ -79,6 +96,8 @@ class Speculator:
     def __init__(self, config: EngineConfig, drafter: Drafter, vocab_size: int) -> None:
         self._most = config.speculative_tokens or MAX_SPECULATIVE_TOKENS
         self._pace = Pace() if config.speculative_tokens is None else None
+        self._trees = config.speculative_width > 1
+        self._planned: dict[Sequence, tuple[int, ...]] = {}
         self._vocab_size = vocab_size
         self._failures = self._rest = 0
         self._records: dict[Sequence, Record] = {}
@@ -94,6 +113,7 @@ class Speculator:
         """Add drafts to the decodes of a plan that is complete else: they get what is left of budget and blocks."""
         if self.drawn_from is not None:
             self.drawn_from.clear()
+        self._planned = plan.trees
         room = min(scheduler.room_for_drafts(plan), MOST_ROWS)
         if room <= 0 or self._rest > 0 or (self._pace is not None and self._pace.wait()):
             self._rest = max(0, self._rest - 1)
@@ -109,34 +129,55 @@ class Speculator:
         for draft in self._chosen(drafts, plan, room):
             if room <= 0:
                 return
-            self._promised[draft.sequence] = float(draft.chances[: len(draft.token_ids)].sum())
+            self._promised[draft.sequence] = float(draft.chances.sum())
             if self.drawn_from is not None and draft.drawn_from is not None:
                 self.drawn_from[draft.sequence] = draft.drawn_from
-            room -= scheduler.add_draft(plan, draft.sequence, draft.token_ids[:room])
+            room -= scheduler.add_draft(plan, draft.sequence, draft.token_ids[:room], draft.parents)
 
     @property
     def hidden_of(self) -> tuple[int, ...]:
         """Which hidden states of the target a step has to give to :meth:`observe`."""
         return self.drafter.hidden_of if isinstance(self.drafter, ReadsHidden) else ()
 
-    def observe(self, plan: StepPlan, hidden: tuple[torch.Tensor, ...]) -> None:
-        """Show the drafter the hidden states of a step's tokens, before any of them counts as computed."""
+    def observe(self, plan: StepPlan, hidden: tuple[torch.Tensor, ...], paths: dict[Sequence, tuple[int, ...]]) -> None:
+        """Show the drafter the hidden states of a step's tokens, before any of them counts as computed.
+
+        Args:
+            plan: Of the step.
+            hidden: Of all its tokens.
+            paths: Which draft tokens were right: of trees these alone are shown.
+        """
         if not hidden or not isinstance(self.drafter, ReadsHidden):
             return
         drafts = plan.drafts
         rows = [(s, s.num_computed, count + len(drafts.get(s, ()))) for s, count in plan.counts.items()]
+        if plan.trees:
+            rows, kept = _right_rows(plan, rows, paths)
+            hidden = tuple(each[kept] for each in hidden)
         try:
             self.drafter.observe(rows, hidden)
         except Exception:
             self._failed("raised")
 
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Take note of what became of a draft."""
+    def verified(self, sequence: Sequence, drafted: int, path: SequenceOf[int]) -> None:
+        """Take note of what became of a draft.
+
+        Args:
+            sequence: Whose.
+            drafted: Its tokens.
+            path: Those of them that were right, one after the other.
+        """
+        accepted = len(path)
         sequence.num_drafted += drafted
         sequence.num_accepted += accepted
         stats = self.stats
         stats.steps += 1
-        stats.drafted.update(range(drafted))
+        parents = self._planned.get(sequence)
+        if parents is None:
+            stats.drafted.update(range(drafted))
+        else:
+            stats.drafted.update(depths(parents))
+            drafted = accepted + ((path[-1] if path else -1) in parents)
         stats.accepted.update(range(accepted))
         self._usual += 0.02 * ((accepted > 0) - self._usual)
         record = self._records.get(sequence)
@@ -174,17 +215,18 @@ class Speculator:
         """Return the drafts, as long as they pay, those first that are the likeliest to come true."""
         if not drafts:
             return []
-        counts = [len(draft.token_ids) for draft in drafts]
+        counts = np.array([len(draft.token_ids) for draft in drafts])
         chances = np.concatenate([draft.chances for draft in drafts])
         best = np.argsort(-chances, kind="stable")
         most = min(len(best), room)
         if self._pace is not None:
             most = self._pace.choose(chances[best[:most]], len(plan.counts), plan.num_tokens)
-        taken = np.bincount(np.repeat(np.arange(len(drafts)), counts)[best[:most]], minlength=len(drafts))
+        taken = np.zeros(len(chances), np.bool_)
+        taken[best[:most]] = True
         found = []
-        for draft, count in zip(drafts, taken.tolist(), strict=True):
-            if count:
-                draft.token_ids = draft.token_ids[:count]
+        for draft, mine in zip(drafts, np.split(taken, np.cumsum(counts)[:-1]), strict=True):
+            if len(kept := np.flatnonzero(mine)):
+                draft.keep(kept)
                 found.append(draft)
             else:
                 self._records[draft.sequence].idle(max(USUAL_RATE, self._usual))
@@ -213,24 +255,97 @@ class Speculator:
 
     def _usable(self, sequence: Sequence, proposal: Proposal, limit: int) -> _Draft:
         """Return the part of a draft that can come true: known tokens, none behind an end, as the grammar allows."""
-        draft: list[int] = []
-        row = sequence.sampler
-        constraint = None if row.constraint is None else row.constraint.fork()
-        for token in proposal.token_ids[:limit]:
-            if not 0 <= token < self._vocab_size:
-                self.stats.faults["bad_ids"] += 1
-                break
-            if constraint is not None and (constraint.complete or not constraint.allows(token)):
-                break
-            draft.append(int(token))
-            if sequence.ends_with(token):
-                break
-            if constraint is not None:
-                constraint.append(token)
+        tokens, given, parents = proposal.token_ids, proposal.chances, proposal.parents
+        if parents is not None and not self._trees:
+            path = first_path(parents)
+            tokens, parents = [tokens[i] for i in path], None
+            given = None if given is None else [given[i] for i in path]
+        # Of what was drawn a grammar takes only what it allows: that is no draw from the whole any more.
+        drawn_from = proposal.drawn_from if sequence.sampler.constraint is None else None
+        usable = _Usable(sequence, self._vocab_size, limit, branches=parents is not None)
+        if parents is None:
+            for i, token in enumerate(tokens[:limit]):
+                if not usable.add(i, token, i - 1):
+                    break
+        else:
+            for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+                if len(usable.kept) < MAX_NODES:
+                    usable.add(i, token, parent)
+        if usable.bad_ids:
+            self.stats.faults["bad_ids"] += usable.bad_ids
         record = self._records.get(sequence)
         if record is None:
             record = self._records[sequence] = Record(max(USUAL_RATE, self._usual))
-        given = None if proposal.chances is None else np.array(proposal.chances[: len(draft)], np.float64)
-        # Of what was drawn a grammar takes only what it allows: that is no draw from the whole any more.
-        drawn_from = proposal.drawn_from if constraint is None else None
-        return _Draft(sequence, tuple(draft), record.chances(given, len(draft)), drawn_from)
+        kept = usable.kept
+        told = None if given is None else np.array([given[i] for i in kept], np.float64)
+        own = () if parents is None else tuple(usable.parents)
+        return _Draft(sequence, tuple(usable.tokens), record.chances(told, len(kept), own), drawn_from, own)
+
+
+class _Usable:
+    """The tokens of a draft that can come true, collected one by one.
+
+    Args:
+        sequence: Whose draft.
+        vocab_size: Tokens are below it.
+        limit: How many tokens may come one after the other.
+        branches: Whether several tokens may have one parent.
+
+    Attributes:
+        tokens: Those that can.
+        parents: Of each the index among them; -1: the sequence's last token.
+        kept: Of each the index in the draft.
+        bad_ids: How many others do not exist.
+    """
+
+    def __init__(self, sequence: Sequence, vocab_size: int, limit: int, *, branches: bool) -> None:
+        self.tokens, self.parents, self.kept, self.bad_ids = list[int](), list[int](), list[int](), 0
+        self._sequence, self._vocab_size, self._limit, self._branches = sequence, vocab_size, limit, branches
+        constraint = sequence.sampler.constraint
+        # Per token: its index among those kept, its depth, and the grammar after it.
+        self._open: dict[int, tuple[int, int, Constraint | None]] = {-1: (-1, 0, constraint)}
+        self._seen: set[tuple[int, int]] = set()
+
+    def add(self, index: int, token: int, parent: int) -> bool:
+        """Take a token whose parent came before; returns whether it can come true."""
+        above = self._open.get(parent)
+        if above is None:
+            return False
+        at, depth, constraint = above
+        if not 0 <= token < self._vocab_size:
+            self.bad_ids += 1
+            return False
+        if depth == self._limit or (at, token) in self._seen:
+            return False
+        if constraint is not None and (constraint.complete or not constraint.allows(token)):
+            return False
+        self._seen.add((at, token))
+        if not self._sequence.ends_with(token):
+            if constraint is not None:
+                if self._branches or not self.kept:
+                    constraint = constraint.fork()
+                constraint.append(token)
+            self._open[index] = len(self.kept), depth + 1, constraint
+        self.tokens.append(int(token))
+        self.parents.append(at)
+        self.kept.append(index)
+        return True
+
+
+def _right_rows(
+    plan: StepPlan, rows: SequenceOf[tuple[Sequence, int, int]], paths: dict[Sequence, tuple[int, ...]]
+) -> tuple[list[tuple[Sequence, int, int]], list[int]]:
+    """Return the rows of a step without the tokens of trees that were refused, and which of its tokens those are."""
+    found: list[tuple[Sequence, int, int]] = []
+    kept: list[int] = []
+    at = 0
+    for sequence, start, count in rows:
+        if sequence in plan.trees:
+            own, path = plan.counts[sequence], paths.get(sequence, ())
+            found.append((sequence, start, own + len(path)))
+            kept += [*range(at, at + own), *(at + own + node for node in path)]
+        else:
+            found.append((sequence, start, count))
+            kept += range(at, at + count)
+        at += count
+    return found, kept

@@ -19,8 +19,8 @@ from baton.config import EngineConfig
 from baton.engine.executor.base import Executor
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
+from baton.engine.speculation.tree import MAX_NODES, first_path
 from baton.native import address_of, function
-from baton.types import MAX_SPECULATIVE_TOKENS
 
 DEPTH = 32
 """Tokens of a match that are looked at."""
@@ -46,8 +46,8 @@ _draft = function(
     ctypes.c_int64,
     ctypes.c_void_p,
     ctypes.c_double,
-    ctypes.c_int64,
-    *[ctypes.c_void_p] * 3,
+    *[ctypes.c_int64] * 3,
+    *[ctypes.c_void_p] * 4,
 )
 
 
@@ -78,7 +78,7 @@ class History:
 
 @dataclass(slots=True)
 class _Own:
-    """What is kept of a sequence: its tokens, how many they are, and its last draft."""
+    """What is kept of a sequence: its tokens, how many they are, and its last draft's likeliest path."""
 
     history: History
     num_tokens: int
@@ -103,8 +103,10 @@ class SuffixDrafter:
         self._shared: OrderedDict[Owner, History] = OrderedDict()
         # What is believed before anything is known: the longer, the better.
         self._trust = np.array([0.0, 0.0, *(1.0 - 0.6 / (n - 0.5) for n in range(2, DEPTH + 1))], np.float32)
-        self._tokens = np.empty(MAX_SPECULATIVE_TOKENS, np.uint32)
-        self._chances = np.empty(MAX_SPECULATIVE_TOKENS, np.float32)
+        self._width = config.speculative_width
+        self._tokens = np.empty(MAX_NODES, np.uint32)
+        self._parents = np.empty(MAX_NODES, np.int32)
+        self._chances = np.empty(MAX_NODES, np.float32)
         self._length = np.zeros(1, np.int64)
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
@@ -129,11 +131,16 @@ class SuffixDrafter:
             count,
             address_of(self._trust),
             LEAST_CHANCE,
-            min(limit, MAX_SPECULATIVE_TOKENS),
-            *(address_of(array) for array in (self._tokens, self._chances, self._length)),
+            limit,
+            self._width,
+            min(limit * self._width, MAX_NODES),
+            *(address_of(array) for array in (self._tokens, self._parents, self._chances, self._length)),
         )
-        own.drafted_at, own.draft, own.length = count, tuple(self._tokens[:found].tolist()), int(self._length[0])
-        return Proposal(own.draft, self._chances[:found].tolist())
+        tokens, chances = self._tokens[:found].tolist(), self._chances[:found].tolist()
+        parents = self._parents[:found].tolist() if self._width > 1 else None
+        path = tokens if parents is None else [tokens[i] for i in first_path(parents)]
+        own.drafted_at, own.draft, own.length = count, tuple(path), int(self._length[0])
+        return Proposal(tokens, chances, parents=parents)
 
     def _learn(self, sequence: Sequence, own: _Own) -> None:
         """Compare the last draft with what became of it."""

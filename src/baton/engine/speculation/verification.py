@@ -2,10 +2,11 @@
 
 Every row of a draft gets the token that the engine would have sampled at that position by itself: with penalties, bias,
 masks and filters as they are after the tokens before it, and with the random numbers of its own position. A draft token
-is kept while it is that token. So the tokens of a sequence do not depend on who drafts, and on whether anybody does:
-acceptance by equality, in place of that by ``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", ICML 2023), which keeps the distribution but not the sequence, and is there for those who want
-it (:mod:`~baton.engine.speculation.rejection`).
+is kept while it is that token; in a tree, that child is which equals the token sampled after its parent. So the tokens
+of a sequence do not depend on who drafts, and on whether anybody does: acceptance by equality, in place of that by
+``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023), which
+keeps the distribution but not the sequence, and is there for those who want it
+(:mod:`~baton.engine.speculation.rejection`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.engine.grammar.constraint import StepMasks
-from baton.engine.runner.input_batch import StepBatch
+from baton.engine.runner.input_batch import KVMoves, StepBatch
 from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.rejection import keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
+from baton.engine.speculation.tree import right_path
 from baton.types import TokenLogprob
 from baton_kernels.token_mask import TokenMask
 
@@ -33,7 +37,7 @@ class Chosen:
         token_ids: Its next tokens, at least one; none where there is an error.
         logprobs: Parallel to them, if asked for.
         num_drafted: Draft tokens that it had.
-        num_accepted: How many of them are the first of ``token_ids``.
+        path: Which of them are the first of ``token_ids``.
         error: Why there is no token; empty: there is.
         bad_logits: Whether the reason is that its logits are not finite, and its KV not worth keeping.
     """
@@ -42,7 +46,7 @@ class Chosen:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     num_drafted: int = 0
-    num_accepted: int = 0
+    path: tuple[int, ...] = ()
     error: str = ""
     bad_logits: bool = False
 
@@ -55,6 +59,7 @@ class _Rows:
     draft: list[int]
     rows: list[int]
     samplers: list[SamplerRow]
+    parents: tuple[int, ...] = ()
 
 
 class StepSampling:
@@ -74,8 +79,8 @@ class StepSampling:
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
         ]
         for found in batch.draft_rows:
-            samplers = _along(found.sequence.sampler, found.token_ids)
-            self._wanted.append(_Rows(found.sequence, found.token_ids, found.rows, samplers))
+            samplers = _along(found.sequence.sampler, found.token_ids, found.parents)
+            self._wanted.append(_Rows(found.sequence, found.token_ids, found.rows, samplers, found.parents))
         self._samplers = [sampler for each in self._wanted for sampler in each.samplers]
         self._masks = masks
         self._guided = [row for row in self._samplers if row.constraint is not None] if masks is not None else []
@@ -128,11 +133,27 @@ class StepSampling:
                 tokens[begin : begin + len(kept)] = kept
 
 
-def _along(sampler: SamplerRow, draft: list[int]) -> list[SamplerRow]:
+def accepted_moves(sampled: list[Chosen], block_size: int) -> KVMoves | None:
+    """Return where the KV of accepted tokens of trees has to go to: one behind the other; ``None``: it lies so."""
+    moved = [chosen for chosen in sampled if chosen.path and chosen.path[-1] >= len(chosen.path)]
+    if not moved:
+        return None
+    sources: list[npt.NDArray[np.int64]] = []
+    targets: list[npt.NDArray[np.int64]] = []
+    for chosen in moved:
+        sequence, path = chosen.sequence, np.array(chosen.path)
+        tables = [sequence.table, *(window.table for window in sequence.windows)]
+        for slots, found in ((path, sources), (np.arange(len(path)), targets)):
+            blocks, places = np.divmod(sequence.num_tokens + slots, block_size)
+            found.append(np.array([table[blocks].astype(np.int64) * block_size + places for table in tables]))
+    return KVMoves(np.concatenate(sources, axis=1), np.concatenate(targets, axis=1))
+
+
+def _along(sampler: SamplerRow, draft: list[int], parents: tuple[int, ...]) -> list[SamplerRow]:
     """Return a sequence's row, and those behind each token of a draft."""
     rows = [sampler]
-    for token in draft:
-        rows.append(rows[-1].after(token))
+    for i, token in enumerate(draft):
+        rows.append(rows[parents[i] + 1 if parents else i].after(token))
     return rows
 
 
@@ -143,13 +164,13 @@ def _verified(rows: _Rows, found: SamplerOutput, bad: set[int], at: int) -> Chos
         return Chosen(sequence, [], error=error)
     if at in bad:
         return Chosen(sequence, [], error="the model's logits are not finite", bad_logits=True)
-    accepted = 0
-    while accepted < len(draft) and found.token_ids[at + accepted] == draft[accepted]:
-        accepted += 1
+    path = right_path(draft, rows.parents, found.token_ids[at : at + len(rows.rows)])
+    visited = [at, *(at + 1 + node for node in path)]
     # A row that is wrong ends the draft before it: should it be wrong by itself too, the next step says so.
-    wrong = (i for i in range(1, accepted + 1) if at + i in bad or rows.samplers[i].error)
-    end = at + next(wrong, accepted + 1)
+    wrong = (i for i, row in enumerate(visited) if i and (row in bad or rows.samplers[row - at].error))
+    visited = visited[: next(wrong, len(visited))]
+    tokens = [found.token_ids[row] for row in visited]
     logprobs = None
     if found.logprobs is not None:
-        logprobs = [each for each in found.logprobs[at:end] if each is not None]
-    return Chosen(sequence, found.token_ids[at:end], logprobs or None, len(draft), min(accepted, end - at))
+        logprobs = [each for row in visited if (each := found.logprobs[row]) is not None]
+    return Chosen(sequence, tokens, logprobs or None, len(draft), tuple(path[: len(visited)]))

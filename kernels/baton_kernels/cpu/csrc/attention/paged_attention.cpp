@@ -72,14 +72,14 @@ void make_plan(const Attention& a, int rows, Plan& plan) {
   const int group = a.num_heads / a.kv_heads;
   long decode_keys = 0;
   for (int seq = 0; seq < a.num_seqs; ++seq)
-    if (a.query_starts[seq + 1] - a.query_starts[seq] == 1)
+    if (a.query_starts[seq + 1] - a.query_starts[seq] == 1 && !a.is_tree(seq))
       decode_keys += std::min<long>(a.context_lens[seq], a.window ? a.window : a.context_lens[seq]);
   const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys * a.kv_heads;
   for (int seq = 0; seq < a.num_seqs; ++seq) {
     const int tokens = a.query_starts[seq + 1] - a.query_starts[seq];
     if (a.key_up)
       add_expanded(a, seq, tokens, plan);
-    else if (tokens == 1 && group <= MAX_GROUP)
+    else if (tokens == 1 && group <= MAX_GROUP && !a.is_tree(seq))
       add_decode(a, seq, std::max(1l, wanted), plan);
     else if (tokens > 0)
       add_tiles(a, seq, tokens, rows, plan);
@@ -156,10 +156,11 @@ inline void write_stored(const Attention& a, const T* key, const T* value, long 
   store_row(row, a.v_dim, v, v_scale);
 }
 
-// One new token: its keys and values to the pool, its queries, if they are to be rotated, in place.
+// One new token: its keys and values to its slot of the pool, its queries, if they are to be rotated, in place.
 template <class T, class S>
-inline void write_token(const Attention& a, int seq, long token, long position, float* work) {
-  const long block = a.block_tables[seq * a.table_stride + position / a.block_size], offset = position % a.block_size;
+inline void write_token(const Attention& a, int seq, long token, long slot, float* work) {
+  const long position = a.is_tree(seq) ? a.depth_position(seq, token) : slot;
+  const long block = a.block_tables[seq * a.table_stride + slot / a.block_size], offset = slot % a.block_size;
   for (int h = 0; h < a.kv_heads; ++h) {
     S* k = (S*)a.k_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.k_dim;
     S* v = (S*)a.v_pool + block * a.block_stride + ((long)h * a.block_size + offset) * a.v_dim;

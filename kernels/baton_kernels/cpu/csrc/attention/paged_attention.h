@@ -24,6 +24,10 @@ struct Attention {
   const void *key_up, *value_up;
   // int8: bfloat16 [blocks][kv_heads][block_size], `scale_stride` from block to block. fp8: float [kv_heads]. Else null.
   const void *k_scales, *v_scales;
+  // Null, or of tokens that are nodes of a tree: [tokens] bits of the slots that each sees from `tree_starts` [num_seqs] of
+  // its sequence on, its own among them; 0: in no tree. All new tokens of a sequence are in a tree, or none is.
+  const uint64_t* ancestors;
+  const int32_t* tree_starts;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
   int64_t block_stride, table_stride, scale_stride;
   int32_t dtype, num_seqs, num_heads, kv_heads, k_dim, v_dim, block_size, window, rotary, threads;
@@ -37,6 +41,12 @@ struct Attention {
 
   // Elements from a value to the next one of its head.
   long v_row() const { return latent ? k_dim : v_dim; }
+  // Whether a sequence's new tokens are nodes of a tree.
+  bool is_tree(int seq) const { return ancestors && ancestors[query_starts[seq]]; }
+  // Position in a tree, by depth: ancestors are all those before a token.
+  long depth_position(int seq, long token) const {
+    return tree_starts[seq] + __builtin_popcountll(ancestors[token]) - 1;
+  }
 };
 
 // One KV head of one sequence, whose pool holds elements of type S.

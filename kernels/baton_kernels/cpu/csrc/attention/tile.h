@@ -305,12 +305,13 @@ class Tile {
     q = (elem*)parts[0], keys = (elem*)parts[1], values = (elem*)parts[2], out = (float*)parts[3];
     state = {(float*)parts[5], (vf*)parts[4]};
     start = a.context_lens[item.seq] - (a.query_starts[item.seq + 1] - a.query_starts[item.seq]);
+    tree = a.is_tree(item.seq);
   }
 
   void run() {
     [[maybe_unused]] const typename Products<C>::Unit unit;
     begin();
-    const long last = start + item.q1 - 1, first = start + item.q0;
+    const long last = start + item.q1 - 1, first = tree ? a.tree_starts[item.seq] : start + item.q0;
     const long low = a.window ? std::max<long>(0, first - a.window + 1) : 0;
     for (long j = low / KB * KB; j <= last; j += KB) {
       const int n = (int)std::min<long>(KB, last + 1 - j);
@@ -330,18 +331,35 @@ class Tile {
   const Item& item;
   Rows source;
   int group, count, padded_count, steps, width, padded;
-  long start;  // position of the sequence's first new token
+  long start;  // slot of the sequence's first new token
+  bool tree;   // whether its new tokens are nodes of one
   elem *q, *keys, *values;
   float* out;
   RowStates state;
 
-  long position(int row) const { return start + item.q0 + row / group; }
+  long slot(int row) const { return start + item.q0 + row / group; }
+  long token(int row) const { return a.query_starts[item.seq] + item.q0 + row / group; }
+
+  // Hide the columns of a tile at j that a token of a tree does not see: what is before its window, and in the tree all
+  // but its ancestors and itself. Of these the lowest bits are those farthest from it.
+  void hide_others(float* s, long token, long j) const {
+    const long root = a.tree_starts[item.seq];
+    uint64_t seen = a.ancestors[token];
+    if (a.window) {
+      const long low = std::min(root, std::max<long>(0, a.depth_position(item.seq, token) - a.window + 1));
+      hide(s, (int)std::max<long>(0, low - j), KB - 1);
+      for (int count = __builtin_popcountll(seen); count > a.window; --count) seen &= seen - 1;
+    }
+    for (long column = std::max<long>(0, root - j); column < KB; ++column) {
+      const long bit = j + column - root;
+      if (bit > 63 || !(seen >> bit & 1)) s[column] = NEG_INF;
+    }
+  }
 
   void begin() {
     for (int r = 0; r < padded_count; ++r) {
       if (r < count) {
-        const long token = a.query_starts[item.seq] + item.q0 + r / group;
-        const T* x = (const T*)a.q + token * a.q_token + (long)(item.head * group + r % group) * a.q_head;
+        const T* x = (const T*)a.q + token(r) * a.q_token + (long)(item.head * group + r % group) * a.q_head;
         C::pack_row(x, source.key_dim, q + (long)r * width, width);
       } else {
         std::memset(q + (long)r * width, 0, width * sizeof(elem));
@@ -356,8 +374,8 @@ class Tile {
 
   void rows_of(int r, long j) {
     const int end = std::min(r + ROWS, count);
-    if (position(end - 1) < j) return;
-    if (a.window && position(r) - a.window + 1 > j + KB - 1) return;
+    if (slot(end - 1) < j) return;
+    if (!tree && a.window && slot(r) - a.window + 1 > j + KB - 1) return;
     alignas(64) float s[ROWS * KB];
     alignas(64) elem p[ROWS * (KB / C::PAIR)];
     float factor[ROWS];
@@ -365,9 +383,11 @@ class Tile {
     if constexpr (Rows::SCALED)
       for (int i = 0; i < ROWS * KB; i += VL) *(vf*)(s + i) *= *(const vf*)(source.key_scales + i % KB);
     const float unit = settle<ROWS>(a, s);
-    if (j + KB - 1 > position(r) || (a.window && j < position(end - 1) - a.window + 1))
+    if (tree)
+      for (int i = 0; i < ROWS; ++i) hide_others(s + i * KB, token(std::min(r + i, count - 1)), j);
+    else if (j + KB - 1 > slot(r) || (a.window && j < slot(end - 1) - a.window + 1))
       for (int i = 0; i < ROWS; ++i) {
-        const long at = position(std::min(r + i, count - 1));
+        const long at = slot(std::min(r + i, count - 1));
         hide(s + i * KB, a.window ? (int)std::max<long>(0, at - a.window + 1 - j) : 0, (int)std::min<long>(KB - 1, at - j));
       }
     soften<C, Rows::SCALED>(s, unit, {state.largest + r, state.sum + r}, source.value_scales, p, factor);
@@ -377,8 +397,7 @@ class Tile {
   void finish() {
     for (int r = 0; r < count; ++r) {
       const float total = sum(state.sum[r]), inverse = total > 0 ? 1.0f / total : 0.0f;
-      const long token = a.query_starts[item.seq] + item.q0 + r / group;
-      T* to = (T*)a.out + (token * a.num_heads + item.head * group + r % group) * source.value_dim;
+      T* to = (T*)a.out + (token(r) * a.num_heads + item.head * group + r % group) * source.value_dim;
       for (int d = 0; d < source.value_dim; d += VL)
         store_upto(to + d, *(const vf*)(out + (long)r * padded + d) * inverse, source.value_dim - d);
     }
