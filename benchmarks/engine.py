@@ -20,10 +20,15 @@ int8-exact, int4-exact, fp8 and nf4 with inputs as they are. Its rivals have qua
 Mixed load (Baton alone, ``benchmarks/mixed_load.py``): the time between tokens of four streams beside two prompts of
 2,000 tokens that are always under way. Its figures have a file of their own.
 
+With ``--device cuda:0`` instead of all this: one engine on a GPU against what the GPU can do
+(``benchmarks/engine_parts/on_device.py``).
+
     python benchmarks/engine.py --threads 2 --write
     python benchmarks/engine.py --models llama,gemma3,qwen3_moe,gpt_oss,deepseek_v3 --engines baton generate --write
     python benchmarks/engine.py --engines baton --rivals --write
     python benchmarks/engine.py --quantization int8,int4,int4-exact --models llama,llama_1b --engines baton --write
+    python benchmarks/engine.py --device cuda:0 --write
+    TRITON_INTERPRET=1 python benchmarks/engine.py --device interpret --smoke
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ import numpy as np
 import torch
 import transformers
 from benchmarks.engine_parts.models import FAMILIES, BenchmarkModel, write_model
+from benchmarks.engine_parts.on_device import measure_on_device
 from benchmarks.engine_parts.rivals import PLAIN, RIVALS, Rival
 from benchmarks.mixed_load import measure_mixed_load
 
@@ -68,6 +74,7 @@ RESULT, FAMILIES_RESULT, RIVALS_RESULT = (
 )
 RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
 QUANTIZED_RESULT = RESULT.with_name("engine_quantized.json")
+ON_DEVICE_RESULT = RESULT.with_name("engine_on_device.json")
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
 CONTEXT, NEW_TOKENS = 512, 64
 WARM_CONTEXT, WARM_TOKENS = 64, 8
@@ -95,6 +102,12 @@ Measure = Callable[[list[list[int]], int], list[list[float]]]
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(args.threads)
+    if args.device != "cpu":
+        graphs = tuple(args.cuda_graphs.split(","))
+        found = measure_on_device(args.device, smoke=args.smoke, repeats=args.repeats, graphs=graphs)
+        print(json.dumps(found, indent=2))
+        write(args, ON_DEVICE_RESULT, found)
+        return 0
     results = {}
     for name in args.models or ["llama"]:
         with tempfile.TemporaryDirectory() as folder:
@@ -145,6 +158,8 @@ def write(args: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cuda:0: one engine on a GPU; interpret: to see that it runs")
+    parser.add_argument("--cuda-graphs", default="on", help="on a GPU: on, off, or batch sizes as 1,8,64")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: with one thread, on a busy machine")
@@ -163,6 +178,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rivals is not None and any(not name.startswith("llama") for name in args.models or []):
         parser.error("--rivals run Llamas alone")
+    if args.device != "cpu" and args.device.startswith("interpret") != args.smoke:
+        parser.error("--smoke is for --device interpret, and that for --smoke")
     if args.clock == "cpu" and (args.threads > 1 or "generate_batch" in (args.engines or ["generate_batch"])):
         parser.error("--clock cpu is for one thread (what waits for another one counts), and not for generate_batch")
     return args

@@ -49,6 +49,16 @@ class Routing:
     top_groups: int = 1
     bias: torch.Tensor | None = None
 
+    def check(self, experts: int) -> None:
+        """Refuse a number of experts that contradicts the rest.
+
+        Raises:
+            ValueError: There are fewer experts than a token goes through, or they cannot be divided into groups.
+        """
+        each, left = divmod(experts, self.groups)
+        if left or self.top_groups > self.groups or self.top_k > each * self.top_groups:
+            raise ValueError(f"{experts} experts do not fit {self}")
+
 
 def routing_reference(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts int32 [T, top_k] of logits [T, experts], best first, and their weights float32 [T, top_k]."""
@@ -61,7 +71,7 @@ def routing_reference(routing: Routing, logits: torch.Tensor) -> tuple[torch.Ten
     if routing.groups > 1:
         grouped = choice.view(len(choice), routing.groups, -1)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
-        kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter(-1, best, value=True)
+        kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(-1, best, value=True)
         choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
     ids = choice.topk(routing.top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
@@ -92,9 +102,7 @@ class CpuRouting:
     """
 
     def __init__(self, library: CpuLibrary, routing: Routing, experts: int) -> None:
-        each, left = divmod(experts, routing.groups)
-        if left or routing.top_groups > routing.groups or routing.top_k > each * routing.top_groups:
-            raise ValueError(f"{experts} experts do not fit {routing}")
+        routing.check(experts)
         self._run = library.route
         self._top_k, self._experts = routing.top_k, experts
         self._bias = None if routing.bias is None else routing.bias.detach().float().contiguous()

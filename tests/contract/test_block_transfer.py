@@ -23,7 +23,6 @@ from baton.errors import (
     QueueFullError,
     StaleBlockError,
 )
-from baton.kv_cache.arena import HostArena
 from baton.kv_cache.layout import LayerShape
 from baton.kv_cache.shards import ShardSpec, shard_layout
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, LinkOptions, SequenceBlocks
@@ -176,7 +175,7 @@ def test_another_fingerprint_is_refused_by_field(rig: Rig, field: str, value: An
     source = rig.server.source
     if lies:  # the source's description says what the reader wants to hear; the server does not
         source = dataclasses.replace(source, fingerprint=mine)
-    target = HostArena(1, shard_layout(mine.geometry, ShardSpec(), mine.block_size).block_bytes)
+    target = type(rig.target)(1, shard_layout(mine.geometry, ShardSpec(), mine.block_size).block_bytes)
     fetcher = BlockFetcher(target, mine, kinds=(rig.kind,), links=LinkOptions(memory=rig.network, tls=tls_of(rig.kind)))
     target.blocks[:] = 0xEE
     with pytest.raises(FingerprintMismatchError) as caught:
@@ -229,7 +228,7 @@ def test_a_restarted_source_is_stale_for_old_offers_and_serves_new_ones(rig: Rig
     old = rig.server.source
     rig.server.close()
     first = rig.source_arena
-    rig.source_arena = HostArena(200, LAYOUT.block_bytes)
+    rig.source_arena = type(rig.target)(200, LAYOUT.block_bytes)
     rig.server = rig.serve()
     moved = BlockSource(old.instance_id, old.epoch, rig.server.source.endpoints, old.fingerprint, old.num_blocks)
     with pytest.raises((StaleBlockError, PipeClosedError)):

@@ -26,6 +26,7 @@ WAYS = [
     pytest.param(("tcp", (False, True)), id="tcp-to-device"),
     pytest.param(("tcp", (True, True)), id="tcp-both"),
     pytest.param(("tls", (True, True)), id="tls-both"),
+    pytest.param(("cuda_ipc", (True, True)), id="cuda_ipc-both"),
 ]
 
 

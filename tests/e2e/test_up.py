@@ -44,7 +44,7 @@ class Running:
         return "".join(self.lines)
 
 
-def start(*args: str, env: dict[str, str] | None = None) -> Running:
+def start(*args: str, env: dict[str, str] | None = None, ready_s: float = READY_S) -> Running:
     port, grpc = free_port(), free_port()
     command = [sys.executable, "-m", "baton.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc), *args]
     process = subprocess.Popen(
@@ -64,7 +64,7 @@ def start(*args: str, env: dict[str, str] | None = None) -> Running:
 
     running.reader = threading.Thread(target=read, daemon=True)
     running.reader.start()
-    assert up.wait(READY_S)
+    assert up.wait(ready_s)
     return running
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from baton.engine.device.arena import DeviceArena
+from baton.engine.device.compute import ComputeDevice
 from baton.errors import InternalError
 from baton.kv_cache.arena import ArenaState, Spans
 from baton.kv_cache.arena.base import Bytes, checked_spans, state_bytes
@@ -60,3 +63,24 @@ class FakeDeviceArena:
     def _count(self, spans: Spans) -> None:
         self.copies += len(spans)
         self.copied_bytes += int(spans[:, 2].sum())
+
+
+class StandInArena(DeviceArena):
+    """The arena of a device, over the memory of the host that stands in for the device's; other processes can open it.
+
+    Attributes:
+        device_memory: The blocks, uint8 [num_blocks, block_bytes]: for the computation on the "device" and for checks.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None) -> None:
+        super().__init__(ComputeDevice(torch.device("cpu"), on_gpu=False), num_blocks, block_bytes, epoch=epoch)
+        self.device_memory: Bytes = self.memory.numpy()
+
+
+class OpenStandInArena(StandInArena):
+    """The same, whose blocks tests may look at as if they were the host's."""
+
+    @property
+    def blocks(self) -> Bytes:
+        """The blocks."""
+        return self.device_memory

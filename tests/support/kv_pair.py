@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from tests.support.fake_device import FakeDeviceArena
+from tests.support.fake_device import FakeDeviceArena, StandInArena
 from tests.support.kv_shapes import pool_of
 from tests.support.transport_rig import soon, tls_of
 
@@ -87,6 +87,7 @@ class Side:
         layers: tuple[LayerShape, ...],
         *,
         on_device: bool = False,
+        shared: bool = False,
     ) -> None:
         tp, pp, self.size = shape
         whole = KVLayout(layers, self.size, dtype)
@@ -94,7 +95,7 @@ class Side:
         self.print = dataclasses.replace(base, tp_size=tp, pp_size=pp)
         geometry, specs = KVGeometry(layers, dtype), shard_specs(tp, pp)
         self.blocks = TOKENS // self.size
-        arena = FakeDeviceArena if on_device else HostArena
+        arena = StandInArena if shared else FakeDeviceArena if on_device else HostArena
         sizes = [shard_layout(geometry, spec, self.size).block_bytes for spec in specs]
         self.shards = KVShards([arena(self.blocks, size) for size in sizes])
         arrays = kept_as(kv, layer_types(dtype, len(layers)))
@@ -108,7 +109,8 @@ class Side:
     def memories(self) -> list[np.ndarray]:
         """The blocks of all ranks, wherever they lie, uint8 [blocks, block_bytes] each."""
         arenas = self.shards.arenas
-        return [arena.device_memory if isinstance(arena, FakeDeviceArena) else arena.blocks for arena in arenas]
+        devices = (FakeDeviceArena, StandInArena)
+        return [arena.device_memory if isinstance(arena, devices) else arena.blocks for arena in arenas]
 
 
 class Pair:
@@ -125,10 +127,11 @@ class Pair:
     ) -> None:
         kv = whole_kv(layers)
         self.layers = layers
-        self.source = Side(shapes[0], dtypes[0], kv, layers, on_device=on_device[0])
+        shared = kind == "cuda_ipc"
+        self.source = Side(shapes[0], dtypes[0], kv, layers, on_device=on_device[0], shared=shared)
         if dtypes[0] != dtypes[1]:
             kv = read_as(kv, layer_types(dtypes[0], len(layers)))
-        self.target = Side(shapes[1], dtypes[1], kv, layers, on_device=on_device[1])
+        self.target = Side(shapes[1], dtypes[1], kv, layers, on_device=on_device[1], shared=shared)
         self.source.fill()
         network = MemoryNetwork()
         options = ServerOptions(memory=network, tls=tls_of(kind))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.fake_device import OpenStandInArena
 from tests.support.servers.certificates import Authority
 
 from baton.kv_cache.arena import HostArena
@@ -87,7 +88,7 @@ def lets_go(fds: int, threads: int | None = None) -> bool:
 
 
 def connect_raw(kind: str, address: str) -> Any:
-    if kind == "shm":
+    if kind in {"shm", "cuda_ipc"}:
         return connect_unix(address.rsplit("/", 1)[1], Wait(soon()))
     return connect_tcp(address, Wait(soon()))
 
@@ -108,6 +109,7 @@ KINDS: list[Any] = [
     ("nixl", 1),
     ("gloo", 1),
     ("file", 1),
+    ("cuda_ipc", 1),
 ]
 """Kinds of pipe and connections; ``file`` is that of another package (:mod:`tests.support.file_pipe`)."""
 
@@ -134,8 +136,9 @@ class Rig:
         self.kind = kind
         self.sockets: list[socket.socket] = []
         self.network = MemoryNetwork()
-        self.source_arena = HostArena(num_blocks, layout.block_bytes)
-        self.target = HostArena(num_blocks + 17, layout.block_bytes)
+        arena = OpenStandInArena if kind == "cuda_ipc" else HostArena
+        self.source_arena = arena(num_blocks, layout.block_bytes)
+        self.target = arena(num_blocks + 17, layout.block_bytes)
         rng = np.random.default_rng(7)
         self.source_arena.blocks[:] = rng.integers(0, 256, self.source_arena.blocks.shape, dtype=np.uint8)
         self.source_arena.generations[:] = rng.integers(0, 1 << 63, num_blocks, dtype=np.uint64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +186,36 @@ class PagedAttention(Protocol):
 
         Returns:
             Contiguous [T, num_heads, v_dim] in q's dtype on q's device.
+        """
+
+
+@runtime_checkable
+class RotatingAttention(PagedAttention, Protocol):
+    """A backend that norms and rotates queries and keys on its way, as the fused decoder needs it."""
+
+    def run_rotated(
+        self,
+        plan: Any,
+        spec: AttentionSpec,
+        pool: LayerPool,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """As :meth:`run`, with queries and keys normed and rotated first."""
+
+
+@runtime_checkable
+class CapturedAttention(PagedAttention, Protocol):
+    """A backend whose launches for decode steps can be captured: lengths and tables are read on the device."""
+
+    def prepare_decodes(self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int) -> Any:
+        """Return a plan for sequences of one new token each, whatever their lengths are when it is run.
+
+        Args:
+            context_lens: int32 [S] on the device, the new tokens included; read in each run.
+            tables: int32 [S, G * W] on the device; read in each run. W blocks are the longest sequence.
+            block_size: Tokens per block.
+            groups: G.
         """
 
 

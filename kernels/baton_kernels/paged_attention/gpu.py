@@ -97,6 +97,18 @@ class TritonPagedAttention:
             tiles={},
         )
 
+    def prepare_decodes(
+        self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int
+    ) -> TritonPlan:
+        """See :meth:`CapturedAttention.prepare_decodes`; launches are those that suit the longest sequences."""
+        count, width = len(context_lens), tables.shape[1] // groups
+        ones, seqs = np.ones(count, np.int64), np.arange(count, dtype=np.int32)
+        starts, token_seq = self._upload(np.arange(count + 1, dtype=np.int32), seqs)
+        longest = ones * width * block_size
+        return TritonPlan(
+            starts, context_lens, token_seq, tables, width, block_size, count, counts=ones, contexts=longest, tiles={}
+        )
+
     def run(
         self, plan: TritonPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:

@@ -41,6 +41,7 @@ BUILT_IN: Mapping[str, PipeEntry] = MappingProxyType(
     {
         "memory": PipeEntry(f"{_PIPES}.memory:MemoryKind", auto=True, clear=False),
         "shm": PipeEntry(f"{_PIPES}.shm:ShmKind", auto=True, clear=False),
+        "cuda_ipc": PipeEntry(f"{_PIPES}.cuda_ipc:CudaIpcKind", auto=True, clear=False),
         "nixl": PipeEntry(f"{_PIPES}.nixl:NixlKind", auto=True),
         "tls": PipeEntry(f"{_PIPES}.tcp:TlsKind", auto=True, clear=False),
         "tcp": PipeEntry(f"{_PIPES}.tcp:TcpKind", auto=True),

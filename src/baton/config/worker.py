@@ -55,13 +55,26 @@ class EngineConfig:
         "scale per token: faster)",
         choices=("auto", "none", "int8"),
     )
-    device: str = option("cpu", "torch device, e.g. cpu, cuda:0")
+    device: str = option(
+        "cpu",
+        "where the model runs: cpu, cuda:0, ...; interpret: what runs on GPUs, in Triton's interpreter, for tests "
+        "(TRITON_INTERPRET=1)",
+    )
+    cuda_graphs: tuple[str, ...] = option(
+        ("on",),
+        "on a GPU, batch sizes whose decode steps are captured and replayed: on (1, 2, 4 and multiples of 8 up to "
+        "--max-num-seqs), off, or sizes as 1,8,32",
+    )
     threads: int = option(1, "intra-op threads of each process on a CPU")
     tp: int = option(1, "tensor parallelism: processes that share each layer's heads")
     pp: int = option(1, "pipeline parallelism: stages of layers, each in tp processes of its own")
     block_size: int = option(16, "tokens per KV block")
     kv_blocks: int | None = option(None, "KV blocks in the pool; default: what --kv-memory-fraction holds")
-    kv_memory_fraction: float = option(0.2, "share of the memory left after loading that the KV pool may take")
+    kv_memory_fraction: float | None = option(
+        None,
+        "share of the memory left after loading, and on a GPU after graphs, that the KV pool may take; default: 0.2, "
+        "on a GPU 0.9",
+    )
     max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own")
     max_num_seqs: int = option(64, "sequences in one batch")
     max_num_batched_tokens: int = option(2048, "tokens in one step, prompt chunks and decodes together")
@@ -200,7 +213,8 @@ class EngineConfig:
             )
         if not 0.0 < self.load_share <= 1.0:
             raise ConfigError(f"load_share must be in (0, 1], got {self.load_share}", field="load_share")
-        if not 0.0 < self.kv_memory_fraction <= 0.95:
+        _check_graphs(self.cuda_graphs)
+        if not 0.0 < self.pool_fraction <= 0.95:
             raise ConfigError(
                 f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"
             )
@@ -219,9 +233,35 @@ class EngineConfig:
             raise ConfigError(f"{field} must be 1, got {width}: {why}", field=field)
 
     @property
+    def pool_fraction(self) -> float:
+        """Share of the memory left that the KV pool may take."""
+        if self.kv_memory_fraction is not None:
+            return self.kv_memory_fraction
+        return 0.9 if self.device.startswith("cuda") else 0.2
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes whose decode steps are to be captured, rising; none on a CPU."""
+        if self.device.startswith("cpu") or self.cuda_graphs == ("off",):
+            return []
+        most = self.max_num_seqs
+        if self.cuda_graphs == ("on",):
+            return sorted({size for size in (1, 2, 4, most) if size <= most}.union(range(8, most, 8)))
+        return sorted({min(int(size), most) for size in self.cuda_graphs})
+
+    @property
     def model_name(self) -> str:
         """The name clients use."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+def _check_graphs(values: tuple[str, ...]) -> None:
+    sizes = all(value.isascii() and value.isdigit() and len(value) <= 6 and int(value) > 0 for value in values)
+    if values not in {("on",), ("off",)} and not (values and sizes):
+        raise ConfigError(
+            f"cuda_graphs must be on, off, or batch sizes as 1,8,32; got {','.join(values) or 'nothing'}",
+            field="cuda_graphs",
+        )
 
 
 @dataclass(frozen=True)

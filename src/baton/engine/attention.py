@@ -42,10 +42,12 @@ class AttentionContext:
     Attributes:
         device: Of the model.
         operators: Baton's C++ operators, if they can be used.
+        on_gpu: Whether the operators of GPUs run the model: on a GPU, or in Triton's interpreter.
     """
 
     device: torch.device
     operators: CpuLibrary | None
+    on_gpu: bool = False
 
 
 AttentionFactory = Callable[[AttentionContext], PagedAttention]
@@ -88,13 +90,17 @@ def choose_attention(name: str, context: AttentionContext) -> PagedAttention:
     """
     if name == "auto":
         here = "torch" if context.operators is None else "cpp"
-        name = here if context.device.type == "cpu" else "triton"
+        name = "triton" if context.on_gpu else here
     factory: AttentionFactory = find_implementation(name, BUILTIN_BACKENDS, ENTRY_POINTS, field="attention_backend")
     return factory(context)
 
 
-def cpu_operators(config: EngineConfig, device: torch.device) -> CpuLibrary | None:
+def cpu_operators(config: EngineConfig, *, on_gpu: bool) -> CpuLibrary | None:
     """Return the C++ operators, or ``None`` where they are not wanted or there are none for this machine.
+
+    Args:
+        config: Says which attention is wanted.
+        on_gpu: Whether the operators of GPUs run the model.
 
     Raises:
         ConfigError: ``attention_backend`` is ``"cpp"`` and there are none for this machine, or they were not built.
@@ -102,9 +108,9 @@ def cpu_operators(config: EngineConfig, device: torch.device) -> CpuLibrary | No
     wanted = config.attention_backend
     if wanted == "torch":
         return None
-    if device.type != "cpu":
+    if on_gpu:
         if wanted == "cpp":
-            raise ConfigError(f"attention_backend cpp needs device cpu, not {device}", field="attention_backend")
+            raise ConfigError(f"attention_backend cpp needs device cpu, not {config.device}", field="attention_backend")
         return None
     variants = runnable_variants()
     if not variants:

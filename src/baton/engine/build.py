@@ -14,7 +14,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device_arena import DeviceArena
+from baton.engine.device.arena import STAGING_BYTES, DeviceArena
+from baton.engine.device.compute import ComputeDevice, compute_device
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
@@ -50,11 +51,14 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     Raises:
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
+    device = compute_device(config.device)
     blocks = plan_kv_blocks(config, executor)
     layouts = _layouts(config, executor)
     groups = executor.layout.num_groups
     # The one more is never written: it stands in tables where a block was given back.
     arena_blocks = blocks if groups == 1 else blocks * groups + 1
+    scratch_blocks = 1 if config.graph_sizes else 0
+    arena_blocks += scratch_blocks
     wanted = sum(arena_bytes(arena_blocks, layout.block_bytes) for layout in layouts)
     available = free_bytes(executor.device)
     if wanted > available:
@@ -67,7 +71,8 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
         )
     private = private and len(layouts) == 1
     shards = KVShards(
-        [_new_arena(executor.device, arena_blocks, layout.block_bytes, private=private) for layout in layouts]
+        [_new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts],
+        scratch_blocks,
     )
     try:
         shards.touch()
@@ -80,10 +85,10 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     return shards
 
 
-def _new_arena(device: torch.device, blocks: int, block_bytes: int, *, private: bool) -> Arena:
-    if device.type == "cpu":
-        return HostArena(blocks, block_bytes, private=private)
-    return DeviceArena(device, blocks, block_bytes)
+def _new_arena(device: ComputeDevice, blocks: int, block_bytes: int, *, private: bool) -> Arena:
+    if device.on_gpu:
+        return DeviceArena(device, blocks, block_bytes)
+    return HostArena(blocks, block_bytes, private=private)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -161,21 +166,26 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
     # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
     activations = _activation_bytes(config, executor) * len(executor.shards)
+    graphs = executor.graph_bytes()
+    staging = STAGING_BYTES if executor.device.type == "cuda" else 0
     available = free_bytes(executor.device)
     block_bytes = sum(layout.block_bytes * layout.num_groups for layout in _layouts(config, executor))
-    usable = config.kv_memory_fraction * max(0, available - activations)
+    usable = config.pool_fraction * max(0, available - activations - graphs - staging)
     useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
     blocks = min(int(usable) // block_bytes, useful)
     log.info(
-        "KV pool: %d blocks of %d bytes (%.0f MiB free after loading, %.0f MiB for activations)",
-        *(blocks, block_bytes, available / 2**20, activations / 2**20),
+        "KV pool: %d blocks of %d bytes (%.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for graphs)",
+        *(blocks, block_bytes, available / 2**20, activations / 2**20, graphs / 2**20),
     )
     return blocks
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of the memory that a pool for a device comes from which are free: the device's, or this host's."""
-    return available_bytes() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        return available_bytes()
+    torch.cuda.empty_cache()  # what torch keeps of what it has freed
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def available_bytes() -> int:

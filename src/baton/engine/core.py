@@ -15,7 +15,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
-from baton.engine.executor.base import Executor, ExecutorLostError
+from baton.engine.executor.base import Executor, raise_if_lost
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
@@ -95,7 +95,7 @@ class EngineCore:
         self._block_size = executor.layout.block_size
         layout = executor.layout
         # With layer groups, the last block is never written: it stands where a block was given back.
-        pool_blocks = self.arena.num_blocks - (layout.num_groups > 1)
+        pool_blocks = self.arena.num_blocks - shards.scratch_blocks - (layout.num_groups > 1)
         self._pool = BlockPool(
             pool_blocks,
             self.arena.generations[:pool_blocks],
@@ -297,7 +297,7 @@ class EngineCore:
         goes on.
 
         Raises:
-            ExecutorLostError: A process that runs part of the model is gone; the engine cannot go on.
+            ExecutorLostError: A process that runs part of the model is gone, or the device; the engine cannot go on.
         """
         outputs, self._early = self._early, []
         loads = self._bridge.poll()
@@ -310,9 +310,8 @@ class EngineCore:
                 self.speculator.add_drafts(plan, self._scheduler)
             try:
                 self._run(plan, outputs)
-            except ExecutorLostError:
-                raise
             except Exception as error:
+                raise_if_lost(error)
                 _log.exception("step of %d sequences failed", len(plan))
                 for sequence in plan.counts:
                     self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
@@ -339,7 +338,7 @@ class EngineCore:
         for rows in batch.prompt_rows:
             self._score_prompt(rows, output.logits)
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
-        sampled = sampling.choose(output.logits)
+        sampled = sampling.choose(output.logits, on_gpu=output.on_gpu)
         if self.speculator is not None:
             self.speculator.observe(plan, output.hidden, {each.sequence: each.path for each in sampled})
         if (moves := accepted_moves(sampled, self._block_size)) is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import ComputeDevice
 from baton.engine.models.generic import choose_linear
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 
@@ -44,6 +45,6 @@ def test_the_fastest_that_there_is_is_chosen(
     library.amx, library.pairs_are_faster = amx, pairs
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: processor_amx)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    model: Any = SimpleNamespace(device=torch.device("cpu"), dtype=dtype)
+    model: Any = SimpleNamespace(compute=ComputeDevice(torch.device("cpu"), on_gpu=False), dtype=dtype)
     assert choose_linear(EngineConfig(model="unused"), model, library)[0] == name
     assert choose_linear(EngineConfig(model="unused", packed_linears=False), model, library)[0] == "torch"

@@ -35,7 +35,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 @pytest.fixture(params=["operators", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(sampler, "token_sampler", lambda _: None)
+        monkeypatch.setattr(sampler, "token_sampler", lambda *_, **__: None)
         monkeypatch.setattr(sampler, "cpu_token_mask", lambda: None)
     elif sampler.token_sampler(torch.device("cpu")) is None:
         pytest.skip("no C++ operators for this machine")

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import device_failure
 from baton.engine.plugins import find_implementation
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.errors import InternalError
@@ -26,7 +27,19 @@ ENTRY_POINTS = "baton.executors"
 
 
 class ExecutorLostError(InternalError):
-    """A process that runs part of the model is gone: no step can be run any more."""
+    """A process that runs part of the model is gone, or the device: no step can be run any more."""
+
+
+def raise_if_lost(error: Exception) -> None:
+    """Look at what a step has failed with.
+
+    Raises:
+        ExecutorLostError: It is that error, or one of the device, after which every step would fail.
+    """
+    if isinstance(error, ExecutorLostError):
+        raise error
+    if failure := device_failure(error):
+        raise ExecutorLostError(f"the device has failed: {failure}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,9 @@ class Executor(Protocol):
 
     def trial_run(self, num_tokens: int) -> None:
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
+
+    def graph_bytes(self) -> int:
+        """Measure what captured decode steps will take on the device, beside weights and pool."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run one step: write the new tokens' KV into the pool and return the logits.

@@ -123,6 +123,8 @@ class InProcessExecutor:
             self.description += f", {quantized}"
         if len(self.shards) > 1:
             self.description += f", tp {self.config.tp}, pp {self.config.pp}"
+        if model.compute.on_gpu:
+            self.description += f", device {self.config.device}"
 
     def _check_storage(self, check: SelfCheck, model: LoadedModel) -> None:
         """Compare with KV in the model's dtype; what KV of fewer bits changes is said, and must not be all.
@@ -208,7 +210,14 @@ class InProcessExecutor:
         """Use arenas of the ranks' layouts as the KV pool."""
         if len(shards.arenas) != len(self.shards):
             raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
-        self._runner.bind(shards.primary)
+        captured = self._runner.bind(shards.primary, scratch=shards.scratch_blocks > 0)
+        if captured:
+            self.description += f", {captured}"
+            log.info("%s: %s", self.architecture, captured)
+
+    def graph_bytes(self) -> int:
+        """Measure what captured decode steps will take; see :meth:`baton.engine.executor.base.Executor.graph_bytes`."""
+        return self._runner.graph_bytes()
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:

@@ -17,7 +17,7 @@ from torch import nn
 from baton.engine.models.quirks import Family, has_interleaved_experts
 from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.experts import CpuExperts, CpuRouting, ExpertWeights, Routing, Scoring
+from baton_kernels.experts import CpuExperts, ExpertWeights, Routing, Scoring
 from baton_kernels.linear import PackedLinear, PlainLinear
 from baton_kernels.quantized_experts import QuantizedExpertWeights, make_quantized_experts
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 
 RunExperts = Callable[..., torch.Tensor]
 """Takes x, ids, weights and residual or ``None``; see :class:`baton_kernels.experts.CpuExperts`."""
-DTYPES = {torch.float32, torch.bfloat16}
-"""Of weights that the operator takes."""
+Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes logits [T, experts], returns ids and weights [T, top_k]; ``baton_kernels.experts.routing_reference``."""
+CPU_DTYPES = {torch.float32, torch.bfloat16}
+"""Of weights that the C++ operator takes."""
 
 
 def gated_activation(module: nn.Module) -> Activation | None:
@@ -61,13 +63,11 @@ def knows_experts(module: nn.Module) -> bool:
 
 
 def expert_weights(module: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a module of experts; ``None``: it is none, or one of another layout or dtype."""
+    """Return the weights of a module of experts as they lie; ``None``: it is none, or one of another layout."""
     if not knows_experts(module):
         return None
     experts: Any = module
     gate_up, down = experts.gate_up_proj, experts.down_proj
-    if gate_up.dtype not in DTYPES or gate_up.device.type != "cpu":
-        return None
     if has_interleaved_experts(module):
         return ExpertWeights(gate_up, down, experts.gate_up_proj_bias, experts.down_proj_bias, interleaved=True)
     return ExpertWeights(gate_up, down)
@@ -111,7 +111,9 @@ def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
     if isinstance(module, QuantizedExpertsModule):
         return pack_quantized_experts(module, library)
     weights, activation = expert_weights(module), gated_activation(module)
-    return None if weights is None or activation is None else CpuExperts(library, weights, activation)
+    if weights is None or activation is None or weights.gate_up.dtype not in CPU_DTYPES:
+        return None
+    return CpuExperts(library, weights, activation)
 
 
 class PackedExperts(nn.Module):
@@ -130,7 +132,7 @@ class Mixture:
     """A whole mixture of experts: router, experts, and a gated MLP that all tokens go through, if there is one."""
 
     def __init__(
-        self, router: PackedLinear, routing: CpuRouting, experts: RunExperts, shared: Any, *, wide_router: bool
+        self, router: PackedLinear, routing: Route, experts: RunExperts, shared: Any, *, wide_router: bool
     ) -> None:
         self._router, self._routing, self._experts, self._shared = router, routing, experts, shared
         self._wide_router = wide_router
@@ -144,7 +146,12 @@ class Mixture:
 
 
 def make_mixture(
-    router: Any, experts: RunExperts, shared: Any, family: Family, library: CpuLibrary, make: Any
+    router: Any,
+    experts: RunExperts,
+    shared: Any,
+    family: Family,
+    make_routing: Callable[[Routing, int], Route],
+    make: Callable[[torch.Tensor, torch.Tensor | None], PackedLinear],
 ) -> Mixture:
     """Put a mixture together.
 
@@ -153,7 +160,7 @@ def make_mixture(
         experts: Of this rank.
         shared: Takes x and residual, or ``None``.
         family: Says how the router chooses.
-        library: The operators.
+        make_routing: Makes the operator of a router for so many experts.
         make: Makes a linear layer of weight and bias.
 
     Raises:
@@ -171,4 +178,4 @@ def make_mixture(
         bias=getattr(router, "e_score_correction_bias", None),
     )
     linear = PlainLinear(weight.float(), bias) if wide else make(weight, None if bias is None else bias.detach())
-    return Mixture(linear, CpuRouting(library, routing, len(weight)), experts, shared, wide_router=wide)
+    return Mixture(linear, make_routing(routing, len(weight)), experts, shared, wide_router=wide)

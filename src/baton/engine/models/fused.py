@@ -10,19 +10,17 @@ this path only after it gave the same logits as transformers' own code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from baton.engine.models.fused_layers import LayerMaker, NotFusableError, known_stack
-from baton.engine.models.generic import MakeLinear
+from baton.engine.models.layer_operators import LayerOperators, RowNorm
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share
-from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
-from baton_kernels.paged_attention import CpuPagedAttention, LayerPool
-from baton_kernels.paged_attention.cpu import CpuPlan
-from baton_kernels.row_wise import CpuRmsNorm
+from baton_kernels.paged_attention import LayerPool, RotatingAttention
 
 __all__ = ["FusedDecoder", "NotFusableError"]
 
@@ -39,9 +37,8 @@ class FusedDecoder:
         model: LoadedModel,
         share: Share,
         max_len: int,
-        library: CpuLibrary,
-        attention: CpuPagedAttention,
-        make: MakeLinear,
+        operators: LayerOperators,
+        attention: RotatingAttention,
     ) -> None:
         """Build the operators from a model's modules, whose weights stay as they are.
 
@@ -57,7 +54,7 @@ class FusedDecoder:
         self._embedding = stack.embed_tokens.weight.detach() if ranks.is_first_stage else None
         scale = getattr(stack.embed_tokens, "embed_scale", None)
         self._embedding_scale = None if scale is None else scale.to(self._dtype)
-        maker = LayerMaker(model, share, max_len, family, library, make)
+        maker = LayerMaker(model, share, max_len, family, operators)
         self._layers = [maker.layer(index, layer) for index, layer in enumerate(layers)]
         self._norm = maker.norm(stack.norm) if ranks.has_head else None
         self._head = maker.linear(model.module.lm_head) if ranks.has_head else None
@@ -68,7 +65,7 @@ class FusedDecoder:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        plan: CpuPlan,
+        plan: Any,
         pools: list[LayerPool],
         hidden_of: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -117,7 +114,7 @@ class FusedDecoder:
         part: PackedLinear | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
         x: torch.Tensor,
         hidden: torch.Tensor,
-        norm: CpuRmsNorm | None,
+        norm: RowNorm | None,
     ) -> torch.Tensor:
         """Return ``hidden + norm(part(x))``, with all ranks' parts summed before the norm."""
         ranks = self._communicator

@@ -10,24 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.models.experts import Mixture, gated_activation, make_mixture, pack_experts
-from baton.engine.models.generic import MakeLinear, SideBySide, join_quantized, pack_quantized
+from baton.engine.models.experts import Mixture, gated_activation, make_mixture
+from baton.engine.models.generic import SideBySide, join_quantized, pack_quantized
+from baton.engine.models.layer_operators import GatedProduct, LayerOperators, RowNorm
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, SpanningNorm, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, LATENT_ATTENTION_PARTS, MLP_PARTS, Family
 from baton.engine.quantization.modules import QuantizedModule
-from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import (
     AttentionSpec,
-    CpuPagedAttention,
     LatentProjections,
     LayerPool,
+    RotatingAttention,
     Rotation,
     attend_latent,
 )
-from baton_kernels.paged_attention.cpu import CpuPlan
-from baton_kernels.row_wise import CpuGatedMul, CpuRmsNorm
 
 SpanningNorms = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Norms queries [T, heads, dim] and keys [T, kv_heads, dim] over all their heads at once."""
@@ -40,7 +38,7 @@ class NotFusableError(Exception):
 class GatedMlp:
     """Gate and up in one linear, their product, down."""
 
-    def __init__(self, gate_up: PackedLinear, product: CpuGatedMul, down: PackedLinear) -> None:
+    def __init__(self, gate_up: PackedLinear, product: GatedProduct, down: PackedLinear) -> None:
         self._gate_up, self._product, self._down = gate_up, product, down
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,7 +55,7 @@ class HeadAttention:
         self._spec, self._qkv, self._spanning_norms, self._rotation = spec, qkv, spanning_norms, rotation
 
     def __call__(
-        self, backend: CpuPagedAttention, plan: CpuPlan, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
+        self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Take x [T, hidden] and positions int64 [T], those of ``plan``; return [T, heads * v_dim]."""
         q, k, v = _split(self._qkv(x), self._spec)
@@ -83,15 +81,15 @@ class LatentAttention:
     spec: AttentionSpec
     projections: LatentProjections
     down: PackedLinear
-    q_norm: CpuRmsNorm | None
+    q_norm: RowNorm | None
     q_up: PackedLinear | None
-    kv_norm: CpuRmsNorm
+    kv_norm: RowNorm
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
 
     def __call__(
-        self, backend: CpuPagedAttention, plan: CpuPlan, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
+        self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """See :class:`HeadAttention`."""
         spec = self.spec
@@ -122,13 +120,13 @@ class LatentAttention:
 class FusedLayer:
     """The operators of one layer; norms that it does not have are ``None``."""
 
-    attention_norm: CpuRmsNorm | None
+    attention_norm: RowNorm | None
     attention: HeadAttention | LatentAttention
     output: PackedLinear
-    attention_out_norm: CpuRmsNorm | None
-    mlp_norm: CpuRmsNorm | None
+    attention_out_norm: RowNorm | None
+    mlp_norm: RowNorm | None
     mlp: GatedMlp | Mixture
-    mlp_out_norm: CpuRmsNorm | None
+    mlp_out_norm: RowNorm | None
 
 
 def known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any], Family]:
@@ -138,7 +136,6 @@ def known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any], Famil
         NotFusableError: The stack or its layers have another shape.
     """
     ranks = share.communicator
-    need(model.device.type == "cpu", "not on a CPU")
     kind = str(model.text_config.model_type)
     need(kind in FUSED_FAMILIES, f"model type {kind} is none of those that the fused decoder is known to run")
     family = FUSED_FAMILIES[kind]
@@ -167,8 +164,7 @@ class LayerMaker:
         share: This rank's part of it.
         max_len: Longest sequence, in tokens.
         family: How its layers are put together.
-        library: The operators.
-        make: Makes linear layers.
+        operators: What they are made of.
 
     Raises:
         NotFusableError: The rotary embedding is not one that the operator knows.
@@ -180,10 +176,9 @@ class LayerMaker:
         share: Share,
         max_len: int,
         family: Family,
-        library: CpuLibrary,
-        make: MakeLinear,
+        operators: LayerOperators,
     ) -> None:
-        self._family, self._library, self._make = family, library, make
+        self._family, self._operators = family, operators
         self._dtype = TORCH_DTYPES[model.dtype]
         self._specs, self._latents = list(share.specs.values()), share.latents
         self._first_layer = share.first_layer
@@ -191,7 +186,7 @@ class LayerMaker:
         rotary: Any = model.module.model.rotary_emb
         self._by_type = "layer_type" in inspect.signature(rotary.forward).parameters
         types = {self._layer_type(index) for index in range(len(self._specs))}
-        self._tables = {name: _rotary_table(rotary, max_len, self._specs, name) for name in types}
+        self._tables = {name: _rotary_table(rotary, max_len, self._specs, name, model.device) for name in types}
 
     def _layer_type(self, index: int) -> str | None:
         """The name of the rotary embedding of this rank's layer, where there are several."""
@@ -249,19 +244,19 @@ class LayerMaker:
             bool(attention.config.rope_interleave),
         )
 
-    def norm(self, module: Any) -> CpuRmsNorm:
+    def norm(self, module: Any) -> RowNorm:
         """Make an RMS norm."""
         need(hasattr(module, "weight") and getattr(module, "bias", None) is None, "another norm")
-        return CpuRmsNorm(self._library, module.weight, _eps(module), self._family.norm_offset)
+        return self._operators.rms_norm(module.weight, _eps(module), self._family.norm_offset)
 
     def linear(self, module: Any) -> PackedLinear:
         """Make a linear layer of a plain or a quantized one."""
         inner = unreduced(module)
-        return (
-            pack_quantized(inner, self._library) if isinstance(inner, QuantizedModule) else self._make(*_weights(inner))
-        )
+        if isinstance(inner, QuantizedModule):
+            return pack_quantized(inner, self._operators.library)
+        return self._operators.linear(*_weights(inner))
 
-    def _named_norm(self, layer: Any, name: str) -> CpuRmsNorm | None:
+    def _named_norm(self, layer: Any, name: str) -> RowNorm | None:
         return self.norm(getattr(layer, name)) if name else None
 
     def _joined(self, module: Any, joined: str, names: tuple[str, ...]) -> PackedLinear:
@@ -273,25 +268,26 @@ class LayerMaker:
 
     def _join(self, modules: list[Any]) -> PackedLinear:
         if any(isinstance(module, QuantizedModule) for module in modules):
-            joined = join_quantized(modules, self._library)
+            joined = join_quantized(modules, self._operators.library)
             return SideBySide([self.linear(module) for module in modules]) if joined is None else joined
         weights, biases = zip(*map(_weights, modules), strict=True)
         present = [bias for bias in biases if bias is not None]
         need(len(present) in {0, len(biases)}, "some projections have a bias and some none")
-        return self._make(torch.cat(weights), torch.cat(present) if present else None)
+        return self._operators.linear(torch.cat(weights), torch.cat(present) if present else None)
 
     def _mlp(self, module: Any) -> GatedMlp | Mixture:
         parts = _working_parts(module)
         if "experts" not in parts:
             return self._gated_mlp(module)
         need(parts <= {"experts", self._family.router, "shared_experts"}, "other parts in a mixture")
-        experts = pack_experts(unreduced(module.experts), self._library)
+        experts = self._operators.experts(unreduced(module.experts))
         need(experts is not None, "other experts")
         assert experts is not None
         shared = self._gated_mlp(module.shared_experts) if "shared_experts" in parts else None
         router = getattr(module, self._family.router)
         try:
-            return make_mixture(router, experts, shared, self._family, self._library, self._make)
+            operators = self._operators
+            return make_mixture(router, experts, shared, self._family, operators.routing, operators.linear)
         except (AttributeError, ValueError) as error:
             raise NotFusableError(f"another router ({error})") from error
 
@@ -303,7 +299,7 @@ class LayerMaker:
         gate_up = self._joined(module, "gate_up_proj", ("gate_proj", "up_proj"))
         down = self.linear(module.down_proj)
         need(gate_up.out_features == 2 * down.in_features, "another MLP")
-        return GatedMlp(gate_up, CpuGatedMul(self._library, self._dtype, activation), down)
+        return GatedMlp(gate_up, self._operators.gated_product(self._dtype, activation), down)
 
     def _rotation(self, index: int, attention: Any, spec: AttentionSpec, *, normed: bool) -> Rotation:
         cos, sin = self._tables[self._layer_type(index)]
@@ -360,7 +356,7 @@ def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _rotary_table(
-    rotary: Any, max_len: int, specs: list[AttentionSpec], layer_type: str | None
+    rotary: Any, max_len: int, specs: list[AttentionSpec], layer_type: str | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, float32 [max_len, rotary / 2], from the model's own module.
 
@@ -369,7 +365,8 @@ def _rotary_table(
     with torch.inference_mode():
         try:
             options = {} if layer_type is None else {"layer_type": layer_type}
-            full = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(max_len)[None], **options)
+            positions = torch.arange(max_len, device=device)[None]
+            full = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, **options)
         except Exception as error:
             raise NotFusableError("another rotary embedding") from error
         need(isinstance(full, tuple) and len(full) == 2 and full[0].dim() == 3, "another rotary embedding")

@@ -14,7 +14,8 @@ from torch import nn
 
 from baton.config import EngineConfig
 from baton.engine.models.attention_hook import AttentionName, check_inputs
-from baton.engine.models.experts import PackedExperts, pack_experts
+from baton.engine.models.experts import PackedExperts
+from baton.engine.models.layer_operators import LayerOperators, MakeLinear
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
@@ -27,9 +28,6 @@ from baton_kernels.quantized_linear import make_quantized_linear
 from baton_kernels.quantized_weights import join
 
 log = logging.getLogger(__name__)
-
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
-"""Makes a layer of weight [out, in] and bias [out] or ``None``."""
 
 
 class GenericDecoder:
@@ -196,7 +194,7 @@ def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary 
     vdpbf16ps; else the one that multiplies in float32. oneDNN where these cannot be loaded, or are built without the
     AMX that the processor has. Anything else: torch's own.
     """
-    if model.device.type != "cpu" or model.dtype != "bfloat16" or not config.packed_linears:
+    if model.compute.on_gpu or model.dtype != "bfloat16" or not config.packed_linears:
         return "torch", PlainLinear
     if library is not None and library.amx:
         return "amx", lambda weight, bias: AmxLinear(library, weight, bias)
@@ -222,7 +220,7 @@ class PackedModule(nn.Module):
         return self._linear(rows).view(*x.shape[:-1], self.out_features)
 
 
-def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None) -> dict[str, nn.Module]:
+def pack_modules(module: nn.Module, operators: LayerOperators) -> dict[str, nn.Module]:
     """Replace every ``nn.Linear`` below a module by a packed one, and experts by the operator where there is one.
 
     A tied head gets a packed copy of its own. Quantized weights are in memory once: as the operators have them.
@@ -234,10 +232,10 @@ def pack_modules(module: nn.Module, make: MakeLinear, library: CpuLibrary | None
     for name, child in list(module.named_modules()):
         packed: nn.Module | None = None
         if isinstance(child, QuantizedModule):
-            packed = PackedModule(pack_quantized(child, library))
-        elif type(child) is nn.Linear and name and make is not PlainLinear:
-            packed = PackedModule(make(child.weight, child.bias))
-        elif library is not None and (experts := pack_experts(child, library)) is not None:
+            packed = PackedModule(pack_quantized(child, operators.library))
+        elif type(child) is nn.Linear and name and operators.linear is not PlainLinear:
+            packed = PackedModule(operators.linear(child.weight, child.bias))
+        elif (experts := operators.experts(child)) is not None:
             packed = PackedExperts(experts)
         if packed is not None:
             replaced[name] = child

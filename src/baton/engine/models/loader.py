@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import ComputeDevice, compute_device
 from baton.engine.gguf.source import GgufSource
 from baton.engine.models.checkpoint import WeightFile, weight_files
 from baton.engine.models.quantized_loader import load_quantized
@@ -52,6 +53,8 @@ class LoadedModel:
     """What decides its numbers beside the files: how it was quantized at load, and other activations than theirs."""
     rounds_inputs: bool = False
     """Whether inputs of some layers are rounded to 8 bits."""
+    compute: ComputeDevice = ComputeDevice(torch.device("cpu"), on_gpu=False)  # noqa: RUF009 - it is frozen
+    """What runs it; its memory is ``device``."""
 
 
 def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
@@ -65,7 +68,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         ConfigError: No such model, a damaged checkpoint, an architecture that is unknown or cannot be served, or a
             device that is not there.
     """
-    device = _device(config.device)
+    device = compute_device(config.device)
     folder = model_directory(config.model, HUB_PATTERNS)
     raw = read_json(folder / "config.json")
     if not raw:
@@ -84,7 +87,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         module = _load_weights(folder, hf_config, config, architecture)
     else:
         module = _load_quantized(files, hf_config, config, model_class, quantized)
-    module = module.to(device).eval()
+    module = _to_device(module, device, architecture).eval()
     module.requires_grad_(requires_grad=False)
     try:
         for held in held_weights(module) if hold else ():
@@ -94,7 +97,9 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     dtype = next((name for name, value in TORCH_DTYPES.items() if value == module.dtype), None)
     if dtype is None:
         raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
-    if dtype == "float16" and device.type == "cpu":
+    if device.is_interpreted and dtype == "bfloat16":
+        raise ConfigError("device interpret has no right bfloat16: use --dtype float32", field="dtype")
+    if dtype == "float16" and device.memory.type == "cpu":
         log.warning("float16 is slow on a CPU: use --dtype bfloat16 or float32")
     text_config = module.config.get_text_config(decoder=True)
     eos_token_ids = _eos_token_ids(folder, text_config)
@@ -105,23 +110,31 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         folder,
         files,
         dtype,
-        device,
+        device.memory,
         eos_token_ids,
         identity=identity(config),
         rounds_inputs=rounds_inputs(module),
+        compute=device,
     )
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not one that torch knows", field="device") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices", field="device")
-    if device.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device {name!r}: only cpu and cuda are supported", field="device")
-    return device
+def _to_device(module: Any, device: ComputeDevice, architecture: str) -> Any:
+    """Take a module's weights to the device.
+
+    Raises:
+        ConfigError: They do not fit; names ``device``.
+    """
+    if not device.is_cuda:
+        return module
+    wanted = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    free = int(torch.cuda.mem_get_info(device.memory)[0])
+    if wanted > free:
+        raise ConfigError(
+            f"weights of {architecture} take {wanted / 2**20:.0f} MiB, but only {free / 2**20:.0f} MiB are free on "
+            f"{device.memory}",
+            field="device",
+        )
+    return module.to(device.memory)
 
 
 def _model_config(folder: Path, raw: dict[str, Any]) -> Any:
@@ -197,9 +210,7 @@ def _load_quantized(
     stored = quantized_at_load(config, source) if quantized is None else stored_weights(quantized, source)
     stored = with_activations(stored, config.quantized_activations)
     dtype = TORCH_DTYPES.get(config.dtype) or _stated_dtype(hf_config, source, stored)
-    packed = _device(config.device).type == "cpu"
-    if not packed:
-        log.warning("device %s: quantized weights are dequantized to %s, and inputs not rounded", config.device, dtype)
+    packed = _stays_packed(config, dtype)
     try:
         with quiet_transformers():
             module, info = load_quantized(model_class, hf_config, source, stored, dtype, packed=packed)
@@ -212,7 +223,7 @@ def _load_quantized(
 
 
 def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: Any) -> Any:
-    """Load a GGUF file, whose linear weights stay packed."""
+    """Load a GGUF file, whose linear weights stay packed on a CPU."""
     dtype = TORCH_DTYPES.get(config.dtype) or hf_config.dtype
     source = GgufSource(path, dtype)
     stored = source.stored()
@@ -223,15 +234,24 @@ def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: An
             )
         stored = quantized_at_load(config, source)
     stored = with_activations(stored, config.quantized_activations)
+    packed = _stays_packed(config, dtype)
     try:
         with quiet_transformers():
-            module, info = load_quantized(model_class, hf_config, source, stored, dtype)
+            module, info = load_quantized(model_class, hf_config, source, stored, dtype, packed=packed)
     except ConfigError:
         raise
     except Exception as error:
         raise _not_loaded(error, path, model_class.__name__) from error
     _check_complete(info, path, model_class.__name__)
     return module
+
+
+def _stays_packed(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Whether quantized weights stay quantized: operators for GPUs have none for them."""
+    packed = not compute_device(config.device).on_gpu
+    if not packed:
+        log.warning("device %s: quantized weights are dequantized to %s, and inputs not rounded", config.device, dtype)
+    return packed
 
 
 def _stated_dtype(hf_config: Any, source: TensorFiles, stored: list[StoredWeight]) -> torch.dtype:

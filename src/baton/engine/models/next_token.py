@@ -279,7 +279,7 @@ def _load(
     ]
     if hasattr(one_layer, "quantization_config"):
         del one_layer.quantization_config  # or transformers would ask for packages that read it
-    source, dtype, packed = _LayerFiles(files, own), TORCH_DTYPES[target.dtype], target.device.type == "cpu"
+    source, dtype, packed = _LayerFiles(files, own), TORCH_DTYPES[target.dtype], not target.compute.on_gpu
     try:
         with quiet_transformers():
             module, info = load_quantized(type(target.module), one_layer, source, stored, dtype, packed=packed)

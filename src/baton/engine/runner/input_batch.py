@@ -66,10 +66,12 @@ class ForwardOutput:
         logits: [R, vocab], float32 or model dtype.
         hidden: The hidden states that were asked for, each [T, width], model dtype; empty if another process has some
             of them (the last of several pipeline stages).
+        on_gpu: Whether operators of GPUs are to take the logits on: on a GPU, or in Triton's interpreter.
     """
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

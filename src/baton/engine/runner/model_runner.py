@@ -16,17 +16,20 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
-from baton.engine.device_arena import arena_memory
+from baton.engine.device.arena import arena_memory
+from baton.engine.device.staging import HostStaging
 from baton.engine.models.attention_hook import probe
-from baton.engine.models.experts import expert_weights
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
 from baton.engine.models.kv_storage import HeadScales, check_backend, checkpoint_scales, kv_type
 from baton.engine.models.latent import compress
+from baton.engine.models.layer_operators import CpuOperators, GpuOperators, LayerOperators
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
 from baton.engine.quantization.modules import describe, held_weights, quantized_layers
+from baton.engine.runner.capture import StepCapture
+from baton.engine.runner.decode_graphs import DecodeGraphs, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves
 from baton.errors import ConfigError, InternalError
@@ -43,6 +46,7 @@ from baton_kernels.paged_attention import (
     LayerPool,
     PagedAttention,
     RaggedBatch,
+    RotatingAttention,
 )
 
 log = logging.getLogger(__name__)
@@ -147,8 +151,9 @@ class ModelRunner:
         self._share = divide(whole.model, whole.specs, communicator)
         for held in held_weights(whole.model.module):
             held.hold()
-        self._operators = cpu_operators(config, whole.model.device)
-        context = AttentionContext(whole.model.device, self._operators)
+        device = whole.model.compute
+        library = cpu_operators(config, on_gpu=device.on_gpu)
+        context = AttentionContext(device.memory, library, device.on_gpu)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
         types = [POOL_DTYPES[kind] for kind in layer_types(self.layout.dtype, len(self.layout.layers))]
         stores = getattr(self._attention, "stores", frozenset[torch.dtype]())
@@ -158,7 +163,9 @@ class ModelRunner:
         self.attention_backend = self._attention.name
         self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
         self._quantized = quantized_layers(whole.model.module)
-        self.linears, self._make = choose_linear(config, whole.model, self._operators)
+        self.linears, make = choose_linear(config, whole.model, library)
+        self._operators: LayerOperators = GpuOperators() if device.on_gpu else CpuOperators(library, make)
+        self._on_gpu, self._staging = device.on_gpu, HostStaging(device)
         self._generic = GenericDecoder(whole.model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
         self._pools: list[LayerPool] = []
@@ -168,6 +175,8 @@ class ModelRunner:
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
         self._draft: DraftLayers | None = None
+        self._step_capture = StepCapture(config, whole.model, self._attention, self._staging)
+        self._graphs: DecodeGraphs | None = None
 
     def describe_quantized(self, *, packs: bool) -> str:
         """Return what quantized weights there are, for people, and what multiplies by them; empty: there are none.
@@ -175,7 +184,8 @@ class ModelRunner:
         Args:
             packs: Whether operators were made of them.
         """
-        operators = self._operators.instructions if packs and self._operators is not None else "torch"
+        library = self._operators.library
+        operators = library.instructions if packs and library is not None else "torch"
         return describe(self._quantized, operators)
 
     @property
@@ -186,16 +196,24 @@ class ModelRunner:
     @property
     def packs(self) -> bool:
         """Whether some of the modules' linears or experts have faster operators here."""
-        if self._make is not PlainLinear:
+        if self._operators.linear is not PlainLinear:
             return True
-        quantized = self._packed_linears and bool(held_weights(self._generic.module))
-        return self._operators is not None and (quantized or any(map(expert_weights, self._generic.module.modules())))
+        if self._operators.library is not None and self._packed_linears and held_weights(self._generic.module):
+            return True
+        return any(map(self._operators.takes_experts, self._generic.module.modules()))
 
     @property
     def may_fuse(self) -> bool:
         """Whether the model's type and the operators are those of the fused decoder."""
-        known = self._model.text_config.model_type in FUSED_FAMILIES
-        return known and self._operators is not None and isinstance(self._attention, CpuPagedAttention)
+        return self._model.text_config.model_type in FUSED_FAMILIES and self._rotating is not None
+
+    @property
+    def _rotating(self) -> RotatingAttention | None:
+        """The attention that the fused decoder runs over, if both are of one kind."""
+        attention = self._attention
+        if self._on_gpu:
+            return attention if isinstance(attention, RotatingAttention) else None
+        return attention if self._operators.library is not None and isinstance(attention, CpuPagedAttention) else None
 
     def use(self, path: ExecutionPath) -> str:
         """Run the model on another path from now on.
@@ -209,16 +227,14 @@ class ModelRunner:
         restore_modules(self._generic.module, self._replaced)
         self._replaced = {}
         if path is ExecutionPath.PACKED:
-            self._replaced = pack_modules(self._generic.module, self._make, self._operators)
+            self._replaced = pack_modules(self._generic.module, self._operators)
         return ""
 
     def _fuse(self) -> str:
-        if self._operators is None or not isinstance(self._attention, CpuPagedAttention):
-            return "no C++ operators"
+        if (attention := self._rotating) is None:
+            return "no operators that rotate on their way"
         try:
-            self._decoder = FusedDecoder(
-                self._model, self._share, self._max_len, self._operators, self._attention, self._make
-            )
+            self._decoder = FusedDecoder(self._model, self._share, self._max_len, self._operators, attention)
         except NotFusableError as why:
             return str(why)
         return ""
@@ -241,11 +257,18 @@ class ModelRunner:
         self.layout = shard_layout(geometry, self._communicator.spec, self.layout.block_size)
         return self.layout
 
-    def bind(self, arena: Arena) -> None:
-        """Use an arena of ``layout`` as the KV pool.
+    def bind(self, arena: Arena, *, scratch: bool = False) -> str:
+        """Use an arena of ``layout`` as the KV pool, and capture decode steps over it.
+
+        Args:
+            arena: The pool.
+            scratch: Whether its last block is nobody's; without, nothing is captured.
+
+        Returns:
+            What was captured, for people; empty: nothing was to be.
 
         Raises:
-            ConfigError: The arena's blocks have another size.
+            ConfigError: The arena's blocks have another size, or steps cannot be captured whose sizes were named.
         """
         if arena.block_bytes != self.layout.block_bytes:
             raise ConfigError(
@@ -260,6 +283,33 @@ class ModelRunner:
             self._draft.bind(*self._pools[-len(own) :])
             del self._pools[-len(own) :]
         self._use_scratch(0, stored=False)
+        if not scratch or not self._step_capture.sizes:
+            return ""
+        self._graphs, captured = self._step_capture.capture(
+            self._decoder, self._pools, self._table_shape(arena.num_blocks - 1)
+        )
+        return captured
+
+    def graph_bytes(self) -> int:
+        """Measure what captured decode steps will take on the device, over scratch memory."""
+        if not self._step_capture.sizes:
+            return 0
+        self._use_scratch(1, stored=False)
+        try:
+            return self._step_capture.measure(self._decoder, self._scratch, self._table_shape(0))
+        finally:
+            self._use_scratch(0, stored=False)
+
+    def _table_shape(self, scratch_block: int) -> TableShape:
+        size = self.layout.block_size
+        return TableShape(size, self.layout.num_groups, -(-self._max_len // size), scratch_block)
+
+    def _replay(self, graphs: DecodeGraphs, batch: ForwardBatch) -> ForwardOutput:
+        logits = graphs.run(batch, self._tables(batch))
+        if (on_layer := self._decoder.on_layer) is not None:
+            for layer in range(len(self._pools)):  # whoever is told of a layer waits for what is queued
+                on_layer(layer)
+        return ForwardOutput(logits, (), self._on_gpu)
 
     def run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
@@ -284,6 +334,8 @@ class ModelRunner:
         pools = self._scratch or self._pools
         if not pools:
             raise InternalError("forward before bind")
+        if self._graphs is not None and not scratch_blocks and self._graphs.takes(batch):
+            return self._replay(self._graphs, batch)
         plan = self._attention.prepare(
             RaggedBatch(
                 positions=batch.positions,
@@ -295,12 +347,12 @@ class ModelRunner:
                 trees=batch.trees,
             )
         )
-        tokens, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.logit_rows)
-        positions = torch.from_numpy(batch.positions + offset if offset else batch.positions)
+        positions = batch.positions + offset if offset else batch.positions
+        tokens, places, rows = self._staging.upload(batch.token_ids, positions, batch.logit_rows)
         with torch.inference_mode():
-            logits, hidden = self._decoder.forward(tokens, positions, rows, plan, pools, batch.hidden_of)
+            logits, hidden = self._decoder.forward(tokens, places, rows, plan, pools, batch.hidden_of)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
-        return ForwardOutput(logits, hidden)
+        return ForwardOutput(logits, hidden, self._on_gpu)
 
     @property
     def why_no_trees(self) -> str:

@@ -51,9 +51,14 @@ def gpu_sampler(device: torch.device) -> ChooseTokens | None:
     return lambda logits, filters, keys: sampler(logits, filters, keys).cpu().numpy()
 
 
-def token_sampler(device: torch.device) -> ChooseTokens | None:
-    """Return the operator that samples where logits are, or ``None``."""
-    return cpu_sampler() if device.type == "cpu" else gpu_sampler(device)
+def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens | None:
+    """Return the operator that samples where logits are, or ``None``.
+
+    Args:
+        device: Of the logits.
+        on_gpu: Whether it is to be that of a GPU, which Triton's interpreter runs where logits are on a CPU.
+    """
+    return gpu_sampler(device) if on_gpu or device.type != "cpu" else cpu_sampler()
 
 
 @functools.cache

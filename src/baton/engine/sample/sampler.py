@@ -170,13 +170,16 @@ rows whose logits are not finite."""
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SamplerRow], amend: Amend | None = None) -> SamplerOutput:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplerRow], amend: Amend | None = None, *, on_gpu: bool = False
+) -> SamplerOutput:
     """Choose one token per row.
 
     Args:
         logits: [R, vocab] in any float dtype, on any device; may be changed.
         rows: R rows.
         amend: Has the last word, before log probabilities are taken.
+        on_gpu: Whether the operator of a GPU chooses, wherever the logits are.
     """
     logits = logits.detach()
     masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
@@ -186,7 +189,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow], amend: Amend | None
         apply_edits(logits, edited)
     if masked:
         apply_masks(logits, masked)
-    operator = token_sampler(logits.device)
+    operator = token_sampler(logits.device, on_gpu=on_gpu)
     if operator is not None:
         found = operator(logits, [row.filter for row in rows], row_keys(rows))
         tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())

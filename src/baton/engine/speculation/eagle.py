@@ -303,7 +303,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
 def draft_attention(config: EngineConfig) -> PagedAttention:
     """Return the attention that heads use."""
     device = torch.device(config.device)
-    return choose_attention("auto", AttentionContext(device, cpu_operators(config, device)))
+    return choose_attention("auto", AttentionContext(device, cpu_operators(config, on_gpu=False)))
 
 
 def load_eagle(config: EngineConfig, executor: Executor) -> EagleDrafter:

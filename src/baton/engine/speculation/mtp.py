@@ -18,6 +18,7 @@ from baton.engine.executor.base import Executor
 from baton.engine.models.attention_hook import probe
 from baton.engine.models.generic import GenericDecoder, PackedModule, choose_linear, pack_modules
 from baton.engine.models.latent import compress
+from baton.engine.models.layer_operators import CpuOperators, GpuOperators
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.next_token import load_next_token
 from baton.engine.models.parallel import divide
@@ -58,9 +59,10 @@ class NextTokenHead:
         (self.spec,) = self._share.specs.values()
         self.dtype, self.attention = model.dtype, attention
         self._decoder = GenericDecoder(model, self._share, attention)
-        operators = cpu_operators(config, model.device)
-        _, make = choose_linear(config, model, operators)
-        pack_modules(model.module, make, operators)
+        on_gpu = target.compute.on_gpu
+        library = cpu_operators(config, on_gpu=on_gpu)
+        _, make = choose_linear(config, model, library)
+        pack_modules(model.module, GpuOperators() if on_gpu else CpuOperators(library, make))
         self._embedding = target_embedding(target)
         self._head: Any = target_head(target)
         if type(self._head) is nn.Linear and make is not PlainLinear:

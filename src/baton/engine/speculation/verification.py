@@ -95,17 +95,19 @@ class StepSampling:
             for row, mask in zip(self._guided, self._masks.end(self._pending), strict=True):
                 row.mask = mask
 
-    def choose(self, logits: torch.Tensor) -> list[Chosen]:
+    def choose(self, logits: torch.Tensor, *, on_gpu: bool = False) -> list[Chosen]:
         """Return what each sequence gets that is to have a token.
 
         Args:
             logits: [R, vocab], all rows of the batch; may be changed.
+            on_gpu: Whether the operator of a GPU chooses.
         """
         if not self._wanted:
             return []
         rows = [row for each in self._wanted for row in each.rows]
         amend = self._reject if self._drawn_from is not None and any(each.draft for each in self._wanted) else None
-        found = sample(logits if rows == list(range(len(logits))) else logits[rows], self._samplers, amend)
+        wanted = logits if rows == list(range(len(logits))) else logits[rows]
+        found = sample(wanted, self._samplers, amend, on_gpu=on_gpu)
         bad = set(found.bad_rows)
         chosen, at = [], 0
         for each in self._wanted:

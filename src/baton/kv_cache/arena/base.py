@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -143,10 +143,57 @@ class Arena(Protocol):
         """Release the memory's descriptor; harmless if repeated."""
 
 
+@runtime_checkable
+class SharedDeviceArena(Protocol):
+    """What an :class:`Arena` in device memory has that other processes on this host can open, to copy on the device."""
+
+    def export(self) -> tuple[bytes, int]:
+        """Return the handle of the blocks, and a new read-only descriptor of the state, which the caller closes.
+
+        Raises:
+            OSError: No other process can open the memory.
+        """
+
+    def settle(self) -> None:
+        """Wait until all is done that the owner has queued on the device by now."""
+
+    def open_peer(self, handle: bytes, fd: int) -> Arena:
+        """Open another process's arena, to read it alone; ``fd`` is closed.
+
+        Raises:
+            PipeClosedError: It cannot be reached from here.
+            ConfigError: What was passed is no arena.
+        """
+
+    def copy_from(self, peer: Any, taken: Spans, into: Spans) -> None:
+        """Copy spans of a peer's blocks to spans of these, on the device; returns when the bytes are there.
+
+        Args:
+            peer: What :meth:`open_peer` returned.
+            taken: Of the peer's.
+            into: Parallel, of the same sizes.
+
+        Raises:
+            InternalError: A span is not within a block, or sizes differ.
+        """
+
+
 def whole_blocks(block_ids: npt.ArrayLike | list[BlockId], block_bytes: int) -> Spans:
     """Return the spans, int64 [n, 3], of whole blocks."""
     ids = np.asarray(block_ids, np.int64).reshape(-1)
     return np.column_stack([ids, np.zeros_like(ids), np.full_like(ids, block_bytes)])
+
+
+def require_spans(spans: Spans, num_bytes: int, num_blocks: int, block_bytes: int) -> None:
+    """Refuse spans beyond blocks, or of another size together than their buffer.
+
+    Raises:
+        InternalError: As it says.
+    """
+    ids, starts, sizes = spans[:, 0], spans[:, 1], spans[:, 2]
+    inside = (ids >= 0) & (ids < num_blocks) & (starts >= 0) & (sizes >= 0) & (starts + sizes <= block_bytes)
+    if not inside.all() or int(sizes.sum()) != num_bytes:
+        raise InternalError(f"spans of {int(sizes.sum())} bytes do not fit a buffer of {num_bytes}, or the blocks")
 
 
 def checked_spans(
@@ -158,10 +205,7 @@ def checked_spans(
         InternalError: A span is not within a block, or the buffer has another size than all of them; before any
             is yielded.
     """
-    ids, starts, sizes = spans[:, 0], spans[:, 1], spans[:, 2]
-    inside = (ids >= 0) & (ids < num_blocks) & (starts >= 0) & (sizes >= 0) & (starts + sizes <= block_bytes)
-    if not inside.all() or int(sizes.sum()) != num_bytes:
-        raise InternalError(f"spans of {int(sizes.sum())} bytes do not fit a buffer of {num_bytes}, or the blocks")
+    require_spans(spans, num_bytes, num_blocks, block_bytes)
     at = 0
     for block, start, size in spans.tolist():
         yield slice(at, at + size), block, slice(start, start + size)

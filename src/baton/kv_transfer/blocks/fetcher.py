@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -61,12 +62,12 @@ class BlockFetcher:
         max_threads: int = 4,
         links: LinkOptions | None = None,
     ) -> None:
-        options = links or LinkOptions()
+        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
+        options = dataclasses.replace(links or LinkOptions(), arena=self._shards.primary)
         wanted = resolve_kinds(kinds, options)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
-        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
         self._plan: tuple[Fingerprint, _SourcePlan] | None = None  # of the latest source; most are alike

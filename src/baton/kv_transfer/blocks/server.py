@@ -148,6 +148,7 @@ class BlockServer:
             memory=self._options.memory,
             tls=self._options.tls,
             host_memory=all(arena.mapped for arena in self._shards.arenas),
+            arena=self._shards.primary,
         )
         names = resolve_kinds(kinds, pipe_options)
         try:

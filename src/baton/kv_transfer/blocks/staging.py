@@ -23,7 +23,7 @@ from baton.kv_cache.kv_types import SCALE_BYTES
 from baton.kv_cache.layout import BLOCK_ALIGNMENT
 from baton.kv_cache.reshard import CODE_BYTES, Casts, Segments, Spans, cast_rows, cast_spans
 from baton.kv_transfer.copy.block_copy import Cast, read_casting
-from baton.kv_transfer.pipes.base import CastingReadPipe, ReadPipe
+from baton.kv_transfer.pipes.base import CastingReadPipe, DeviceReadPipe, ReadPipe
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, block_spans
 
@@ -123,6 +123,9 @@ class StagedReader:
         """
         if arena.mapped:
             return self._read(pipe, reads, arena.blocks, wait)
+        if isinstance(pipe, DeviceReadPipe) and not self.casts:
+            valid = pipe.read_device(reads, arena, wait)
+            return Cast(valid, np.zeros(len(valid), dtype=np.bool_))
         total = _nothing_lost(len(reads))
         with self._leaving.area(wait, pipe) as area:
             batches = (

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.errors import PipeClosedError
+from baton.kv_cache.arena import Arena
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.copy.block_copy import Cast
 from baton.kv_transfer.protocol.deadline import Wait
@@ -84,6 +85,7 @@ class PipeOptions:
         memory: Network of the ``memory`` kind.
         tls: Certificates, if KV is to be encrypted on its way.
         host_memory: Whether the host addresses what is served.
+        arena: This side's first; ``None``: not known. In device memory, it opens a peer's.
     """
 
     token: Token | None = None
@@ -91,6 +93,7 @@ class PipeOptions:
     memory: MemoryNetwork | None = None
     tls: Tls | None = None
     host_memory: bool = True
+    arena: Arena | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,26 @@ class CastingReadPipe(ReadPipe):
             reads: In range on both sides, with ``casts``.
             local: uint8 [blocks, block_bytes], the blocks of the target's rank.
             wait: Deadline and cancel flag.
+
+        Raises:
+            BatonError: As :meth:`ReadPipe.read`.
+        """
+
+
+class DeviceReadPipe(ReadPipe):
+    """A pipe that reads from device memory into device memory without a way through host memory."""
+
+    @abstractmethod
+    def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
+        """Copy blocks; on return nothing writes into the arena any more, whatever happened.
+
+        Args:
+            reads: In range on both sides; nothing is converted.
+            arena: Of the target's rank, in device memory.
+            wait: Deadline and cancel flag.
+
+        Returns:
+            See :meth:`ReadPipe.read`.
 
         Raises:
             BatonError: As :meth:`ReadPipe.read`.

@@ -71,14 +71,15 @@ class PooledReadPipe(ReadPipe, Generic[C]):
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks; see :meth:`ReadPipe.read`."""
+        return self.in_requests(reads, wait, lambda connection, part: self.request(connection, part, local, wait))
+
+    def in_requests(self, reads: BlockReads, wait: Wait, request: Callable[[C, BlockReads], Valid]) -> Valid:
+        """Make a read over one connection, in requests of at most ``reads.blocks_per_request`` blocks."""
         connection, most = self._take(wait), reads.blocks_per_request
         try:
             valid = np.concatenate(
                 [np.zeros(0, dtype=np.bool_)]
-                + [
-                    self.request(connection, reads.take(slice(at, at + most)), local, wait)
-                    for at in range(0, len(reads), most)
-                ]
+                + [request(connection, reads.take(slice(at, at + most))) for at in range(0, len(reads), most)]
             )
         except InvalidRequestError:
             self._give(connection)  # refused as a whole: the connection is in step

@@ -145,6 +145,7 @@ def send_progress(
     limits: ServeLimits,
     *,
     meanwhile: Callable[[], None] | None = None,
+    settle: Callable[[], None] | None = None,
 ) -> None:
     """Answer a WAIT frame: wait for the computation and say how far it is.
 
@@ -154,6 +155,7 @@ def send_progress(
         payload: Of the frame.
         limits: Patience.
         meanwhile: Called while it waits, often at first and seldom in the long run.
+        settle: Called when the computation has come so far, before that is said.
 
     Raises:
         BatonError: Why the connection should end.
@@ -161,6 +163,8 @@ def send_progress(
     if len(payload) != WORD.size:
         raise BadFrameError(f"a WAIT frame has {len(payload)} bytes")
     now = _await_progress(stream, shards, WORD.unpack(payload)[0], limits, meanwhile)
+    if settle is not None:
+        settle()
     send = Wait(time.monotonic() + limits.frame_s)
     stream.send_all([pack_header(FrameKind.PROGRESS, WORD.size), WORD.pack(now)], send, "sending progress")
 

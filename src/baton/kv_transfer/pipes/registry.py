@@ -45,9 +45,10 @@ def obstacle(name: str, options: PipeOptions | None = None) -> str:
 def resolve_kinds(kinds: Sequence[str] | str, options: PipeOptions | None = None) -> tuple[str, ...]:
     """Return kinds in order of preference, ``auto`` replaced by what suits this machine.
 
-    ``auto`` is ``shm``, which reaches the same host; then ``nixl``, if this machine has InfiniBand or RoCE and NIXL is
-    installed; then ``tcp``. With certificates it is ``shm``, then ``tls``. With a network for the ``memory`` kind it
-    begins with that. Each source is reached over the first that gets there.
+    ``auto`` is ``shm``, which reaches the same host, or ``cuda_ipc`` where the blocks are in device memory; then
+    ``nixl``, if this machine has InfiniBand or RoCE and NIXL is installed; then ``tcp``. With certificates it is
+    ``shm`` or ``cuda_ipc``, then ``tls``. With a network for the ``memory`` kind it begins with that. Each source is
+    reached over the first that gets there.
 
     Args:
         kinds: Names, or one name.

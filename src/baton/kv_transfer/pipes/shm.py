@@ -47,7 +47,7 @@ class ShmReadPipe(CastingReadPipe):
     @classmethod
     def connect(cls, address: str, facts: Facts, token: Token | None, wait: Wait) -> ShmReadPipe:
         """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
-        stream = connect_unix(_socket_name(address), wait)
+        stream = connect_unix(socket_name(address), wait)
         try:
             require_same_user(stream, token)
             theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
@@ -117,8 +117,7 @@ class ShmServer(SocketPipeServer):
         self._lock = threading.Lock()
         self._fds: list[int] | None = [arena.open_read_only() for arena in served.shards.arenas]
         name = f"baton-kv-{secrets.token_hex(12)}"
-        # Host (boot id), user and name, so that others see that it isn't for them.
-        self.address = f"{_boot_id()}/{os.geteuid()}/{name}"
+        self.address = host_address(name)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("\0" + name)
 
@@ -228,7 +227,12 @@ def _attach(fd: int, num_blocks: int, block_bytes: int) -> HostArena:
     return arena
 
 
-def _socket_name(address: str) -> str:
+def host_address(name: str) -> str:
+    """Return the address of an abstract Unix socket: host (boot id), user and name, so that others see whose it is."""
+    return f"{_boot_id()}/{os.geteuid()}/{name}"
+
+
+def socket_name(address: str) -> str:
     """Return the name of an address's socket.
 
     Raises:

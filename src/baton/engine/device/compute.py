@@ -1,0 +1,107 @@
+"""Where a model is computed: a CPU, a GPU, or a CPU on which Triton's interpreter runs what runs on GPUs.
+
+``interpret`` is for tests, and for trying commands where there is no GPU: the same orchestration as on a GPU (fused
+decoder and modules over the Triton kernels, staging, captured steps, sampling, pools that the host reaches by copies
+alone), thousands of times slower.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from baton.errors import ConfigError
+
+INTERPRET = "interpret"
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: Ampere, the first with bfloat16."""
+_LOST = ("CUDA error", "Triton Error [CUDA]", "cuBLAS error", "CUBLAS_STATUS")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """A device.
+
+    Attributes:
+        memory: Where tensors lie.
+        on_gpu: Whether the operators of GPUs run the model, on a GPU or in Triton's interpreter.
+    """
+
+    memory: torch.device
+    on_gpu: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether there are streams, graphs and memory of a GPU."""
+        return self.memory.type == "cuda"
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the operators of GPUs."""
+        return self.on_gpu and not self.is_cuda
+
+
+def compute_device(name: str) -> ComputeDevice:
+    """Return the device of a name: ``cpu``, ``cuda``, ``cuda:1``, or ``interpret``.
+
+    Raises:
+        ConfigError: There is no such device, it cannot run the operators, or nothing runs them here; names ``device``.
+    """
+    if name == INTERPRET:
+        _require_triton(name)
+        from baton_kernels.gpu import is_interpreted
+
+        if not is_interpreted():
+            raise ConfigError("device interpret needs TRITON_INTERPRET=1 in the environment", field="device")
+        return ComputeDevice(torch.device("cpu"), on_gpu=True)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not one that torch knows", field="device") from error
+    if device.type == "cpu":
+        return ComputeDevice(device, on_gpu=False)
+    if device.type != "cuda":
+        raise ConfigError(f"device {name!r}: only cpu, cuda and interpret are supported", field="device")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ConfigError(f"device {name!r}: torch sees {count} CUDA devices", field="device")
+    _require_triton(name)
+    return ComputeDevice(_usable(torch.device("cuda", device.index or 0), name), on_gpu=True)
+
+
+def _usable(device: torch.device, name: str) -> torch.device:
+    """Refuse a GPU that is too old, or that another process has for itself alone."""
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"device {name!r} cannot be used: {reason}", field="device") from error
+    if capability < LEAST_CAPABILITY:
+        has, needs = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        raise ConfigError(
+            f"device {name!r} is a {torch.cuda.get_device_name(device)} of compute capability {has}: at least {needs} "
+            "is needed",
+            field="device",
+        )
+    return device
+
+
+def _require_triton(name: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"device {name!r} needs triton: pip install 'baton-serve[gpu]'", field="device")
+
+
+def device_failure(error: BaseException) -> str:
+    """Say what has become of the device in a step that failed; empty: nothing, the next step may go well.
+
+    After an error of CUDA's own every later call of the process fails alike. Too little memory is no such error.
+    """
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return ""
+    text = str(error)
+    if isinstance(error, torch.cuda.AcceleratorError) or any(mark in text for mark in _LOST):
+        return text.strip().partition("\n")[0]
+    return ""

@@ -1,0 +1,136 @@
+"""What a model's layers are made of where it runs: C++ operators on a CPU, Triton's on a GPU, under one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from baton.engine.models.experts import CPU_DTYPES, Route, RunExperts, expert_weights, gated_activation, pack_experts
+from baton_kernels.cpu import CpuLibrary
+from baton_kernels.experts import CpuRouting, Routing, routing_reference
+from baton_kernels.linear import PackedLinear, PlainLinear
+from baton_kernels.row_wise import Activation, CpuGatedMul, CpuRmsNorm
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
+"""Makes a layer of weight [out, in] and bias [out] or ``None``."""
+GatedProduct = Callable[[torch.Tensor], torch.Tensor]
+"""Takes [rows, 2 dim], gates first, returns [rows, dim]; see :func:`baton_kernels.row_wise.gated_reference`."""
+
+
+class RowNorm(Protocol):
+    """An RMS norm with its weight."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
+
+
+class LayerOperators(Protocol):
+    """Makes operators out of weights.
+
+    Attributes:
+        library: The C++ operators, which quantized weights are packed for; ``None``: there are none, or no use for
+            them.
+        linear: Makes linear layers.
+    """
+
+    library: CpuLibrary | None
+    linear: MakeLinear
+
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
+        """Make an RMS norm of a weight [dim] in the model's dtype."""
+
+    def gated_product(self, dtype: torch.dtype, activation: Activation) -> GatedProduct:
+        """Make the product between the linears of a gated MLP."""
+
+    def routing(self, routing: Routing, experts: int) -> Route:
+        """Make the operator of a router.
+
+        Raises:
+            ValueError: Its numbers contradict each other.
+        """
+
+    def takes_experts(self, module: nn.Module) -> bool:
+        """Whether a module is one of plain experts that :meth:`experts` can run."""
+
+    def experts(self, module: nn.Module) -> RunExperts | None:
+        """Make the operator of a module of experts; ``None``: it is none that there is an operator for."""
+
+
+class CpuOperators:
+    """Of a CPU; the fused decoder needs the library.
+
+    Args:
+        library: The C++ operators.
+        linear: Makes linear layers.
+    """
+
+    def __init__(self, library: CpuLibrary | None, linear: MakeLinear) -> None:
+        self.library, self.linear = library, linear
+
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
+        """See :class:`LayerOperators`."""
+        return CpuRmsNorm(self._required, weight, eps, offset)
+
+    def gated_product(self, dtype: torch.dtype, activation: Activation) -> GatedProduct:
+        """See :class:`LayerOperators`."""
+        return CpuGatedMul(self._required, dtype, activation)
+
+    def routing(self, routing: Routing, experts: int) -> Route:
+        """See :class:`LayerOperators`."""
+        return CpuRouting(self._required, routing, experts)
+
+    def takes_experts(self, module: nn.Module) -> bool:
+        """See :class:`LayerOperators`."""
+        weights = None if self.library is None else expert_weights(module)
+        return weights is not None and weights.gate_up.dtype in CPU_DTYPES
+
+    def experts(self, module: nn.Module) -> RunExperts | None:
+        """See :class:`LayerOperators`."""
+        return None if self.library is None else pack_experts(module, self.library)
+
+    @property
+    def _required(self) -> CpuLibrary:
+        if self.library is None:
+            raise ValueError("no C++ operators")
+        return self.library
+
+
+class GpuOperators:
+    """Of a GPU, or of Triton's interpreter. Weights are used as they lie; products are torch's."""
+
+    library: CpuLibrary | None = None
+
+    def __init__(self) -> None:
+        self.linear: MakeLinear = PlainLinear
+
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
+        """See :class:`LayerOperators`."""
+        from baton_kernels.gpu.row_wise import TritonRmsNorm
+
+        return TritonRmsNorm(weight, eps, offset)
+
+    def gated_product(self, dtype: torch.dtype, activation: Activation) -> GatedProduct:
+        """See :class:`LayerOperators`."""
+        from baton_kernels.gpu.row_wise import TritonGatedMul
+
+        return TritonGatedMul(activation)
+
+    def routing(self, routing: Routing, experts: int) -> Route:
+        """See :class:`LayerOperators`; torch's operators, none of which waits for the device."""
+        routing.check(experts)
+        return partial(routing_reference, routing)
+
+    def takes_experts(self, module: nn.Module) -> bool:
+        """See :class:`LayerOperators`."""
+        return expert_weights(module) is not None and gated_activation(module) is not None
+
+    def experts(self, module: nn.Module) -> RunExperts | None:
+        """See :class:`LayerOperators`."""
+        from baton_kernels.gpu.experts import TritonExperts
+
+        weights, activation = expert_weights(module), gated_activation(module)
+        return None if weights is None or activation is None else TritonExperts(weights, activation)

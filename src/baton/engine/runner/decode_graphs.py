@@ -1,0 +1,257 @@
+"""Decode steps that are captured once per batch size and replayed: one launch in place of some hundreds.
+
+A step of sequences with one new token each is run with the next larger size that was captured. Rows beyond the batch
+are sequences of one token whose KV goes to a scratch block, which no sequence has. What differs from step to step lies
+in tensors at fixed places, which one copy from the host fills: tokens, positions, lengths, block tables; the launches
+are the same for any of them, as lengths are read on the device. Prompts, drafts and steps whose hidden states are
+wanted run eagerly, and so does a batch larger than the largest size.
+
+A recorder keeps what a call launches: CUDA graphs on a GPU. In Triton's interpreter the call itself is made again,
+over the same places, so that all but the capture is the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.device.compute import ComputeDevice
+from baton.engine.device.staging import HostStaging
+from baton.engine.runner.input_batch import ForwardBatch
+from baton_kernels.paged_attention import CapturedAttention
+
+log = logging.getLogger(__name__)
+
+WARM_UP_CALLS = 2
+"""Before a capture, which must not compile kernels or make handles of libraries."""
+AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest |difference| / |logits| of a replay from the same step run eagerly."""
+
+Replay = Callable[[], torch.Tensor]
+"""Makes a step again; returns its logits, at the same place each time."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""Takes tokens, positions and rows int64 [S], and attention's plan; returns logits [S, vocab]."""
+
+
+class Recorder(Protocol):
+    """Keeps what a call launches on a device."""
+
+    def capture(self, call: Replay) -> Replay:
+        """Record a call, which is made some times for that.
+
+        Raises:
+            RuntimeError: It does what cannot be recorded.
+        """
+
+
+class CudaGraphRecorder:
+    """CUDA graphs, all in one pool of memory: only one of them runs at a time.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Replay) -> Replay:
+        """Capture a graph; see :class:`Recorder`."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Copies of blocks go on in other threads: their calls are not part of this.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            logits = call()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+class CallRecorder:
+    """Stands in for CUDA graphs where there is no GPU: a replay makes the call again."""
+
+    def capture(self, call: Replay) -> Replay:
+        """Keep a call; see :class:`Recorder`."""
+        logits = call().clone()
+
+        def replay() -> torch.Tensor:
+            logits.copy_(call())
+            return logits
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """Of block tables.
+
+    Attributes:
+        block_size: Tokens per block.
+        groups: Layer groups, each with a table of its own.
+        width: Blocks of the longest sequence.
+        scratch_block: Where the KV of rows beyond the batch goes.
+    """
+
+    block_size: int
+    groups: int
+    width: int
+    scratch_block: int
+
+
+class _Step:
+    """A captured step of S sequences, and the places it reads from."""
+
+    def __init__(self, size: int, shape: TableShape, attention: CapturedAttention, device: ComputeDevice) -> None:
+        self.size = size
+        table = size * shape.groups * shape.width
+        # Tokens, positions, lengths, tables without what is beyond the longest sequence of a step; and the end.
+        self._places = np.cumsum([0, 8 * size, 8 * size, 4 * size, 4 * table]).tolist()
+        self._inputs = torch.zeros(self._places[-1], dtype=torch.uint8, device=device.memory)
+        self.tokens, self.positions = (self._inputs[at : at + 8 * size].view(torch.int64) for at in self._places[:2])
+        self.rows = torch.arange(size, device=device.memory)
+        lens = self._inputs[self._places[2] : self._places[3]].view(torch.int32)
+        self._tables = torch.full((size, shape.groups * shape.width), shape.scratch_block, device=device.memory).int()
+        self.plan = attention.prepare_decodes(lens, self._tables, shape.block_size, shape.groups)
+        self._shape = shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its inputs."""
+        return self._inputs.nbytes + self._tables.nbytes
+
+    def fill(self, batch: ForwardBatch, tables: npt.NDArray[np.int32], staging: HostStaging) -> None:
+        """Put a batch's numbers where the step reads them; ``tables`` int32 [n, G * w]."""
+        shape, count, size = self._shape, len(batch.context_lens), self.size
+        used = tables.shape[1] // shape.groups
+        tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        lens, padded = np.ones(size, np.int32), np.full((size, shape.groups, used), shape.scratch_block, np.int32)
+        tokens[:count], positions[:count], lens[:count] = batch.token_ids, batch.positions, batch.context_lens
+        padded[:count] = tables.reshape(count, shape.groups, used)
+        places = [*self._places[:4], self._places[3] + padded.nbytes]
+        staging.copy((tokens, positions, lens, padded), places, self._inputs)
+        compact = self._inputs[places[3] : places[4]].view(torch.int32).view(padded.shape)
+        self._tables.view(size, shape.groups, shape.width)[..., :used].copy_(compact)
+
+
+class DecodeGraphs:
+    """The captured steps of a runner.
+
+    Args:
+        device: Where it computes.
+        forward: What is captured.
+        attention: Its attention.
+        shape: Of block tables.
+        staging: Takes a step's numbers to the device.
+        recorder: Default: what the device has.
+
+    Attributes:
+        sizes: Batch sizes that were captured, rising.
+    """
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        forward: Forward,
+        attention: CapturedAttention,
+        shape: TableShape,
+        staging: HostStaging,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._device, self._forward, self._attention, self._shape = device, forward, attention, shape
+        self._staging = staging
+        self._recorder = recorder or (CudaGraphRecorder(device.memory) if device.is_cuda else CallRecorder())
+        self._steps: dict[int, tuple[_Step, Replay]] = {}
+        self.sizes: list[int] = []
+
+    def capture(self, size: int) -> None:
+        """Capture steps of ``size`` sequences, and compare one with the same step run eagerly.
+
+        Raises:
+            RuntimeError: The model does what cannot be captured, or a replay gives other logits.
+        """
+        with torch.inference_mode():
+            step = _Step(size, self._shape, self._attention, self._device)
+            alike = np.ones(size, np.int64)  # all rows write to one place of the scratch block: the same
+            first = np.full((size, self._shape.groups), self._shape.scratch_block, np.int32)
+            batch = ForwardBatch(
+                alike, 0 * alike, np.arange(size + 1, dtype=np.int32), alike.astype(np.int32), first, alike
+            )
+            step.fill(batch, first, self._staging)
+
+            def call() -> torch.Tensor:
+                return self._forward(step.tokens, step.positions, step.rows, step.plan)
+
+            eager = call().clone()
+            replay = self._recorder.capture(call)
+            again = replay()
+            error = float((again - eager).float().norm() / eager.float().norm().clamp_min(1e-20))
+            if not error <= AGREEMENT[eager.dtype]:
+                raise RuntimeError(
+                    f"a replayed step of {size} sequences differs from the same step run eagerly: {error:.2g}"
+                )
+        self._steps[size] = step, replay
+        bisect.insort(self.sizes, size)
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether a step is one that was captured: a new token of each sequence, and their logits alone."""
+        count = len(batch.context_lens)
+        return (
+            bool(self.sizes)
+            and count <= self.sizes[-1]
+            and len(batch.token_ids) == len(batch.logit_rows) == count
+            and not batch.hidden_of
+            and int(batch.context_lens.max()) <= self._shape.width * self._shape.block_size
+        )
+
+    def run(self, batch: ForwardBatch, tables: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Replay a step that :meth:`takes` says it takes.
+
+        Args:
+            batch: Its arrays may be changed as soon as this returns.
+            tables: Its block tables, one for each layer group, int32 [n, G * w].
+
+        Returns:
+            Logits [n, vocab], valid until the next step.
+        """
+        count = len(batch.context_lens)
+        step, replay = self._steps[self.sizes[bisect.bisect_left(self.sizes, count)]]
+        width = min(tables.shape[1] // self._shape.groups, self._shape.width)
+        used = tables.reshape(count, self._shape.groups, -1)[..., :width].reshape(count, -1)
+        with torch.inference_mode():
+            step.fill(batch, used, self._staging)
+            return replay()[:count]
+
+
+def graph_bytes(graphs: DecodeGraphs, sizes: list[int], free: Callable[[], int]) -> int:
+    """Measure what the steps of all sizes will take beside weights and pool; those captured here are to be dropped.
+
+    Graphs share memory for what is within a step: the largest takes most of it, every other one little.
+
+    Args:
+        graphs: Over scratch memory.
+        sizes: Rising.
+        free: Returns the free bytes of the device.
+    """
+    before = free()
+    graphs.capture(sizes[-1])
+    with_one = free()
+    if len(sizes) == 1:
+        return before - with_one
+    graphs.capture(sizes[-2])
+    return max(0, before - with_one) + max(0, with_one - free()) * (len(sizes) - 1)

@@ -1,0 +1,73 @@
+"""An engine on a GPU, in float32: the tokens of ``generate`` for every architecture and path, graphs on and off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+
+from baton.config import EngineConfig
+from baton.engine.llm import LLM
+from baton.errors import ConfigError
+from baton.types import SamplingParams
+
+VOCAB, NEW_TOKENS = 512, 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+
+
+def on_gpu(path: object, **changes: object) -> EngineConfig:
+    values = {"device": "cuda:0", "dtype": "float32", "kv_blocks": 2000, "prefill_chunk": 64, **changes}
+    return EngineConfig(model=str(path), **values)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "modules"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tokens_are_those_of_generate(references: References, architecture: str, fused: bool, graphs: str) -> None:
+    prompts = mixed_prompts(1, VOCAB, count=24, longest=400)
+    expected = references.greedy(architecture, prompts, NEW_TOKENS)
+    config = on_gpu(references.checkpoint(architecture), packed_linears=fused, cuda_graphs=(graphs,))
+    with LLM(config) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate(prompts, GREEDY)
+            assert [each.token_ids for each in outputs] == expected
+        description = llm.core.executor.description
+        assert ("fused decoder" in description) is fused
+        # Mixtures of transformers' own modules choose rows by what the host learns of the device.
+        assert ("graphs of" in description) is (graphs == "on") or "no graphs (" in description
+        llm.core.check_integrity()
+
+
+def test_the_pool_is_sized_by_what_is_left_after_graphs(references: References) -> None:
+    config = on_gpu(references.checkpoint("llama"), kv_blocks=None, kv_memory_fraction=0.5, max_num_seqs=512)
+    with LLM(config) as llm:
+        free, total = torch.cuda.mem_get_info(0)
+        assert 0 < free < total
+        assert llm.core.arena.num_blocks > 100
+
+
+def test_too_many_blocks_are_refused_with_how_many_would_fit(references: References) -> None:
+    with pytest.raises(ConfigError, match="would fit") as caught:
+        LLM(on_gpu(references.checkpoint("llama"), kv_blocks=10**9))
+    assert caught.value.field == "kv_blocks"
+
+
+def test_sampled_tokens_are_those_of_the_cpu(references: References) -> None:
+    """The random numbers are the same; logits differ by rounding alone, which hardly ever changes a draw."""
+    prompts = mixed_prompts(3, VOCAB, count=12, longest=100)
+    sampling = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11, max_tokens=16)
+    path = references.checkpoint("llama")
+    tokens = []
+    for device in ("cuda:0", "cpu"):
+        with LLM(on_gpu(path, device=device)) as llm:
+            tokens.append([each.token_ids for each in llm.generate(prompts, sampling)])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    assert same >= len(prompts) - 1
+
+
+def test_bfloat16_runs_with_graphs(references: References) -> None:
+    prompts = mixed_prompts(5, VOCAB, count=9, longest=200)
+    with LLM(on_gpu(references.checkpoint("llama"), dtype="bfloat16")) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        assert all(len(each.token_ids) for each in outputs)
+        assert "graphs of" in llm.core.executor.description
