@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.kv_pair import KV_TYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
 from tests.support.transport_faults import Proxy
-from tests.support.transport_rig import KINDS, in_thread, soon
+from tests.support.transport_rig import HOST_KINDS, in_thread, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -26,7 +26,7 @@ MIXED = "int8;bfloat16@0,2"
 PAIRS = [(a, b) for a in KV_TYPES for b in KV_TYPES if a != b]
 
 
-@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(params=HOST_KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
     found: tuple[str, int] = request.param
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.kv_shapes import pool_of, whole_kv
-from tests.support.transport_rig import KINDS, in_thread, soon, tls_of
+from tests.support.transport_rig import HOST_KINDS, in_thread, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import HostArena
@@ -114,7 +114,7 @@ SHAPES: list[tuple[Shape, Shape]] = [
 ]
 
 
-@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(params=HOST_KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def kind(request: pytest.FixtureRequest) -> tuple[str, int]:
     found: tuple[str, int] = request.param
     return found

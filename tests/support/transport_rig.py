@@ -112,6 +112,8 @@ KINDS: list[Any] = [
     ("cuda_ipc", 1),
 ]
 """Kinds of pipe and connections; ``file`` is that of another package (:mod:`tests.support.file_pipe`)."""
+HOST_KINDS: list[Any] = [kind for kind in KINDS if kind[0] != "cuda_ipc"]
+"""Those that go from host memory to host memory; the others are in ``tests/contract/test_device_arenas.py``."""
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from baton.errors import ConfigError, shown
 from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.kv_cache.shards import KVGeometry
 
-PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls"))  # certificates are not for trying
+# Certificates are not for trying, and the arenas are in host memory.
+PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls", "cuda_ipc"))
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10
