@@ -99,7 +99,7 @@ async def test_prompts_come_with_the_drafters_kv(drafting: EngineConfig, local: 
             drafts = recorded(core)
             assert await answers(cluster, at) == local[0]
             assert context(core) == (sum(len(prompt) - 1 for prompt in PROMPTS), 0)
-            assert share_alike(drafts, local[1]) > 0.6  # a slot in each has no hidden state
+            assert share_alike(drafts, local[1]) > 0.98
 
 
 async def test_instances_that_draft_otherwise_or_not_exchange_the_models_kv(
@@ -131,7 +131,7 @@ def test_what_the_prefix_cache_has_comes_with_the_drafters_kv(
         known, lacking = context(llm.core)
         assert known - before == sum((len(prompt) - 1) // BLOCK * BLOCK - 1 for prompt in PROMPTS)
         assert lacking == 0
-        assert share_alike(drafts, local[1]) > 0.6
+        assert share_alike(drafts, local[1]) > 0.98
 
 
 async def test_a_store_keeps_the_drafters_kv(drafting: EngineConfig, local: tuple[list[list[int]], Drafts]) -> None:

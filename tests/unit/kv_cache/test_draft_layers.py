@@ -25,7 +25,7 @@ def fingerprint(dtype: str = "bfloat16") -> Fingerprint:
 
 
 def drafting(name: str = "eagle:1", dtype: str = "bfloat16") -> Fingerprint:
-    return fingerprint(dtype).with_draft(name, DraftLayers(name, SPEC, "bfloat16", BLOCK).shapes, "bfloat16")
+    return fingerprint(dtype).with_draft(name, DraftLayers(name, SPEC, "bfloat16", 24, BLOCK).shapes, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -42,7 +42,7 @@ def test_blocks_have_the_same_names_with_and_without_drafts(dtype: str) -> None:
 def test_drafters_of_one_kind_exchange_whole_blocks_and_others_the_models_layers() -> None:
     plain, mine, other = fingerprint(), drafting(), drafting("mtp")
     assert mine.plan_from(mine).trivial
-    assert mine.plan_from(mine).num_layers == len(MODEL) + 2
+    assert mine.plan_from(mine).num_layers == len(MODEL) + 3
     size = 3 * 2 * 2 * BLOCK * 8 * 2
     for reader, source in ((mine, plain), (plain, mine), (mine, other)):
         source.require_reader(reader)
@@ -62,9 +62,9 @@ def test_a_draft_hides_no_other_difference() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_entries_that_do_not_belong_to_a_sequence_do_not_count(dtype: str) -> None:
-    layers = DraftLayers("x", SPEC, dtype, BLOCK)
+    layers = DraftLayers("x", SPEC, dtype, 22, BLOCK)
     layout = KVLayout(layers.shapes, BLOCK, dtype)
-    layers.bind(*pool_views(layout, torch.zeros(8 * layout.block_bytes, dtype=torch.uint8), layers.specs, [None] * 2))
+    layers.bind(*pool_views(layout, torch.zeros(8 * layout.block_bytes, dtype=torch.uint8), layers.specs, [None] * 3))
     own = KVLayout(layers.shapes[:1], BLOCK, dtype)
     mine, yours = (
         pool_views(own, torch.randint(0, 99, (4 * own.block_bytes,), dtype=torch.uint8), [SPEC], [None])[0]
@@ -86,3 +86,13 @@ def test_entries_that_do_not_belong_to_a_sequence_do_not_count(dtype: str) -> No
         for one, two in ((mine.k, yours.k), (mine.v, yours.v)):
             a = one[[3, 0, 1][at // BLOCK], :, at % BLOCK]
             assert torch.equal(a, two[[2, 1, 3][at // BLOCK], :, at % BLOCK])
+    state = torch.randn(22).to(getattr(torch, dtype))
+    assert layers.state_of(tokens, 6, table) is None
+    layers.keep_state(tokens, 6, table, state)
+    found = layers.state_of(tokens, 6, table)
+    assert found is not None
+    assert torch.equal(found, state)
+    assert layers.state_of(tokens, 7, table) is layers.state_of(changed[::-1].copy(), 6, table) is None
+    layers.keep_state(tokens, 7, table, state + 1)
+    assert layers.state_of(tokens, 6, table) is None
+    assert layers.state_of(tokens, 7, table) is not None

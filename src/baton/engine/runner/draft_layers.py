@@ -1,9 +1,10 @@
 """A drafter's KV as further layers of the KV block, so that it goes wherever the block goes.
 
-Behind the model's layers a block has one with the drafter's keys and values and one with marks, 8 bytes per token. A
-mark says of which token, behind which one and at which position, the entry beside it is: so an entry that was never
-computed, or came from somebody who does not draft in this way, is told from one that counts. All of it is advisory:
-an entry that is missing or wrong costs drafts, and changes no answer.
+Behind the model's layers a block has one with the drafter's keys and values, one with marks, 8 bytes per token, and one
+with a single hidden state of the target, that of the block's last computed token, in slices, one per token, each with a
+mark of its own: the entry behind that token needs it. A mark says of which token, behind which one and at which
+position, what is beside it is: so what was never computed, or came from somebody who does not draft in this way, is
+told from what counts. All of it is advisory: an entry that is missing or wrong costs drafts, and changes no answer.
 """
 
 from __future__ import annotations
@@ -31,35 +32,51 @@ class DraftLayers:
         draft: The drafter's name and what else decides its KV beside the model.
         spec: Attention of its layer.
         dtype: Of its keys and values, by name.
+        width: Elements of a hidden state.
         block_size: Tokens per block.
 
     Attributes:
         draft: As given.
         dtype: As given.
-        specs: Attention of both layers; nobody attends over marks.
-        shapes: Of both layers.
+        specs: Attention of all three layers; nobody attends over marks and states.
+        shapes: Of all three.
     """
 
-    def __init__(self, draft: str, spec: AttentionSpec, dtype: str, block_size: int) -> None:
-        self.draft, self.dtype, self._block_size = draft, dtype, block_size
-        width = MARK_BYTES // TORCH_DTYPES[dtype].itemsize
-        marks = AttentionSpec(1, 1, width, width, 1.0, latent=True)
-        self.specs = (spec, marks)
+    def __init__(self, draft: str, spec: AttentionSpec, dtype: str, width: int, block_size: int) -> None:
+        self.draft, self.dtype, self._width, self._block_size = draft, dtype, width, block_size
+        marks, self._slice = MARK_BYTES // TORCH_DTYPES[dtype].itemsize, -(-width // block_size)
+        others = (AttentionSpec(1, 1, size, size, 1.0, latent=True) for size in (marks, self._slice + marks))
+        self.specs = (spec, *others)
         self.shapes = tuple(
             LayerShape(each.kv_heads, each.k_dim, 0 if each.latent else each.v_dim) for each in self.specs
         )
         self._pool: LayerPool | None = None
-        self._marks: torch.Tensor = torch.empty(0)
+        self._marks = self._states = self._state_marks = torch.empty(0)
 
-    def bind(self, pool: LayerPool, marks: LayerPool) -> None:
+    def bind(self, pool: LayerPool, marks: LayerPool, states: LayerPool) -> None:
         """Use these layers of the KV pool."""
         kind, _ = _NUMBERS[TORCH_DTYPES[self.dtype].itemsize]
         self._pool, self._marks = pool, marks.k[:, 0].view(kind)
+        whole = states.k[:, 0]
+        self._states, self._state_marks = whole[..., : self._slice], whole.view(kind)[..., self._slice :]
 
-    @property
-    def bound(self) -> bool:
-        """Whether there is a pool."""
-        return self._pool is not None
+    def keep_state(
+        self, tokens: npt.NDArray[np.uint32], position: int, table: npt.NDArray[np.int32], state: torch.Tensor
+    ) -> None:
+        """Put the target's hidden state [width] of a token into its block, in place of an earlier token's."""
+        block = int(table[position // self._block_size])
+        padded = torch.zeros(self._block_size * self._slice, dtype=self._states.dtype)
+        padded[: self._width] = state
+        self._states[block] = padded.view(self._block_size, self._slice)
+        self._state_marks[block] = torch.from_numpy(self._marks_of_state(tokens, position))
+
+    def state_of(
+        self, tokens: npt.NDArray[np.uint32], position: int, table: npt.NDArray[np.int32]
+    ) -> torch.Tensor | None:
+        """Return the target's hidden state [width] of a token, if its block has it."""
+        block = int(table[position // self._block_size])
+        found = self._state_marks[block].numpy() == self._marks_of_state(tokens, position)
+        return self._states[block].reshape(-1)[: self._width].clone() if found.all() else None
 
     def num_known(self, tokens: npt.NDArray[np.uint32], table: npt.NDArray[np.int32]) -> int:
         """Return how many of some leading tokens have entries, counted from the last of them back.
@@ -124,6 +141,13 @@ class DraftLayers:
         """Where positions lie: blocks and places in them, int64 [n] each."""
         blocks = table[positions // self._block_size].astype(np.int64)
         return torch.from_numpy(blocks), torch.from_numpy(positions % self._block_size)
+
+    def _marks_of_state(self, tokens: npt.NDArray[np.uint32], position: int) -> npt.NDArray[np.integer]:
+        """The marks of a state's slices [block_size, width]; of blocks of another size they are others."""
+        own = (np.uint64(position) << _BEHIND) | np.uint64(tokens[position])
+        number = np.arange(self._block_size, dtype=np.uint64) + np.uint64(self._block_size << 16)
+        _, kind = _NUMBERS[TORCH_DTYPES[self.dtype].itemsize]
+        return mix(mix(number) ^ own).view(kind).reshape(self._block_size, -1)
 
     def _marks_of(self, tokens: npt.NDArray[np.uint32], positions: Positions) -> npt.NDArray[np.integer]:
         """The marks of entries [n, width]."""

@@ -42,12 +42,14 @@ class HiddenHead(Protocol):
 
     Attributes:
         hidden_of: Which of them it reads.
+        width: Elements of what it takes of them.
         spec: Its attention.
         attention: What computes that.
         dtype: Of its KV, by name.
     """
 
     hidden_of: tuple[int, ...]
+    width: int
     spec: AttentionSpec
     attention: PagedAttention
     dtype: str
@@ -77,10 +79,12 @@ class EagleState(ChainState):
         rows: What the slots behind them take of the target's hidden states, [n, width].
         own: The head's hidden state of the slot computed last, [1, width].
         kept: Slots that are in the sequence's own blocks too.
+        guessed: Position of the token whose slot took zeros, as nobody had the state before it; -1: none.
     """
 
     sure: int = 0
     kept: int = 0
+    guessed: int = -1
     rows: torch.Tensor | None = None
     own: torch.Tensor | None = None
 
@@ -158,12 +162,17 @@ class EagleDrafter(ChainDrafter[EagleState]):
             count = 0
         self.context["known"] += count
         self.context["lacking"] += max(0, start - 1 - count)
-        if not count or self.layers is None or state.rows is None:
+        if self.layers is None or state.rows is None or not start:
             return
-        self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
+        before = self.layers.state_of(sequence.buffer, start - 1, sequence.table)
+        if before is None and not count:
+            return
+        if count:
+            self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
         state.begin, state.sure, state.kept = start - count, count, count
-        # Of the token before ``start`` nobody has the hidden state.
-        state.rows = torch.cat([torch.zeros_like(state.rows[:1]), state.rows])
+        state.guessed = start if before is None else -1
+        before = torch.zeros_like(state.rows[0]) if before is None else before.to(state.rows.dtype)
+        state.rows = torch.cat([before[None], state.rows])
 
     def _compute_prompts(self, rows: SequenceOf[tuple[Sequence, int, int]], asked: set[Sequence]) -> None:
         """Compute prompts as the target does, whether or not drafts will be wanted here: others may take the blocks."""
@@ -177,6 +186,14 @@ class EagleDrafter(ChainDrafter[EagleState]):
                 parts.append((sequence, state, sequence.buffer[begin : begin + count]))
         if parts:
             self._compute(parts)
+        for sequence, state, _ in parts:
+            if state.rows is not None and len(state.rows):  # of the last token: what follows it is not known yet
+                self._keep_state(sequence, state, state.begin + state.sure, state.rows[0])
+
+    def _keep_state(self, sequence: Sequence, state: EagleState, slot: int, row: torch.Tensor) -> None:
+        """Put what a slot takes of the token before it into that token's block."""
+        if self.layers is not None and slot not in (0, state.guessed):
+            self.layers.keep_state(sequence.buffer, slot - 1, sequence.table, row)
 
     def _keep(self, sequence: Sequence, state: EagleState) -> None:
         """Put what is computed from the target's hidden states into the sequence's blocks, as far as it has some."""
@@ -220,6 +237,9 @@ class EagleDrafter(ChainDrafter[EagleState]):
         last = self._run(batch, chain.token_ids, torch.cat(hidden))[torch.from_numpy(chain.logit_rows)]
         for i, (sequence, state, new) in enumerate(parts):
             if state.own is None and state.rows is not None:
+                first = state.begin + state.sure
+                for slot in range(-(-first // self._block_size) * self._block_size, first + len(new), self._block_size):
+                    self._keep_state(sequence, state, slot, state.rows[slot - first])
                 state.sure += len(new)
                 state.rows = state.rows[len(new) :]
                 self._keep(sequence, state)
@@ -330,6 +350,6 @@ def layers_in_blocks(executor: Executor, draft: str, head: HiddenHead, block_siz
         head: The head.
         block_size: Tokens per block.
     """
-    layers = DraftLayers(draft, head.spec, head.dtype, block_size)
+    layers = DraftLayers(draft, head.spec, head.dtype, head.width, block_size)
     keeper: _KeepsLayers = executor  # type: ignore[assignment]  # one of a single process, as ``target_of`` looked
     return layers if keeper.add_draft_layers(layers) else None

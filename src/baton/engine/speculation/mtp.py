@@ -41,6 +41,7 @@ class NextTokenHead:
 
     Attributes:
         hidden_of: Which hidden states of the target it reads.
+        width: Elements of one.
         spec: Its attention.
         attention: As given.
         dtype: The target's, by name.
@@ -57,7 +58,7 @@ class NextTokenHead:
         specs, _ = probe(model, max_len)
         self._share = divide(model, compress(model, specs), Communicator(shard_specs(1, 1)[0]))
         (self.spec,) = self._share.specs.values()
-        self.dtype, self.attention = model.dtype, attention
+        self.dtype, self.attention, self.width = model.dtype, attention, int(target.text_config.hidden_size)
         self._decoder = GenericDecoder(model, self._share, attention)
         on_gpu = target.compute.on_gpu
         library = cpu_operators(config, on_gpu=on_gpu)
