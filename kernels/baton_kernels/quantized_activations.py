@@ -53,7 +53,7 @@ class ActivationScheme:
         """
         limit, values = _LIMITS[self.type], x.float()
         grouped = values.view(len(x), -1, self.group or x.shape[1])
-        scales = torch.full(grouped.shape[:2], self.scale or 0.0)
+        scales = torch.full(grouped.shape[:2], self.scale or 0.0, device=x.device)
         if self.scale is None:
             scales = grouped.abs().amax(-1) / limit
         inverse = torch.where(scales > 0, 1 / scales, 0.0)

@@ -29,7 +29,8 @@ def check_order(order: torch.Tensor | None, columns: int) -> None:
         return
     if order.dtype != torch.int32 or order.shape != (columns,):
         raise ValueError(f"order must be int32 [{columns}], got {order.dtype} {list(order.shape)}")
-    if not order.is_meta and not torch.equal(order.sort().values, torch.arange(columns, dtype=torch.int32)):
+    every = torch.arange(columns, dtype=torch.int32, device=order.device)
+    if not order.is_meta and not torch.equal(order.sort().values, every):
         raise ValueError(f"order must name each of {columns} columns once")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -75,6 +75,23 @@ def quantized_experts_reference(
             outputs = outputs + experts.down_bias[index].to(dtype)
         out = out.index_add(0, tokens, outputs * weights[tokens, choices, None].to(dtype))
     return out
+
+
+class QuantizedExperts(Protocol):
+    """The experts of one layer.
+
+    Attributes:
+        name: Which operator it is, for people.
+        hidden: Elements of a token.
+    """
+
+    name: str
+    hidden: int
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`baton_kernels.experts.CpuExperts`."""
 
 
 class PlainQuantizedExperts:
@@ -179,8 +196,12 @@ def make_quantized_experts(
     experts: QuantizedExpertWeights,
     activation: Activation,
     activations: ActivationScheme = EXACT,
-) -> CpuQuantizedExperts | PlainQuantizedExperts:
-    """Return the fastest operator for experts; the plain one where the C++ one does not round inputs that way."""
+) -> QuantizedExperts:
+    """Return the fastest operator for experts; the plain one where no other rounds inputs that way."""
+    if experts.down[0].values.device.type == "cuda" and activations.type is ActivationType.NONE:
+        from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
+
+        return TritonQuantizedExperts(experts, activation)
     if library is None or experts.down[0].values.device.type != "cpu" or not _is_native(experts, activations):
         return PlainQuantizedExperts(experts, activation, activations)
     return CpuQuantizedExperts(library, experts, activation, activations)

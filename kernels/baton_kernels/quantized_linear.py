@@ -1,7 +1,7 @@
 """Linear layers with quantized weights: ``round(x) dequantize(W)^T + bias + residual``, summed in float32.
 
-Weights stay packed: the C++ operators unpack them in registers, or multiply their integers with inputs in int8. The
-plain one, in torch, is the definition and runs everywhere.
+Weights stay packed: the C++ operators unpack them in registers, or multiply their integers with inputs in int8;
+Triton's (``gpu/quantized_linear.py``) unpack them in registers. The plain one, in torch, is the definition.
 """
 
 from __future__ import annotations
@@ -59,12 +59,16 @@ def make_quantized_linear(
     It takes x in float32, bfloat16 or float16, and keeps no reference to ``weight`` where it packs it.
 
     Args:
-        library: The C++ operators, or ``None``: the plain layer.
+        library: The C++ operators, or ``None``: the plain layer; of no account where the weight is on a GPU.
         weight: The weight.
         bias: Added to the outputs, or ``None``.
         activations: How inputs are rounded. For fp8 and table weights, and for scales of groups, inputs are rounded
             by torch and multiplied as they are then.
     """
+    if weight.values.device.type == "cuda":
+        from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+
+        return TritonQuantizedLinear(weight, bias, activations)
     if library is None or weight.values.device.type != "cpu":
         return PlainQuantizedLinear(weight, bias, activations)
     return CpuQuantizedLinear(library, weight, bias, activations)

@@ -13,9 +13,8 @@ import triton.language as tl
 
 from baton_kernels.experts import ExpertWeights
 from baton_kernels.gpu.row_wise import gated
+from baton_kernels.gpu.tuning import Tuning, tuning_for
 from baton_kernels.row_wise import Activation
-
-TILE_N, TILE_K = 64, 64
 
 
 @triton.jit
@@ -87,21 +86,18 @@ def _down_kernel(
         )
 
 
-class TritonExperts:
-    """The operator for the experts of one layer; takes the place of :class:`baton_kernels.experts.CpuExperts`.
+class GroupedExperts:
+    """What experts have in common: tokens grouped by expert, and the sum of a token's experts.
 
     Args:
-        experts: Their weights, on the device; they are used as they lie.
-        activation: Between their linears.
+        operator: Its name in tables of configurations.
+        experts: How many.
+        hidden: Elements of a token.
+        inner: Elements between both products.
     """
 
-    def __init__(self, experts: ExpertWeights, activation: Activation) -> None:
-        self._gate_up, self._down = experts.gate_up.detach(), experts.down.detach()
-        self._gate_up_bias, self._down_bias = experts.gate_up_bias, experts.down_bias
-        self._activation, self._interleaved = activation, experts.interleaved
-        self._experts = len(self._gate_up)
-        shape = self._down.shape
-        self.inner, self.hidden = (shape[1], shape[2]) if experts.interleaved else (shape[2], shape[1])
+    def __init__(self, operator: str, experts: int, hidden: int, inner: int) -> None:
+        self._operator, self._experts, self.hidden, self.inner = operator, experts, hidden, inner
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
@@ -116,45 +112,105 @@ class TritonExperts:
         """
         x = x if x.stride(1) == 1 else x.contiguous()
         (tokens, top_k), device = ids.shape, x.device
-        pairs = tokens * top_k
-        out = torch.zeros(pairs, self.hidden, dtype=torch.float32, device=device)
-        if pairs:
-            self._run(x, ids, weights.contiguous(), out)
+        out = torch.zeros(tokens * top_k, self.hidden, dtype=torch.float32, device=device)
+        if len(out):
+            each = -(-len(out) // self._experts)
+            sizes = {"tokens_per_expert": each, "experts": self._experts, "hidden": self.hidden, "inner": self.inner}
+            chosen = tuning_for(self._operator, device, sizes)
+            groups = group_by_expert(ids, self._experts, chosen.tile_m)
+            self._run(chosen, groups, top_k, x, weights.contiguous(), out)
         summed = out.view(tokens, top_k, self.hidden).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
-    def _run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-        pairs, top_k, count, inner = ids.numel(), ids.shape[1], self._experts, self.inner
-        tile_m = 16 if pairs <= 16 * count else 64
-        flat = ids.reshape(-1).long()
-        flat = torch.where((flat >= 0) & (flat < count), flat, count)  # who chooses none stands behind the last
-        order = torch.argsort(flat, stable=True).int()
-        counts = torch.zeros(count + 1, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-        starts = counts.cumsum(0) - counts
-        tiles = -(-counts[:count] // tile_m)
-        ends = tiles.cumsum(0)
-        number = torch.arange(-(-pairs // tile_m) + min(count, pairs), device=x.device)
-        expert = torch.searchsorted(ends, number, right=True)
-        known = expert.clamp(max=count - 1)
-        first = ((number - (ends[known] - tiles[known])) * tile_m).int()
-        groups = (order, starts.int(), counts.int(), expert.int(), first)
-        h = x.new_empty(pairs, inner)
+    def _run(
+        self,
+        chosen: Tuning,
+        groups: tuple[torch.Tensor, ...],
+        top_k: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the weighted outputs of each pair of token and expert to ``out`` float32 [T * top_k, hidden]."""
+        raise NotImplementedError
+
+
+def group_by_expert(ids: torch.Tensor, experts: int, tile_m: int) -> tuple[torch.Tensor, ...]:
+    """Sort pairs of tokens and experts, and cut each expert's into tiles, without waiting for the device.
+
+    Args:
+        ids: [T, top_k]; numbers that are no expert's choose none.
+        experts: How many.
+        tile_m: Pairs of a tile.
+
+    Returns:
+        int32: ``order`` [T * top_k], the pairs by expert; of each expert where its pairs begin and how many it has
+        [experts + 1], the last one being none; of each tile the expert (``experts``: it is not used) and the first of
+        the expert's pairs.
+    """
+    pairs = ids.numel()
+    flat = ids.reshape(-1).long()
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)  # who chooses none stands behind the last
+    order = torch.argsort(flat, stable=True).int()
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))
+    starts = counts.cumsum(0) - counts
+    tiles = -(-counts[:experts] // tile_m)
+    ends = tiles.cumsum(0)
+    number = torch.arange(-(-pairs // tile_m) + min(experts, pairs), device=ids.device)
+    expert = torch.searchsorted(ends, number, right=True)
+    known = expert.clamp(max=experts - 1)
+    first = (number - (ends[known] - tiles[known])) * tile_m
+    return order, starts.int(), counts.int(), expert.int(), first.int()
+
+
+class TritonExperts(GroupedExperts):
+    """The operator for the experts of one layer; takes the place of :class:`baton_kernels.experts.CpuExperts`.
+
+    Args:
+        experts: Their weights, on the device; they are used as they lie.
+        activation: Between their linears.
+    """
+
+    def __init__(self, experts: ExpertWeights, activation: Activation) -> None:
+        self._gate_up, self._down = experts.gate_up.detach(), experts.down.detach()
+        self._gate_up_bias, self._down_bias = experts.gate_up_bias, experts.down_bias
+        self._activation, self._interleaved = activation, experts.interleaved
+        shape = self._down.shape
+        inner, hidden = (shape[1], shape[2]) if experts.interleaved else (shape[2], shape[1])
+        super().__init__("experts", len(self._gate_up), hidden, inner)
+
+    def _run(
+        self,
+        chosen: Tuning,
+        groups: tuple[torch.Tensor, ...],
+        top_k: int,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """See :meth:`GroupedExperts._run`."""
+        count, inner, tiles = self._experts, self.inner, len(groups[3])
+        h = x.new_empty(len(out), inner)
         w, bias = self._gate_up, self._gate_up_bias
         n, k, up = (2, w.stride(1), 1) if self._interleaved else (w.stride(1), 1, inner * w.stride(1))
         bias_n, bias_up = (2, 1) if self._interleaved else (1, inner)
-        sizes = {"TILE_M": tile_m, "TILE_N": TILE_N, "TILE_K": TILE_K}
-        _gate_up_kernel[len(number), triton.cdiv(inner, TILE_N)](
+        sizes = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
+        how = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+        _gate_up_kernel[tiles, triton.cdiv(inner, chosen.tile_n)](
             *(x, w, w if bias is None else bias, h, *groups, x.stride(0), w.stride(0), n, k, up),
             *(2 * inner, bias_n, bias_up, self.hidden, inner, self._activation.alpha, self._activation.limit, count),
             TOP_K=top_k,
             KIND=int(self._activation.kind),
             BIAS=bias is not None,
             **sizes,
+            **how,
         )
         w, bias = self._down, self._down_bias
         n, k = (1, w.stride(1)) if self._interleaved else (w.stride(1), 1)
-        _down_kernel[len(number), triton.cdiv(self.hidden, TILE_N)](
+        _down_kernel[tiles, triton.cdiv(self.hidden, chosen.tile_n)](
             *(h, w, w if bias is None else bias, weights, out, *groups, w.stride(0), n, k, self.hidden, inner, count),
             BIAS=bias is not None,
             **sizes,
+            **how,
         )

@@ -58,7 +58,7 @@ def copy_blocks(pool: torch.Tensor, pairs: npt.NDArray[np.int64]) -> None:
     if not len(pairs):
         return
     words, _ = _as_words(pool, math.gcd(pool.shape[1], pool.stride(0)))
-    on_device = torch.from_numpy(np.ascontiguousarray(pairs)).to(pool.device)
+    on_device = _upload(np.ascontiguousarray(pairs), pool.device)
     grid = (len(pairs), triton.cdiv(words.shape[1], TILE))
     _copy_blocks_kernel[grid](words, on_device, words.stride(0), words.shape[1], T=TILE)
 
@@ -78,10 +78,16 @@ def _copy(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor, *, gather:
     owner = np.repeat(np.arange(len(spans)), tiles)
     firsts = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
     parts = (spans.reshape(-1), np.cumsum(spans[:, 2]), owner, firsts)
-    flat = torch.from_numpy(np.concatenate(parts)).to(pool.device)
+    flat = _upload(np.concatenate(parts), pool.device)
     _copy_kernel[len(owner),](
         pool, buffer, *flat.split([len(part) for part in parts]), pool.stride(0), T=TILE, GATHER=gather
     )
+
+
+def _upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Take an array to the device without waiting for what that is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _as_words(pool: torch.Tensor, unit: int) -> tuple[torch.Tensor, int]:

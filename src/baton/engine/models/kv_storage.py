@@ -92,7 +92,8 @@ def check_backend(name: str, stores: frozenset[torch.dtype], types: Sequence[tor
     lacking = [kind for kind in types if kind != own and kind not in stores]
     if lacking:
         kind = str(lacking[0]).removeprefix("torch.")
-        raise ConfigError(f"attention_backend {name} does not read KV of {kind}: cpp and torch do", field="kv_dtype")
+        others = "cpp and torch do, and triton on a GPU that has such numbers"
+        raise ConfigError(f"attention_backend {name} does not read KV of {kind}: {others}", field="kv_dtype")
 
 
 def checkpoint_scales(

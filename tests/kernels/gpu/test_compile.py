@@ -20,7 +20,7 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
     env = child_env(TRITON_CACHE_DIR=str(tmp_path))
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.support.compile_kernels"]
-    found = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=800)
+    found = subprocess.run(command, env=env, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=800)
     assert found.returncode == 0, found.stderr
     shared = {line.split()[0]: int(line.split()[1]) for line in found.stdout.splitlines()}
     assert {"attend_kernel", "write_kernel", "merge_kernel", "_sample_kernel", "_copy_kernel"} <= shared.keys()

@@ -1,0 +1,214 @@
+"""Which tile sizes kernels run with: tables of configurations per device and shape, and the rule which of them wins.
+
+A table is a JSON file::
+
+    {"device": "NVIDIA H200", "capability": [9, 0], "provenance": "measured", "note": "how, when and by whom",
+     "operators": {"quantized_linear": [{"when": {"form": "int4", "tokens": [1, 16], "rows": [4096, 4096]},
+                                         "use": {"tile_m": 16, "tile_n": 64, "tile_k": 128, "warps": 4}}]}}
+
+``when`` bounds sizes (both ends included) and names forms; what it does not name is any. Tables are asked in this
+order, and in each the first entry counts that fits; one that has none for a shape leaves it to the next:
+
+1. measured on a device of this name, in the folder of this machine (:data:`LOCAL_TABLES`), where
+   ``benchmarks/kernels.py --tune`` writes them;
+2. measured on a device of this name, shipped with the package (``tuned/``);
+3. shipped for the device's compute capability, by its major number;
+4. shipped for any device (``tuned/any.json``), which has an entry for everything.
+
+``provenance`` is ``measured`` or ``reasoned``: chosen from what is known of the hardware, and not measured on any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOCAL_TABLES = Path("~/.cache/baton/kernels")
+_SHIPPED = Path(__file__).parent / "tuned"
+_PROVENANCES = ("measured", "reasoned")
+_INTERPRETED_PROCESSORS = 4
+
+When = Mapping[str, tuple[int, int] | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """One configuration.
+
+    Attributes:
+        tile_m: Rows of a tile; 0: not in tiles (a quantized weight is unpacked and multiplied by the vendor's library).
+        tile_n: Its columns, or keys; ``tile_k``: of the dimension that is summed over.
+        warps: Per program.
+        stages: Loads that are under way at a time.
+        programs: Per multiprocessor, that a launch aims at where work can be divided.
+    """
+
+    tile_m: int = 0
+    tile_n: int = 64
+    tile_k: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A file of configurations.
+
+    Attributes:
+        device: Name of the device, or ``None``: any with this capability.
+        capability: Major and minor number, or ``None``: any.
+        provenance: ``measured`` or ``reasoned``.
+        operators: By operator, entries in order.
+    """
+
+    device: str | None
+    capability: tuple[int, int] | None
+    provenance: str
+    operators: Mapping[str, tuple[tuple[When, Tuning], ...]]
+
+    def find(self, operator: str, shape: Mapping[str, int | str]) -> Tuning | None:
+        """Return the first entry that fits, or ``None``."""
+        for when, use in self.operators.get(operator, ()):
+            if all(_fits(bound, shape.get(name)) for name, bound in when.items()):
+                return use
+        return None
+
+
+def read_table(path: Path) -> Table:
+    """Read a table.
+
+    Raises:
+        ValueError: It is none; names the file and the field.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if found["provenance"] not in _PROVENANCES:
+            raise ValueError(f"provenance must be one of {', '.join(_PROVENANCES)}, not {found['provenance']!r}")
+        operators = {
+            name: tuple((_when(entry["when"]), _use(entry["use"])) for entry in entries)
+            for name, entries in found["operators"].items()
+        }
+        capability = found.get("capability")
+        pair = None if capability is None else (int(capability[0]), int(capability[1]))
+        return Table(found.get("device"), pair, found["provenance"], operators)
+    except KeyError as error:
+        raise ValueError(f"{path}: {error.args[0]} is missing") from error
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} is no table of configurations: {error}") from error
+
+
+def ranked_tables(
+    name: str, capability: tuple[int, int] | None, local: Path = LOCAL_TABLES, shipped: Path = _SHIPPED
+) -> list[Table]:
+    """Return the tables for a device, the one that wins first; see the module's docstring."""
+    ranked: list[tuple[int, Table]] = []
+    for folder in (local.expanduser(), shipped):
+        for path in sorted(folder.glob("*.json")):
+            table = read_table(path)
+            if table.device is not None:
+                if table.device == name and table.provenance == "measured":
+                    ranked.append((1 if folder == shipped else 0, table))
+            elif folder == shipped:
+                if table.capability is None:
+                    ranked.append((3, table))
+                elif capability is not None and table.capability[0] == capability[0]:
+                    ranked.append((2, table))
+    return [table for _, table in sorted(ranked, key=lambda each: each[0])]
+
+
+@functools.cache
+def _tables(device: torch.device) -> list[Table]:
+    if device.type != "cuda":
+        return ranked_tables("cpu", None)
+    return ranked_tables(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def tuning_for(operator: str, device: torch.device, shape: Mapping[str, int], **names: str) -> Tuning:
+    """Return the configuration of an operator for a shape.
+
+    Raises:
+        LookupError: No table has one.
+    """
+    return _found(operator, device, (*shape.items(), *names.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _found(operator: str, device: torch.device, shape: tuple[tuple[str, int | str], ...]) -> Tuning:
+    sizes = dict(shape)
+    if operator in _trials:
+        return _trials[operator]
+    for table in _tables(device):
+        found = table.find(operator, sizes)
+        if found is not None:
+            return found
+    raise LookupError(f"no configuration of {operator} for {sizes}")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a few under the interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_trials: dict[str, Tuning] = {}
+
+
+@contextlib.contextmanager
+def trial(operator: str, tuning: Tuning) -> Iterator[None]:
+    """Have an operator run with a configuration, whatever tables say: for those who measure."""
+    _trials[operator] = tuning
+    _found.cache_clear()
+    try:
+        yield
+    finally:
+        del _trials[operator]
+        _found.cache_clear()
+
+
+def write_table(path: Path, device: str, note: str, operators: Mapping[str, Sequence[tuple[When, Tuning]]]) -> None:
+    """Write a table of what was measured on a device."""
+    entries = {
+        name: [{"when": dict(when), "use": asdict(use)} for when, use in each] for name, each in operators.items()
+    }
+    table = {"device": device, "capability": None, "provenance": "measured", "note": note, "operators": entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def forget() -> None:
+    """Read the tables anew when they are asked next."""
+    _tables.cache_clear()
+    _found.cache_clear()
+
+
+def _fits(bound: tuple[int, int] | str, size: int | str | None) -> bool:
+    if isinstance(bound, str):
+        return size == bound
+    return isinstance(size, int) and bound[0] <= size <= bound[1]
+
+
+def _when(given: Mapping[str, Any]) -> When:
+    when: dict[str, tuple[int, int] | str] = {}
+    for name, bound in given.items():
+        if not isinstance(bound, str):
+            low, high = bound
+            bound = (int(low), int(high))
+        when[name] = bound
+    return when
+
+
+def _use(given: Mapping[str, Any]) -> Tuning:
+    known = {field.name for field in fields(Tuning)}
+    if unknown := given.keys() - known:
+        raise ValueError(f"{sorted(unknown)[0]} is no field of a configuration ({', '.join(sorted(known))})")
+    return Tuning(**{name: int(value) for name, value in given.items()})

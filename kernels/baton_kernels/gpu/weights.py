@@ -1,0 +1,276 @@
+"""Quantized weights as Triton's kernels read them, and the product of rows with them that these kernels share.
+
+Weights stay in the form's own bytes (:mod:`baton_kernels.quantized_weights`), those of several experts behind each
+other. The integers of a tile are multiplied as they are and scaled afterwards wherever all columns of the tile share a
+scale, so nothing is rounded in between; a zero z is then taken off as ``scale * z * sum(x)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
+
+
+class Form(enum.IntEnum):
+    """The forms of :mod:`baton_kernels.quantized_weights`, as kernels number them."""
+
+    INT8 = 0
+    INT4 = 1
+    FP8 = 2
+    TABLE = 3
+
+
+class Scales(enum.IntEnum):
+    """What a tile of ``tile_k`` columns has of scales."""
+
+    ROW = 0
+    """One per row, for all columns of the weight."""
+    TILE = 1
+    """One per row, for all columns of the tile."""
+    SPREAD = 2
+    """Several per row, each for a power of two of columns."""
+    ANY = 3
+    """One is looked up for each value."""
+
+
+_FORMS = {Int8Weight: Form.INT8, Int4Weight: Form.INT4, Fp8Weight: Form.FP8, TableWeight: Form.TABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """The weights [rows, columns] of E experts, or of one linear layer (E = 1).
+
+    Attributes:
+        values: [E, rows, bytes of a row], contiguous.
+        scales: float32 [E, ceil(rows / height), groups].
+        zeros: float32 as ``scales``, or ``None``.
+        table: float32 [E, 16], or ``None``.
+        order: int32 [E, columns], or ``None``.
+        group: Columns that share a scale; ``height``: rows that do.
+    """
+
+    form: Form
+    rows: int
+    columns: int
+    group: int
+    height: int
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.values, self.scales, self.zeros, self.table, self.order)
+        return sum(each.numel() * each.element_size() for each in tensors if each is not None)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte is two values."""
+        return self.form in (Form.INT4, Form.TABLE)
+
+    def scales_of(self, tile_k: int) -> tuple[Scales, int]:
+        """Return what a tile has of scales, and ``tile_k``, made smaller where all of a tile can share one then."""
+        groups = self.scales.shape[2]
+        if groups == 1:
+            return Scales.ROW, tile_k
+        if 64 <= self.group < tile_k and self.group & (self.group - 1) == 0:
+            tile_k = self.group
+        if self.group % tile_k == 0:
+            return Scales.TILE, tile_k
+        power = self.group & (self.group - 1) == 0 and self.group > 1
+        return (Scales.SPREAD if power and tile_k % self.group == 0 else Scales.ANY), tile_k
+
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """What kernels take of a weight: five tensors, bytes of a row, groups, ``group`` and ``height``."""
+        optional = (self.values if each is None else each for each in (self.zeros, self.table, self.order))
+        return (self.values, self.scales, *optional, *self.sizes())
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Bytes of a row, groups, ``group`` and ``height``."""
+        return self.values.shape[2], self.scales.shape[2], self.group, self.height
+
+    def constants(self, tile_k: int) -> dict[str, int | bool]:
+        """What kernels are specialized for."""
+        scales, tile_k = self.scales_of(tile_k)
+        return {
+            "FORM": int(self.form),
+            "SCALES": int(scales),
+            "ZEROS": self.zeros is not None,
+            "ORDER": self.order is not None,
+            "GROUP": self.group if scales is Scales.SPREAD else 1,
+            "TILE_K": tile_k,
+        }
+
+
+def device_weights(weights: Sequence[QuantizedWeight]) -> DeviceWeights:
+    """Stack weights of one form and shape.
+
+    Raises:
+        ValueError: They differ in form, shape or group, or some alone have an order of columns.
+    """
+    first = weights[0]
+    shape = _shape(first)
+    if any(_shape(each) != shape for each in weights):
+        raise ValueError("experts differ in form, shape, group or order of columns")
+    zeros: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    if any(getattr(each, "zeros", None) is not None for each in weights):
+        own = [each.zeros for each in weights if isinstance(each, Int8Weight | Int4Weight)]
+        zeros = _stack([torch.zeros_like(first.scales) if each is None else each for each in own])
+    if isinstance(first, TableWeight):
+        table = _stack([each.table for each in weights if isinstance(each, TableWeight)])
+    orders = [getattr(each, "order", None) for each in weights]
+    order = None if orders[0] is None else _stack([each for each in orders if each is not None])
+    values = _stack([each.values for each in weights])
+    form, rows, columns, group, height = shape[:5]
+    return DeviceWeights(
+        form, rows, columns, group, height, values, _stack([each.scales for each in weights]), zeros, table, order
+    )
+
+
+def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
+    ordered = getattr(weight, "order", None) is not None
+    if isinstance(weight, Fp8Weight):
+        height, group = (min(side, size) for side, size in zip(weight.block, weight.values.shape, strict=True))
+        return Form.FP8, weight.rows, weight.columns, group, height, ordered
+    return _FORMS[type(weight)], weight.rows, weight.columns, weight.group, 1, ordered
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor for all; a single one is not copied."""
+    return tensors[0].contiguous()[None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+@triton.jit
+def _scaled_product(
+    acc, sums, raw, k, at, x_rows, live, from_scales, from_zeros, order, there, stop, group,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr,
+    TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Add the product with values ``raw`` [columns, TILE_N] of columns ``k`` to ``acc``; returns ``acc`` and ``sums``.
+
+    ``EACH``: values below each other that share a scale, ``PARTS``: how many such; of ``SCALES`` 2.
+    """
+    column = k
+    if ORDER:
+        column = tl.load(order + k, mask=k < stop, other=0)
+    a = tl.load(x_rows[:, None] + column[None, :], mask=live[:, None] & (k[None, :] < stop), other=0.0)
+    if SCALES <= 1:
+        part = tl.dot(a, raw.to(a.dtype), input_precision="ieee")
+        if ZEROS:
+            sum_a = tl.sum(a.to(tl.float32), axis=1)
+        if SCALES == 1:
+            number = at // group
+            if ZEROS:
+                part -= sum_a[:, None] * tl.load(from_zeros + number, mask=there, other=0.0)[None, :]
+            acc += part * tl.load(from_scales + number, mask=there, other=0.0)[None, :]
+        else:
+            acc += part
+            if ZEROS:
+                sums += sum_a
+    else:
+        w = raw.to(tl.float32)
+        if SCALES == 2:
+            number = at // group + tl.arange(0, PARTS)
+            known = there[None, :] & (number[:, None] * group < stop)
+            if ZEROS:
+                zero = tl.load(from_zeros[None, :] + number[:, None], mask=known, other=0.0)
+                w -= tl.reshape(tl.broadcast_to(zero[:, None, :], [PARTS, EACH, TILE_N]), [PARTS * EACH, TILE_N])
+            scale = tl.load(from_scales[None, :] + number[:, None], mask=known, other=0.0)
+            w *= tl.reshape(tl.broadcast_to(scale[:, None, :], [PARTS, EACH, TILE_N]), [PARTS * EACH, TILE_N])
+        else:
+            number = k // group
+            known = there[None, :] & (k[:, None] < stop)
+            if ZEROS:
+                w -= tl.load(from_zeros[None, :] + number[:, None], mask=known, other=0.0)
+            w *= tl.load(from_scales[None, :] + number[:, None], mask=known, other=0.0)
+        acc += tl.dot(a, w.to(a.dtype), input_precision="ieee")
+    return acc, sums
+
+
+@triton.jit
+def product(
+    x_rows, live, values, scales, zeros, table, order, row_bytes, groups, group, height, n, there, first, stop,
+    FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Return ``x W^T`` [TILE_M, TILE_N] in float32, over columns ``first``, a multiple of TILE_K, to ``stop``.
+
+    ``x_rows`` [TILE_M] is where rows of x begin, ``live`` which there are; ``values`` to ``height`` are of one expert,
+    as :meth:`DeviceWeights.arguments` has them; ``n`` [TILE_N] are rows of the weight, ``there`` which there are.
+    """
+    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    sums = tl.zeros([TILE_M], tl.float32)
+    from_values = values + n.to(tl.int64) * row_bytes
+    from_scales = scales + (n // height).to(tl.int64) * groups
+    from_zeros = zeros
+    if ZEROS:
+        from_zeros = zeros + (n // height).to(tl.int64) * groups
+    PARTS: tl.constexpr = TILE_K // GROUP
+    for at in range(first, stop, TILE_K):
+        if FORM % 2 == 0:
+            k = at + tl.arange(0, TILE_K)
+            inside = there[None, :] & (k[:, None] < stop)
+            raw = tl.load(from_values[None, :] + k[:, None], mask=inside, other=0.0)
+            acc, sums = _scaled_product(
+                acc, sums, raw, k, at, x_rows, live, from_scales, from_zeros, order, there, stop, group,
+                SCALES, ZEROS, ORDER, GROUP, PARTS, TILE_N,
+            )  # fmt: skip
+        else:
+            byte = at // 2 + tl.arange(0, TILE_K // 2)
+            inside = there[None, :] & (byte[:, None] * 2 < stop)
+            pair = tl.load(from_values[None, :] + byte[:, None], mask=inside, other=0)
+            for half in tl.static_range(2):
+                raw = (pair >> (4 * half)) & 15
+                if FORM == 3:
+                    raw = tl.load(table + raw.to(tl.int32))
+                acc, sums = _scaled_product(
+                    acc, sums, raw, byte * 2 + half, at, x_rows, live, from_scales, from_zeros, order, there, stop,
+                    group, SCALES, ZEROS, ORDER, GROUP // 2, PARTS, TILE_N,
+                )  # fmt: skip
+    if SCALES == 0:
+        if ZEROS:
+            acc -= sums[:, None] * tl.load(from_zeros, mask=there, other=0.0)[None, :]
+        acc *= tl.load(from_scales, mask=there, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def dequantize_kernel(
+    values, scales, zeros, table, order, row_bytes, groups, group, height, out, rows, columns, first_row,
+    FORM: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Write the weight's rows from ``first_row`` on to ``out`` [rows, columns].
+
+    Grid: (ceil(rows / TILE_N), ceil(columns / TILE_K)).
+    """
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    source = (first_row + n).to(tl.int64)
+    inside = (n[:, None] < rows) & (k[None, :] < columns)
+    if FORM % 2 == 0:
+        raw = tl.load(values + source[:, None] * row_bytes + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        pair = tl.load(values + source[:, None] * row_bytes + k[None, :] // 2, mask=inside, other=0)
+        raw = (pair >> (k[None, :] % 2 * 4).to(tl.uint8)) & 15
+        if FORM == 3:
+            raw = tl.load(table + raw.to(tl.int32))
+        raw = raw.to(tl.float32)
+    number = (source // height)[:, None] * groups + k[None, :] // group
+    if ZEROS:
+        raw -= tl.load(zeros + number, mask=inside, other=0.0)
+    raw *= tl.load(scales + number, mask=inside, other=0.0)
+    column = k
+    if ORDER:
+        column = tl.load(order + k, mask=k < columns, other=0)
+    tl.store(out + n.to(tl.int64)[:, None] * columns + column[None, :], raw.to(out.dtype.element_ty), mask=inside)
