@@ -35,6 +35,14 @@ _MAX_REQUEST = 128 * 1024
 _STATUS_BYTES = 4
 
 
+def _readable(timeout_s: float | None, *descriptors: int) -> list[int]:
+    """Return which descriptors can be read; unlike select, of any number."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [found for found, _ in poll.poll(None if timeout_s is None else max(0, round(1000 * timeout_s)))]
+
+
 class WarmProcess:
     """A process that was started warm; what of ``subprocess.Popen`` is needed.
 
@@ -53,7 +61,7 @@ class WarmProcess:
     def poll(self) -> int | None:
         """Return its exit status, negative for a signal, or ``None`` while it runs."""
         with self._lock:
-            if self._code is None and select.select([self.status], [], [], 0)[0]:
+            if self._code is None and _readable(0, self.status):
                 told = os.read(self.status, _STATUS_BYTES)
                 # Nothing: whoever would have told was killed, and its children with it.
                 self._code = int.from_bytes(told, "little", signed=True) if told else -signal.SIGKILL
@@ -66,7 +74,7 @@ class WarmProcess:
             subprocess.TimeoutExpired: It runs on.
         """
         if self.poll() is None:
-            select.select([self.status], [], [], timeout)
+            _readable(timeout, self.status)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
@@ -203,7 +211,7 @@ def serve(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     while True:
-        ready, _, _ = select.select([line.fileno(), awake], [], [])
+        ready = _readable(None, line.fileno(), awake)
         if awake in ready:
             os.read(awake, 4096)
             _reap(children)
