@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import select
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client import parser as plain_parser
 from prometheus_client.openmetrics import parser
+from tests.support.readable import readable
 from tests.support.scripted import ANSWER, EOS, MODEL, ScriptedDispatcher, encode
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
@@ -920,7 +920,7 @@ def test_a_request_head_must_come_in_time() -> None:
             kind = b"content-type: application/json\r\n"
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (kind, len(body))
             connection.sendall(head + body[:5])
-            assert not select.select([connection], [], [], 1.0)[0]
+            assert not readable(connection.fileno(), timeout_s=1.0)
             connection.sendall(body[5:])
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
@@ -945,7 +945,7 @@ BODY = json.dumps({"prompt": "def", "temperature": 0, "max_tokens": 100}).encode
 
 def test_a_body_may_come_late_and_in_pieces(api: Served) -> None:
     with begun(api, b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY[:5]) as client:
-        assert not select.select([client], [], [], 0.3)[0]
+        assert not readable(client.fileno(), timeout_s=0.3)
         for at in range(5, len(BODY)):
             client.sendall(BODY[at : at + 1])
         answer = rest(client)

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -26,6 +25,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from tests.support.readable import readable
+
 from baton.cli.supervisor import ProcessSpec, die_with_parent
 from baton.worker.process import leave
 
@@ -33,14 +34,6 @@ log = logging.getLogger(__name__)
 
 _MAX_REQUEST = 128 * 1024
 _STATUS_BYTES = 4
-
-
-def _readable(timeout_s: float | None, *descriptors: int) -> list[int]:
-    """Return which descriptors can be read; unlike select, of any number."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return [found for found, _ in poll.poll(None if timeout_s is None else max(0, round(1000 * timeout_s)))]
 
 
 class WarmProcess:
@@ -61,7 +54,7 @@ class WarmProcess:
     def poll(self) -> int | None:
         """Return its exit status, negative for a signal, or ``None`` while it runs."""
         with self._lock:
-            if self._code is None and _readable(0, self.status):
+            if self._code is None and readable(self.status, timeout_s=0):
                 told = os.read(self.status, _STATUS_BYTES)
                 # Nothing: whoever would have told was killed, and its children with it.
                 self._code = int.from_bytes(told, "little", signed=True) if told else -signal.SIGKILL
@@ -74,7 +67,7 @@ class WarmProcess:
             subprocess.TimeoutExpired: It runs on.
         """
         if self.poll() is None:
-            _readable(timeout, self.status)
+            readable(self.status, timeout_s=timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
@@ -211,7 +204,7 @@ def serve(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     while True:
-        ready = _readable(None, line.fileno(), awake)
+        ready = readable(line.fileno(), awake)
         if awake in ready:
             os.read(awake, 4096)
             _reap(children)

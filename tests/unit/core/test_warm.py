@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from tests.support.servers.warm import WarmStarter
+from tests.support.servers.warm import WarmProcess, WarmStarter
 
 from baton.cli.supervisor import ManagedProcess, ProcessSpec
 
@@ -84,6 +86,14 @@ async def test_a_supervisor_can_have_it(small: WarmStarter) -> None:
         assert process.returncode is None
         await asyncio.gather(process.wait(), process.end(10.0))
     assert (lines, process.returncode) == (["here"], -signal.SIGTERM)
+
+
+def test_descriptors_have_any_numbers(small: WarmStarter) -> None:
+    """Above 1023, too: a process that runs thousands of tests keeps as many open."""
+    beyond = min(1500, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 10)
+    process = small.start(RUN, ["raise SystemExit(3)"])
+    far = WarmProcess(process.pid, fcntl.fcntl(process.status, fcntl.F_DUPFD, beyond))
+    assert far.wait(20) == 3
 
 
 def test_all_end_with_their_starter() -> None:
