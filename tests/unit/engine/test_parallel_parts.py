@@ -34,7 +34,7 @@ from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.runner.model_runner import WholeModel, load_whole
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import shard_specs
-from baton_kernels.paged_attention import AttentionSpec
+from baton_kernels.paged_attention import AttentionSpec, TokenTrees
 
 
 def soon() -> float:
@@ -111,7 +111,7 @@ def test_a_wrong_configuration_stays_one_on_its_way_to_the_leader() -> None:
 # Steps
 
 
-def step(tokens: int, sequences: int, width: int, rows: int) -> ForwardBatch:
+def step(tokens: int, sequences: int, width: int, rows: int, *, trees: bool = False) -> ForwardBatch:
     rng = np.random.default_rng(tokens)
 
     def draw(*shape: int, dtype: Any = np.int64) -> Any:
@@ -124,25 +124,34 @@ def step(tokens: int, sequences: int, width: int, rows: int) -> ForwardBatch:
         context_lens=draw(sequences, dtype=np.int32),
         block_tables=draw(sequences, width, dtype=np.int32),
         logit_rows=draw(rows),
+        trees=TokenTrees(draw(tokens, dtype=np.uint64), draw(sequences, dtype=np.int32)) if trees else None,
     )
 
 
-def test_steps_are_read_as_they_were_written_by_every_process_that_maps_the_memory() -> None:
-    buffer = StepBuffer.create(EngineConfig(max_num_batched_tokens=128, max_num_seqs=8), 512)
+@pytest.mark.parametrize("trees", [False, True])
+def test_steps_are_read_as_they_were_written_by_every_process_that_maps_the_memory(trees: bool) -> None:
+    drafts: dict[str, Any] = {"speculative": "suffix", "speculative_width": 2} if trees else {}
+    buffer = StepBuffer.create(EngineConfig(max_num_batched_tokens=128, max_num_seqs=8, **drafts), 512)
     other = StepBuffer(os.dup(buffer.fd))
     for sizes in ((128, 8, 32, 128), (1, 1, 1, 0), (64, 3, 33, 5)):
-        written = step(*sizes)
+        written = step(*sizes, trees=trees)
         buffer.write(written)
         read = other.read()
         assert read.groups == written.groups
-        for name in set(ForwardBatch.__slots__) - {"hidden_of", "groups"}:
-            mine, theirs = getattr(written, name), getattr(read, name)
+        pairs = [
+            (getattr(written, name), getattr(read, name))
+            for name in set(ForwardBatch.__slots__) - {"hidden_of", "groups", "trees"}
+        ]
+        assert (read.trees is not None) == trees
+        if written.trees is not None and read.trees is not None:
+            pairs += [(written.trees.ancestors, read.trees.ancestors), (written.trees.starts, read.trees.starts)]
+        for mine, theirs in pairs:
             assert mine.dtype == theirs.dtype
             assert np.array_equal(mine, theirs)
     with pytest.raises(InternalError, match="larger than was planned"):
         buffer.write(step(128, 8, 200, 128))
-    for counts in ((-1, 1, 1, 1, 1), (1 << 40, 1, 1, 1, 1)):
-        np.frombuffer(buffer._memory[:40].view(np.int64), np.int64)[:] = counts
+    for counts in ((-1, 1, 1, 1, 1, 0), (1 << 40, 1, 1, 1, 1, 0), (1, 1, 1, 1, 1, 1 << 40)):
+        np.frombuffer(buffer._memory[:48].view(np.int64), np.int64)[:] = counts
         with pytest.raises(InternalError, match="does not hold a step"):
             other.read()
     buffer.close()
