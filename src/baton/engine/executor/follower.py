@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,6 +82,11 @@ class Follower:
         return {}
 
 
+def _config(values: dict[str, Any]) -> EngineConfig:
+    """Return the leader's configuration, whose tuples came as lists."""
+    return EngineConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
 def main(argv: list[str]) -> int:
     """Serve the leader at the other end of an inherited socket; returns the exit status."""
     channel = socket.socket(fileno=int(argv[1]))
@@ -94,7 +100,7 @@ def main(argv: list[str]) -> int:
         name, form = first["log"] or ("baton", "text")
         set_up_logging("warning", f"{name} rank {spec.index}", form=form)
         try:
-            follower = Follower(EngineConfig(**first["config"]), spec)
+            follower = Follower(_config(first["config"]), spec)
         except ConfigError as error:
             _answer(channel, first, error_to_message(error))
             return 0
