@@ -165,7 +165,7 @@ def test_idle_connections_are_closed_and_made_again(tcp_rig: Rig) -> None:
 
 def test_the_server_drops_silent_peers_and_bounds_the_number_of_others() -> None:
     rig = Rig("tcp")
-    server = rig.serve(max_connections=3, handshake_s=1.0, limits=ServeLimits(frame_s=60.0, idle_s=60.0))
+    server = rig.serve(max_connections=3, handshake_s=4.0, limits=ServeLimits(frame_s=60.0, idle_s=60.0))
     address = server.endpoints[0].address
     slow = [connect_raw("tcp", address) for _ in range(3)]  # slowloris: connected, and not a word
     for stream in slow:
@@ -222,7 +222,8 @@ def test_connections_that_say_nothing_keep_no_reader_out(kind: str, caplog: pyte
     generations = rig.source_arena.generations[:1]
     assert rig.fetcher.fetch(server.source, [0], generations, [0], deadline=soon()).valid.all()
     assert "were closed before their handshake" in caplog.text
-    assert len([record for record in caplog.records if record.name.endswith("blocks.server")]) == 1
+    lines = len([record for record in caplog.records if record.name.endswith("blocks.server")])
+    assert 0 < lines < 10, "a line now and then, not one per connection"
     for stream in silent:
         stream.close()
     rig.fetcher.close()
