@@ -84,7 +84,10 @@ class Follower:
 
 def _config(values: dict[str, Any]) -> EngineConfig:
     """Return the leader's configuration, whose tuples came as lists."""
-    return EngineConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return EngineConfig(**fields)
 
 
 def main(argv: list[str]) -> int:
