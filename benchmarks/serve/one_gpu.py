@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -42,11 +43,13 @@ from tests.e2e.test_up import Running, start
 RESULT = Path(__file__).resolve().parents[1] / "results" / "one_gpu.json"
 WAYS = {"1P1D": ("--ratio", "1P1D", "--pipe", "cuda_ipc"), "colocated": ("--ratio", "0P1D")}
 READY_S = 1800.0
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "models" / "baton-tiny"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def main() -> int:
     args = parse_args()
-    shape, dtype = (TINY, "float32") if args.smoke else (LLAMA_8B, "bfloat16")
+    shape, dtype = ({**TINY, "vocab_size": 4096}, "float32") if args.smoke else (LLAMA_8B, "bfloat16")
     drawn_on = torch.device("cpu" if args.smoke else args.device)
     found: dict[str, Any] = {
         "benchmark": "one_gpu",
@@ -55,6 +58,8 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory(prefix="baton-one-gpu-") as folder:
         write_llama(Path(folder), shape, DTYPES[dtype], drawn_on)
+        for name in TOKENIZER:  # routers want one; prompts are ids, so any with fewer tokens than the model will do
+            shutil.copy(DEMO_MODEL / name, folder)
         for way in args.ways:
             with served(way, folder, args, shape["max_position_embeddings"]) as url:
                 found[way] = measure(url, shape["vocab_size"], args)
