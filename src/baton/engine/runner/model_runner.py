@@ -359,6 +359,8 @@ class ModelRunner:
         """Why tokens of a step may not be nodes of trees; empty: they may."""
         if isinstance(self._attention, ChunkedAttention):
             return f"{self._model.architecture} has layers that attend within chunks, at whose borders trees are cut"
+        if self._model.compute.on_gpu:
+            return "drafts on GPUs are chains: what chooses a tree's branches reads logits on the host"
         if not getattr(self._attention, "trees", False):
             return f"attention backend {self.attention_backend} takes no trees of tokens"
         return ""
