@@ -14,7 +14,7 @@ from tests.support.child_env import child_env
 from tests.support.servers.redis_server import missing_redis
 
 pytest.importorskip("redis")
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FIRST = int(os.environ.get("BATON_TEST_CHAOS_SEED") or random.SystemRandom().randrange(10**6, 10**9))
 """A failure names the seed; this variable, or ``make chaos SEEDS=``, repeats it."""

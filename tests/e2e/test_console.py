@@ -61,7 +61,7 @@ def test_a_request_is_seen_to_flow(up: Running, page: Chrome, capsys: pytest.Cap
     assert not page.find_elements(By.CSS_SELECTOR, "#flows g g")
     name = f"seen-{os.urandom(3).hex()}"
     body = {"prompt": f"# {os.urandom(8).hex()}\n" + LONG, "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{up.url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+    answer = httpx.post(f"{up.url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=240)
     prefill, decode = (answer.headers[f"x-baton-{role}-instance"] for role in ("prefill", "decode"))
     assert (answer.headers["x-baton-path"], prefill) == ("remote", "prefill-0")
 

@@ -219,7 +219,7 @@ async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(depl
 async def measured(supervisor: Supervisor, role: Role, metric: str) -> dict[str, float]:
     """Return a metric of all instances of a role, by their names."""
     values = {}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         for spec in supervisor.plan.workers:
             if spec.role == role.value:
                 text = (await client.get(f"http://{dict(spec.listens)['metrics']}")).text

@@ -77,7 +77,7 @@ async def test_a_token_is_replaced_under_load_without_a_failed_request(model, st
         await served(2)
         for at, tokens in enumerate(STEPS):
             write(path, *tokens)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 while {name for name, line in lines if f"read again: {len(tokens)} tokens" in line} != names:
                     await ask_store()  # which may have nothing to do: to be asked is enough to have it look
                     await asyncio.sleep(0.1)
@@ -88,7 +88,7 @@ async def test_a_token_is_replaced_under_load_without_a_failed_request(model, st
             (decode,) = (x for x in plan.workers if x.name == "decode-0")
             for token, opens in ((Token(OLD), False), (Token(NEW), True)):
                 async with open_channel(decode.health_address, token=token) as channel:
-                    info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
+                    info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=240)
                     if opens:
                         assert (await info).instance_id
                         continue

@@ -21,7 +21,7 @@ from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.types import PrefillPath, Role
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SLOTS = 2
 LONG, SHORT = 48, 24
@@ -37,7 +37,7 @@ def prompts(count: int, size: int, salt: int) -> list[list[int]]:
 async def metric(supervisor: Supervisor, name: str) -> list[int]:
     """Return a metric of all decode instances."""
     values = []
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         for spec in supervisor.plan.workers:
             if spec.role == Role.DECODE.value:
                 text = (await client.get(f"http://{dict(spec.listens)['metrics']}")).text

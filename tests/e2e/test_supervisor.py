@@ -30,11 +30,11 @@ def warm(starter: WarmStarter, model: str, lines: list[str], **options) -> Super
 async def test_an_instance_that_dies_is_restarted_and_registers_again(model, starter):
     lines: list[str] = []
     async with warm(starter, model, lines) as supervisor:
-        async with AsyncClient(supervisor.plan.grpc_address, timeout=60) as client:
+        async with AsyncClient(supervisor.plan.grpc_address, timeout=240) as client:
             assert (await client.generate("import os", max_tokens=4, ignore_eos=True)).token_ids
             first = supervisor.processes["decode-0"].pid
             supervisor.kill("decode-0")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while supervisor.processes["decode-0"].pid == first or not any(  # it may be forgotten meanwhile
                     item.healthy for item in await client.list_instances()
                 ):
@@ -49,7 +49,7 @@ async def test_an_instance_that_dies_is_restarted_and_registers_again(model, sta
 async def test_no_restart_ends_the_whole(model, starter):
     async with warm(starter, model, [], restart=False) as supervisor:
         supervisor.kill("decode-0")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             assert "decode-0" in await supervisor.wait()
 
 
@@ -60,7 +60,7 @@ async def test_who_is_in_a_hurry_waits_for_no_drain(model):
     supervisor = Supervisor(plan(model), lambda *_: None, grace_s=50)
     supervisor.processes["deaf"] = process
     await process.start({})
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await deaf.wait()
         stopping = asyncio.ensure_future(supervisor.stop())
         with pytest.raises(TimeoutError):

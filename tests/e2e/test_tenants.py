@@ -56,7 +56,7 @@ class World:
 
     def http(self, key: str) -> httpx.Client:
         url = self.running.url.replace("http:", "https:")
-        return httpx.Client(base_url=url, verify=self.context, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        return httpx.Client(base_url=url, verify=self.context, headers={"authorization": f"Bearer {key}"}, timeout=240)
 
     def complete(self, key: str, prompt: str, **fields: Any) -> tuple[int, httpx.Response]:
         body = {"model": "baton-tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
@@ -70,7 +70,7 @@ class World:
             async with open_channel(self.address("kvstore"), token=Token(TOKEN), tls=self.tls) as channel:
                 stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
                 found: kvstore_pb2.ListTenantsResponse
-                found = await stub.ListTenants(kvstore_pb2.ListTenantsRequest(), timeout=60)
+                found = await stub.ListTenants(kvstore_pb2.ListTenantsRequest(), timeout=240)
                 return found
 
         return {use.tenant: use for use in asyncio.run(ask()).tenants}
@@ -210,7 +210,7 @@ def test_what_services_do_is_not_for_tenants(world: World) -> None:
                 )
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", f"Bearer {ADMIN}"),)
-        answer = stub.ListInstances(router_pb2.ListInstancesRequest(), metadata=metadata, timeout=60)
+        answer = stub.ListInstances(router_pb2.ListInstancesRequest(), metadata=metadata, timeout=240)
         assert len(answer.instances) == 2
     with baton.Client(world.running.grpc, token_file=world.token_file, tls=world.tls) as client:
         assert len(client.list_instances()) == 2
@@ -222,7 +222,7 @@ def test_what_services_do_is_not_for_tenants(world: World) -> None:
             )
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     with grpc.insecure_channel(world.address("kvstore")) as channel, pytest.raises(grpc.RpcError) as caught:
-        kvstore_pb2_grpc.KvStoreServiceStub(channel).ListTenants(kvstore_pb2.ListTenantsRequest(), timeout=60)
+        kvstore_pb2_grpc.KvStoreServiceStub(channel).ListTenants(kvstore_pb2.ListTenantsRequest(), timeout=240)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

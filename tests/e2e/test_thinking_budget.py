@@ -40,7 +40,7 @@ def up(model: str) -> Iterator[Running]:
 def test_reasoning_ends_and_the_answer_follows(up: Running, model: str, budget: int) -> None:
     tokenizer = Tokenizer.load(Path(model))
     extra: dict[str, Any] = {"thinking_token_budget": budget, "return_token_ids": True}
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         for temperature in (0.0, 1.5):
             fields: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 80, "response_format": FORM}
             raw = client.chat.completions.with_raw_response.create(
@@ -66,7 +66,7 @@ def test_reasoning_ends_and_the_answer_follows(up: Running, model: str, budget: 
 
 
 def test_anthropics_budget_is_the_same(up: Running) -> None:
-    with anthropic.Anthropic(base_url=up.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=up.url, api_key="none", max_retries=0, timeout=240) as client:
         message = client.messages.create(
             model="baton-tiny", messages=MESSAGES, max_tokens=64, thinking={"type": "enabled", "budget_tokens": 9},
             output_config={"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}},
@@ -79,7 +79,7 @@ def test_anthropics_budget_is_the_same(up: Running) -> None:
 
 
 def test_without_a_budget_it_does_not_end(up: Running) -> None:
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         answer = client.chat.completions.create(model="baton-tiny", messages=MESSAGES, temperature=0, max_tokens=60)
     (choice,) = answer.choices
     assert (choice.message.content or "", choice.finish_reason) == ("", "length")

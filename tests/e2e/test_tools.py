@@ -90,7 +90,7 @@ def test_the_example_of_chats_runs(up: Running) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_what_must_be_called_is_called_whatever_the_model_thinks(up: Running, temperature: float) -> None:
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         for seed in range(5):
             fields: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 128}
             messages: list[Any] = [{"role": "user", "content": f"Weather {seed}?"}]

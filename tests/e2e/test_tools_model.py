@@ -45,7 +45,7 @@ def up() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def api(up: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         yield client
 
 

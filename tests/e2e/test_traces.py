@@ -39,7 +39,7 @@ def traced(model: str, collector: OtlpCollector) -> Iterator[Running]:
 def complete(running: Running, prompt: str, traceparent: str = "") -> str:
     headers = {"traceparent": traceparent} if traceparent else {}
     body = {"model": NAME, "prompt": prompt, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=240)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
@@ -84,7 +84,7 @@ def test_a_request_shows_its_way_through_all_services(traced: Running, collector
     spans = collector.of_trace(trace_id, *names)
     check_way(spans, caller)
     # Then from the store: with the caches of the instances gone it is the only one that has the prompt.
-    assert httpx.post(f"{traced.url}/reset_prefix_cache", timeout=60).status_code == 200
+    assert httpx.post(f"{traced.url}/reset_prefix_cache", timeout=240).status_code == 200
     traceparent, trace_id, caller = new_trace()
     assert complete(traced, LONG, traceparent) == first
     spans = collector.of_trace(trace_id, "request", "generate", "kv_store", "kvstore.Get")

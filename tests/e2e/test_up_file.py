@@ -32,7 +32,7 @@ def test_examples_serve(name, model):
             answer = client.generate(PROMPT, max_tokens=12, temperature=0)
         ids = Tokenizer.load(model).encode(PROMPT)
         assert answer.token_ids == hf_greedy(model, [ids], 12)[0]
-        assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{running.url}/health", timeout=240).status_code == 200
         stop(running)
     finally:
         running.process.kill()

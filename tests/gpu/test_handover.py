@@ -15,7 +15,7 @@ from baton.types import PrefillPath
 VOCAB, NEW_TOKENS = 512, 16
 FLAGS = ("--kv-blocks", "1500", "--max-num-seqs", "16", "--prefill-chunk", "64")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])

@@ -168,7 +168,7 @@ async def test_the_pods_command_looks_and_ends_when_it_is_told(cluster: Cluster,
             env=child_env(), stdout=-1, stderr=-1,
         )  # fmt: skip
         assert process.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             look = json.loads(await process.stdout.readline())
             process.send_signal(signal.SIGTERM)
             _, errors = await process.communicate()

@@ -106,7 +106,7 @@ async def answer(cluster: LocalKubernetes, prompt: list[int]) -> tuple[list[int]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the path")
 async def test_its_commands_bring_up_2p3d_which_answers_as_generate(starter: WarmStarter, tmp_path: Path) -> None:
     prompt = Tokenizer.load(str(MODEL)).encode(TEXT)[:100]
@@ -133,13 +133,13 @@ async def test_its_commands_bring_up_2p3d_which_answers_as_generate(starter: War
             assert await shell(key) == cluster.secret("baton-auth", "api-key")
 
             await shell(upgrade)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 while len(cluster.addresses(deployments[0])) != 4:
                     await asyncio.sleep(0.05)
             assert (await answer(cluster, prompt))[0] == expected
             await shell(rollback)
             await shell(uninstall)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 while cluster.pods:
                     await asyncio.sleep(0.05)
             assert not [pod.name for pod in cluster.ended if pod.killed or pod.process.poll() != 0]

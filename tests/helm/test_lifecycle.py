@@ -57,7 +57,7 @@ class Cluster:
         return self.api.store.get(DEPLOYMENT, "llm", f"baton-{name}")
 
     async def replicas(self, name: str, wanted: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while self.deployment(name).get("status", {}).get("availableReplicas") != wanted:
                 await asyncio.sleep(0.02)
 
@@ -100,7 +100,7 @@ async def test_a_release_lives_and_leaves_nothing(cluster: Cluster) -> None:
 
     await cluster.helm("helm uninstall baton -n llm --wait")
     left = [(kind.name, each["metadata"]["name"]) for kind in KINDS for each in cluster.api.store.find(kind, "llm")]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while cluster.api.store.find(POD, "llm"):
             await asyncio.sleep(0.02)
     assert [each for each in left if each[0] != "Pod"] == []
@@ -148,7 +148,7 @@ async def again(cluster: Cluster, running: asyncio.Task[str]) -> None:
             assert not running.done()
             await asyncio.sleep(0.02)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await bookmark()
         await bookmark()  # a stream that ends at once is taken for a mistake, not for one to continue
         api.store.forget()
@@ -210,7 +210,7 @@ async def test_lists_come_in_pages_and_an_old_page_is_gone(cluster: Cluster) -> 
 
     for name in ("a", "b", "c"):
         cluster.api.create_namespace(name)
-    async with httpx.AsyncClient(base_url=cluster.api.url, trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.api.url, trust_env=False, timeout=240) as client:
         first = (await client.get("/api/v1/namespaces", params={"limit": 4})).json()
         more = {"limit": 4, "continue": first["metadata"]["continue"]}
         second = (await client.get("/api/v1/namespaces", params=more)).json()

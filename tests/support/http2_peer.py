@@ -95,7 +95,7 @@ class Peer:
 
     async def frame(self) -> Frame:
         """Return the next frame."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             high, low, kind, flags, key = FRAME.unpack(await self.reader.readexactly(FRAME.size))
             return Frame(kind, flags, key, await self.reader.readexactly(high << 8 | low))
 
@@ -114,7 +114,7 @@ class Peer:
         """Read to the end, however it comes."""
         found = bytearray()
         with contextlib.suppress(ConnectionResetError):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while piece := await self.reader.read(1 << 16):
                     found += piece
         return bytes(found)
@@ -153,7 +153,7 @@ class Sink:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until something has come true."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

@@ -46,7 +46,7 @@ class Watched:
         return answer.json()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not condition():
                 await self.app.registry.wait_changed(0.01)
 

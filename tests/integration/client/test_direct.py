@@ -55,7 +55,7 @@ class World:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not await condition():
             await asyncio.sleep(0.02)
 
@@ -239,7 +239,7 @@ async def broken_stream(world: World, break_off: Callable[[FakeWorker], Awaitabl
         for worker in world.workers:
             worker.state.pause_after = None
         await break_off(first)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             chunks += [chunk async for chunk in stream]
         for index in range(n):
             own = [chunk for chunk in chunks if chunk.index == index]

@@ -45,7 +45,7 @@ async def world() -> AsyncIterator[World]:
         routers = [await stack.enter_async_context(router(*flags)) for _ in range(2)]
         for each in routers:
             http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{each.http}", timeout=60))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while (await http.get("/v1/models")).status_code != 200:
                     await asyncio.sleep(0.02)
         yield World(worker, routers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -58,8 +59,12 @@ def case_config(references: References, case: tuple[str, int, int]) -> EngineCon
 
 def children() -> set[int]:
     """Processes that descend from this one, but for the one that ranks are forked from."""
-    found = psutil.Process().children(recursive=True)
-    return {x.pid for x in found if x.ppid() != os.getpid() or "tests.support.servers.warm" not in x.cmdline()}
+    found = set()
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or waits to be asked how it ended
+            if each.ppid() != os.getpid() or "tests.support.servers.warm" not in each.cmdline():
+                found.add(each.pid)
+    return found
 
 
 @pytest.fixture(scope="module")

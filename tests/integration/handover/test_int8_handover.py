@@ -22,7 +22,7 @@ from baton.types import SamplingParams
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)

@@ -35,7 +35,7 @@ from baton.types import PrefillPath, RequestId, SamplingParams
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "baton-tiny")
 NEW_TOKENS = 6

@@ -154,7 +154,7 @@ async def test_routers_are_told_what_lies_in_host_memory(model: Path) -> None:
             )
             await small.generate(small.decode[0], list(range(300, 400)), GREEDY, candidates=())
             new: set[bytes] = set()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 async for answer in stream:
                     for event in answer.batch.events:
                         if event.WhichOneof("event") == "stored" and event.stored.tier == "host":

@@ -17,7 +17,7 @@ from baton.cli.supervisor import DeploymentPlan, Supervisor
 from baton.client import AsyncClient, Generation
 from baton.types import PrefillPath
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "baton-tiny")
 BLOCK_SIZES = {"prefill-0": 16, "decode-0": 16, "decode-1": 32}

@@ -112,7 +112,7 @@ async def test_a_silent_instance_is_left_when_a_router_says_so_and_one_that_is_h
             silent = worker_pb2.SilentInstances(addresses=[address])
             requests.put_nowait(worker_pb2.GenerateManyRequest(silent=silent))
             tokens, trace = [], common_pb2.RequestTrace()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while len(tokens) < 4:
                     answer = await stream.read()
                     tokens += answer.token_ids
@@ -147,7 +147,7 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
         watch._stall_s = 600.0
         with socket.create_server(("127.0.0.1", 0)) as hung:
             address = f"127.0.0.1:{hung.getsockname()[1]}"
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 traces = [
                     (await cluster.generate(decode, prompt(at), GREEDY, candidates=[address, prefill.address])).trace
                     for at in range(2)
@@ -186,7 +186,7 @@ async def test_an_instance_in_the_middle_of_a_step_acknowledges_a_call(
         with socket.create_server(("127.0.0.1", 0)) as hung:
             other = f"127.0.0.1:{hung.getsockname()[1]}"
             first = asyncio.create_task(cluster.generate(decode, prompt(1), GREEDY))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while not begun.is_set():
                     await asyncio.sleep(0.01)
                 asked = [prefill.address, other]

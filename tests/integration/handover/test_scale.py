@@ -44,7 +44,7 @@ async def fleet(roles: dict[str, Role]) -> AsyncIterator[tuple[AsyncClient, Rout
             stack.push_async_callback(instance.stop, 0)
             instances.append(instance)
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{app.grpc_port}", timeout=120, retries=0))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while ready(app) != Counter(roles.values()):
                 await app.registry.wait_changed(0.05)
         yield client, app, instances
@@ -83,7 +83,7 @@ async def test_the_ratio_changes_under_load() -> None:
             for targets, wait_s in (({P: 1, D: 3}, 60.0), ({P: 3, D: 1}, 0.0)):
                 before = done.total()
                 changed = await scale(client, targets, wait_s)
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(240):
                     while ready(app) != Counter(targets):  # its index follows
                         await app.registry.wait_changed(0.05)
                     while done.total() < before + 12 and not wrong:
@@ -129,7 +129,7 @@ async def test_a_drained_instance_is_opened_again_in_its_own_role() -> None:
         assert instances[0].context.admission.draining
         await client.set_role("d0", D)
         assert not instances[0].context.admission.draining
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while any(each.load.draining for each in await client.list_instances()):  # the router hears of it
                 await asyncio.sleep(0.05)
         assert len((await client.generate(prompt(1), max_tokens=3)).token_ids) == 3

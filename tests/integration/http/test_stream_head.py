@@ -27,7 +27,7 @@ async def test_headers_do_not_wait_for_text(tmp_path: Path, prompt: list[int] | 
         decode = watched.workers[1]
         decode.state.pause_after = 1
         body = {"prompt": prompt, "max_tokens": 3, "seed": half_a_character(), "stream": True}
-        async with asyncio.timeout(60), watched.http.stream("POST", "/v1/completions", json=body) as stream:
+        async with asyncio.timeout(240), watched.http.stream("POST", "/v1/completions", json=body) as stream:
             assert (stream.status_code, stream.headers["x-baton-decode-instance"]) == (200, "d0")
             assert len(decode.state.running) == (2 if isinstance(prompt[0], list) else 1), "no token came behind it"
             decode.state.pause_after = None

@@ -62,7 +62,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(
     async def registered() -> bool:
         return bool(await client.exists(*(instance_key("baton", x.instance_id) for x in workers)) == 2)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not await registered():
             assert len(known(registry)) == 2
             await asyncio.sleep(0.02)

@@ -72,13 +72,13 @@ class Client:
         return 0.0
 
     async def until(self, sample: str, value: float) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while await self.metric(sample) != value:
                 await asyncio.sleep(0.005)
 
     async def queued(self, count: int) -> None:
         """Wait until so many wait."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while sum([await self.metric(f'baton_router_queue_requests{{priority="{x}"}}') for x in CLASSES]) != count:
                 await asyncio.sleep(0.005)
 
@@ -92,7 +92,7 @@ async def serving(*flags: str, decode: FakeWorker) -> AsyncIterator[tuple[Proces
         router("--decode", decode.address, *flags) as process,
         httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http,
     ):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while (await http.get("/readyz")).status_code != 200:
                 await asyncio.sleep(0.01)
         yield process, Client(http)
@@ -363,7 +363,7 @@ def assert_nothing_waits(router: Router) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition():
             await asyncio.sleep(0)
 

@@ -34,7 +34,7 @@ class Process:
 
     async def serving(self) -> None:
         assert self.process.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while line := (await self.process.stderr.readline()).decode():
                 self.lines.append(line)
                 if found := re.search(r"serving http=(\S+) grpc=(\S+)", line):
@@ -43,7 +43,7 @@ class Process:
         raise AssertionError("".join(self.lines))
 
     async def end(self) -> tuple[int, str]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             _, rest = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, "".join(self.lines) + rest.decode()
@@ -85,7 +85,7 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
         address=worker.address, instance_id=worker.instance_id, role=role_to_pb(worker.role), epoch=worker.epoch
     )
     lease = await stub.Register(request, timeout=60)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not [x for x in (await stub.ListInstances(router_pb2.ListInstancesRequest())).instances if x.healthy]:
             await asyncio.sleep(0.01)
     assert (await stub.Heartbeat(router_pb2.HeartbeatRequest(lease_id=lease.lease_id))).known
@@ -94,7 +94,7 @@ async def register(stub: router_pb2_grpc.RouterServiceAsyncStub, worker: FakeWor
 
 async def refuses_connections(address: str) -> None:
     host, port = address.split(":")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
@@ -124,7 +124,7 @@ async def test_an_instance_that_is_refused_is_told_of() -> None:
             )
             await stub.Register(request, timeout=60)
             refused: dict[str, str] = {}
-            async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
+            async with asyncio.timeout(240), httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
                 while not any(refused.values()):
                     answer = await stub.ListInstances(router_pb2.ListInstancesRequest())
                     refused = {item.address: item.refused for item in answer.instances}
@@ -144,7 +144,7 @@ async def test_life_of_a_router() -> None:
             assert (await http.get("/readyz")).status_code == 503
             assert (await http.get("/readyz", headers={"host": "rebound.example"})).status_code == 403
             lease = await register(stub, worker)
-            async with asyncio.timeout(60):  # its tokenizer is loaded first
+            async with asyncio.timeout(240):  # its tokenizer is loaded first
                 while (await http.get("/readyz")).status_code != 200:
                     await asyncio.sleep(0.01)
             assert 'baton_router_instance_healthy{instance="d0",role="decode"} 1.0' in (await http.get("/metrics")).text
@@ -157,7 +157,7 @@ async def test_life_of_a_router() -> None:
                 tokens += response.deltas[0].token_ids
             # Told to end in mid-stream, it takes nothing new but brings this one to its end.
             process.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 while await check_health(process.grpc, timeout_s=0.5):
                     await asyncio.sleep(0.01)
             await refuses_connections(process.http)
@@ -201,7 +201,7 @@ async def asks_at_once(address: str, count: int) -> list[bytes]:
     for _, writer in opened:
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     lines = []
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         for reader, writer in opened:
             lines.append((await reader.readline()).strip())
             writer.transport.abort()

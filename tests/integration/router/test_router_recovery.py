@@ -81,7 +81,7 @@ async def test_another_process_behind_streams_that_hold_is_found_out_by_a_probe(
     router = await world.cluster([], [decode], index_heartbeat_ms=0, probe_interval_s=0.05)
     (instance,) = router.registry.instances()
     decode.epoch = Epoch(secrets.token_bytes(16))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while instance.info is None or instance.info.epoch != decode.epoch:
             await router.registry.wait_changed(0.02)
     assert_right(await run(router, make_request()), make_request())

@@ -109,7 +109,7 @@ async def serves(process: Process) -> bool:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not await condition():
             await asyncio.sleep(0.05)
 

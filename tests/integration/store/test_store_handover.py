@@ -50,7 +50,7 @@ async def test_equality_when_the_prefill_instance_is_gone_before_decode_asks(wor
         await saving.check_integrity()
         metrics = saving.prefill[0].context.metrics.registry
         more = itertools.count()
-        async with asyncio.timeout(60):  # blocks come while they are computed, where the store is not too slow for it
+        async with asyncio.timeout(240):  # blocks come while they are computed, where the store is not too slow for it
             while not metrics.get_sample_value("baton_store_followed_blocks_total"):
                 prompt = [3 + (next(more) * 7 + i) % 500 for i in range(400)]
                 await saving.generate(saving.decode[0], prompt, SAMPLING)
