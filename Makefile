@@ -115,7 +115,7 @@ bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write
 	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
 	$(BIN)/python benchmarks/kv/overlap.py --write
-	$(BIN)/baton bench store --json > benchmarks/results/store.jsonl
+	$(BIN)/baton bench store --json > benchmarks/results/store/store.jsonl
 	$(BIN)/python benchmarks/store/soak.py --write
 	$(BIN)/python benchmarks/index.py --write
 	-$(BIN)/python benchmarks/control_plane.py --write

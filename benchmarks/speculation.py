@@ -46,7 +46,7 @@ import transformers
 from benchmarks.engine import machine
 from benchmarks.engine_parts.models import write_model
 from scripts.demo_model.corpus import is_held_out, load_sources
-from tests.support.drafters import RecordedDrafter
+from tests.support.models.drafters import RecordedDrafter
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine

@@ -28,7 +28,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from tests.support.architectures import cases, table_row
+    from tests.support.models.architectures import cases, table_row
     from tests.support.servers.warm import WarmStarter
 
     text = DOC.read_text()

@@ -43,7 +43,7 @@ from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
-RESULT = Path(__file__).parents[1] / "results" / "store_save.jsonl"
+RESULT = Path(__file__).parents[1] / "results" / "store" / "store_save.jsonl"
 TOKENS, CHUNK, BLOCK = 1024, 256, 16
 WAYS = {
     "one chunk, when complete": ("--prefill-chunk", str(TOKENS), "--no-layerwise"),

@@ -55,7 +55,7 @@ from baton_kvstore.memory.leases import Lease
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.server import KVStoreServer
 
-RESULT = Path(__file__).parents[1] / "results" / "store-soak.json"
+RESULT = Path(__file__).parents[1] / "results" / "store" / "store-soak.json"
 SAMPLES = 100
 """Times per part that everything is added up."""
 WARM_UP = 0.3

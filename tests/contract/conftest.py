@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.support import file_pipe
+from tests.support.transport import file_pipe
 
 
 @pytest.fixture(scope="module", autouse=True)

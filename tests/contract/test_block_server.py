@@ -13,8 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.shared_memory import left_behind, segments
-from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, connect_raw, lets_go, open_fds, soon, tls_of
+from tests.support.transport.shared_memory import left_behind, segments
+from tests.support.transport.transport_rig import (
+    KINDS,
+    LAYOUT,
+    PRINT,
+    Rig,
+    connect_raw,
+    lets_go,
+    open_fds,
+    soon,
+    tls_of,
+)
 
 from baton.errors import (
     BatonError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
+from tests.support.transport.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
 
 from baton.errors import (
     CancelledError,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.kv_pair import KV_TYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
-from tests.support.transport_faults import Proxy
-from tests.support.transport_rig import HOST_KINDS, in_thread, soon
+from tests.support.transport.kv_pair import KV_TYPES, LAYERS, RESHARDED, TOKENS, Pair, Shape
+from tests.support.transport.transport_faults import Proxy
+from tests.support.transport.transport_rig import HOST_KINDS, in_thread, soon
 
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
 from baton.kv_cache.layout import KVLayout, LayerShape

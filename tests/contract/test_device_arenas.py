@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fake_device import FakeDeviceArena
-from tests.support.kv_pair import RESHARDED, Pair, Shape
-from tests.support.transport_rig import in_thread, soon
+from tests.support.transport.fake_device import FakeDeviceArena
+from tests.support.transport.kv_pair import RESHARDED, Pair, Shape
+from tests.support.transport.transport_rig import in_thread, soon
 
 from baton.errors import BatonError, ConfigError
 from baton.kv_cache.layout import LayerShape

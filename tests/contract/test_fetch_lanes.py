@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from tests.support.transport_rig import Rig, silent_source, soon, tls_of
+from tests.support.transport.transport_rig import Rig, silent_source, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, SequenceBlocks, ServerOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport_rig import Rig, soon
+from tests.support.transport.transport_rig import Rig, soon
 
 from baton.errors import ConfigError, PipeClosedError
 from baton.kv_transfer.pipes import nixl

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tests.support.transport_rig import LIMIT, MEDIA, Media, connect_raw, in_thread, lets_go, open_fds, soon
+from tests.support.transport.transport_rig import LIMIT, MEDIA, Media, connect_raw, in_thread, lets_go, open_fds, soon
 
 from baton.errors import (
     CancelledError,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.kv_shapes import pool_of, whole_kv
-from tests.support.transport_rig import HOST_KINDS, in_thread, soon, tls_of
+from tests.support.transport.kv_shapes import pool_of, whole_kv
+from tests.support.transport.transport_rig import HOST_KINDS, in_thread, soon, tls_of
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import HostArena

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from tests.support.transport_rig import in_thread, soon
+from tests.support.transport.transport_rig import in_thread, soon
 
 from baton.errors import DeadlineError, PipeClosedError
 from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans, send_spans

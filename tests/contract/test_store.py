@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from tests.support.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_of, redis_thread, write_all
+from tests.support.transport.kvstore_tiers import MAKE_UPS, RedisThread, damage, options_of, redis_thread, write_all
 
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash

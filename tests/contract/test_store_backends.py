@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.kv_shapes import pool_of, whole_kv
 from tests.support.servers.mooncake import MooncakeMaster, missing_mooncake
 from tests.support.servers.redis_server import RedisServer, missing_redis, redis_cluster
 from tests.support.servers.store_process import store_processes
+from tests.support.transport.kv_shapes import pool_of, whole_kv
 
 from baton.errors import BatonError, UnavailableError
 from baton.hashing import block_hashes, root_hash

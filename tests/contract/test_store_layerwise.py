@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.kv_shapes import pool_of, whole_kv
 from tests.support.servers.store_process import StoreProcess
+from tests.support.transport.kv_shapes import pool_of, whole_kv
 
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena

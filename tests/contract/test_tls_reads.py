@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.servers.certificates import Authority
-from tests.support.transport_faults import Proxy
-from tests.support.transport_rig import PRINT, Rig, certificates, connect_raw, soon
+from tests.support.transport.transport_faults import Proxy
+from tests.support.transport.transport_rig import PRINT, Rig, certificates, connect_raw, soon
 
 from baton.errors import BatonError, ConfigError, PipeClosedError, UnauthenticatedError
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions

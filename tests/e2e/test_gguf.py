@@ -9,7 +9,7 @@ import openai
 import pytest
 from tests.e2e.test_up import Running, start, stop
 from tests.support.equality import hf_greedy
-from tests.support.gguf_files import dequantized_checkpoint, write_gguf
+from tests.support.models.gguf_files import dequantized_checkpoint, write_gguf
 
 from baton.config.demo_model import default_model
 from baton.tokenizer import TextModel

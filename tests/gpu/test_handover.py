@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from tests.support.device_pair import ask, device_pair
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+from tests.support.transport.device_pair import ask, device_pair
 
 from baton.client import AsyncClient
 from baton.types import PrefillPath

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.architectures import (
+from tests.support.models.architectures import (
     ORIGINAL_LEN,
     VOCAB,
     Case,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.quantized import FORMS, make
+from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.cpu import library as cpu
 from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN

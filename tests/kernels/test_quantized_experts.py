@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.quantized import FORMS, make
+from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType

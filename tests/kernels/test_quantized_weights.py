@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.quantized import FORMS, make
+from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.quantized_weights import (
     Fp8Weight,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from baton.engine.models.loader import quiet_transformers

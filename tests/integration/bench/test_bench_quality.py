@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.support.checkpoints import TRAINING_TEXT, make_checkpoint
+from tests.support.models.checkpoints import TRAINING_TEXT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from baton.bench.quality.run import QualityRecord, QualityRunRecord, draw, print_tables

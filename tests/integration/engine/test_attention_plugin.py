@@ -24,7 +24,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "baton_gather-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: baton-gather\nVersion: 0.1.0\n")
-    lines = [f"{name} = tests.support.gather_attention:make_{name}" for name in ("gather", "farsighted")]
+    lines = [f"{name} = tests.support.models.gather_attention:make_{name}" for name in ("gather", "farsighted")]
     (info / "entry_points.txt").write_text("\n".join(["[baton.attention_backends]", *lines, "gone = no_module:x"]))
     monkeypatch.syspath_prepend(str(tmp_path))
     inherited = [entry for entry in sys.path if entry] + [os.environ.get("PYTHONPATH", "")]

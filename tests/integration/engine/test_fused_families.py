@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.support.equality import References, hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import ARCHITECTURES, make_checkpoint
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM

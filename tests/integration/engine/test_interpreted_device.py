@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM

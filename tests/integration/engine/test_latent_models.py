@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import MLA
 from tests.support.equality import References, mixed_prompts
+from tests.support.models.checkpoints import MLA
 from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import References, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig

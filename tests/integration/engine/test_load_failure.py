@@ -6,8 +6,8 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.config import EngineConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.equality import References, mixed_prompts
-from tests.support.step_plans import feed_drafts, kv_of
+from tests.support.models.step_plans import feed_drafts, kv_of
 from transformers import AutoModelForCausalLM
 
 from baton.config import EngineConfig

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.config import EngineConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc

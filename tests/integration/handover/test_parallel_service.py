@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.equality import References
-from tests.support.shared_memory import left_behind, segments
+from tests.support.transport.shared_memory import left_behind, segments
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel

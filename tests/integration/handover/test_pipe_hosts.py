@@ -20,7 +20,7 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockServer
 from baton.rpc.service_token import Token
 from baton.types import InstanceId
-from tests.support.transport_faults import LAYOUT, fingerprint
+from tests.support.transport.transport_faults import LAYOUT, fingerprint
 
 arena = HostArena(64, LAYOUT.block_bytes)
 arena.blocks[:] = np.arange(64, dtype=np.uint8)[:, None]
@@ -42,8 +42,8 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
-from tests.support.transport_faults import LAYOUT, fingerprint
-from tests.support.transport_rig import soon
+from tests.support.transport.transport_faults import LAYOUT, fingerprint
+from tests.support.transport.transport_rig import soon
 
 said = json.loads(sys.argv[1])
 endpoints = tuple(Endpoint(*each) for each in said["endpoints"])

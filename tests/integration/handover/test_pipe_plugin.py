@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support import file_pipe
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
+from tests.support.transport import file_pipe
 
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 from tests.support.child_env import child_env
-from tests.support.shared_memory import left_behind, segments
-from tests.support.transport_faults import LAYOUT, fingerprint
-from tests.support.transport_rig import soon
+from tests.support.transport.shared_memory import left_behind, segments
+from tests.support.transport.transport_faults import LAYOUT, fingerprint
+from tests.support.transport.transport_rig import soon
 
 from baton.config.ucx import infiniband_ports, interface_of, set_nixl_log_level, set_ucx_environment
 from baton.errors import PipeClosedError
@@ -28,8 +28,8 @@ import numpy as np
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockServer
 from baton.types import InstanceId
-from tests.support.transport_faults import LAYOUT, fingerprint
-from tests.support.transport_rig import soon
+from tests.support.transport.transport_faults import LAYOUT, fingerprint
+from tests.support.transport.transport_rig import soon
 
 kind = sys.argv[1]
 arena = HostArena(64, LAYOUT.block_bytes)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.config import EngineConfig

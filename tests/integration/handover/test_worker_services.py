@@ -11,7 +11,7 @@ import time
 import grpc
 import grpc.aio
 import pytest
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc

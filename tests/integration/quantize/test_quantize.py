@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.checkpoints import TRAINING_TEXT, make_checkpoint
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import TRAINING_TEXT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from baton.cli.main import main

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.child_env import child_env
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.servers.warm import WarmStarter
 

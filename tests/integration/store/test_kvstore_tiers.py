@@ -21,8 +21,8 @@ from tests.integration.store.test_kvstore_service import (
     refused,
     store,
 )
-from tests.support.kvstore_tiers import needs_redis
 from tests.support.servers.redis_server import RedisServer
+from tests.support.transport.kvstore_tiers import needs_redis
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb

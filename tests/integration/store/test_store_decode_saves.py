@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2

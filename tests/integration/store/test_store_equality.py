@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.child_env import child_env
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 from tests.support.servers.store_process import store_processes
 from tests.support.servers.warm import WarmStarter

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 
 import pytest
-from tests.support.checkpoints import make_checkpoint
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc

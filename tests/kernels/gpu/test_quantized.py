@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.test_quantized_experts import chosen, experts_of
-from tests.support.quantized import FORMS, make
+from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.quantized_activations import INT8_PER_TOKEN
 from baton_kernels.quantized_experts import QuantizedExpertWeights, quantized_experts_reference

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.models.toy_runner import ToyRunner
 from tests.support.preemption import expect_short_outputs
-from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.architectures import copy_of
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.architectures import copy_of
+from tests.support.models.checkpoints import make_checkpoint
 
 from baton.cli import deployment, up
 from baton.config import EngineConfig

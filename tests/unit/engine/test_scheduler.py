@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.models.toy_runner import ToyRunner
 from tests.support.preemption import expect_short_outputs
-from tests.support.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore

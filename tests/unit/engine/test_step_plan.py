@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.support.step_plans import feed_drafts, kv_of
-from tests.support.toy_runner import ToyRunner
+from tests.support.models.step_plans import feed_drafts, kv_of
+from tests.support.models.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.checkpoints import make_checkpoint
-from tests.support.gguf_files import rewrite_gguf, write_gguf
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.gguf_files import rewrite_gguf, write_gguf
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.gguf_files import finish
+from tests.support.models.gguf_files import finish
 
 from baton.errors import ConfigError
 from baton.gguf.container import MAX_PAIRS, MAX_TENSORS, TENSOR_TYPES, read_gguf

@@ -9,7 +9,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.gguf_files import CONTROL, NORMAL, finish, write_tokenizer
+from tests.support.models.gguf_files import CONTROL, NORMAL, finish, write_tokenizer
 
 from baton.errors import ConfigError
 from baton.gguf.files import GgufModel

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.support.fake_device import FakeDeviceArena
+from tests.support.transport.fake_device import FakeDeviceArena
 
 from baton.errors import InternalError
 from baton.kv_cache.arena import Arena, HostArena, whole_blocks

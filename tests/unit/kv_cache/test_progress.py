@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport_rig import in_thread
+from tests.support.transport.transport_rig import in_thread
 
 from baton.kv_cache.arena import Progress
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.kv_shapes import pool_of, whole_kv
+from tests.support.transport.kv_shapes import pool_of, whole_kv
 
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.kv_cache.kv_types import CODES

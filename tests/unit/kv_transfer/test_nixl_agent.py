@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from tests.support.child_env import child_env
-from tests.support.transport_rig import Rig, lets_go, open_fds, soon
+from tests.support.transport.transport_rig import Rig, lets_go, open_fds, soon
 
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.kv_transfer.pipes import nixl, nixl_agent

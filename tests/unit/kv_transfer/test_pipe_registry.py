@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support import file_pipe
-from tests.support.transport_rig import Rig
+from tests.support.transport import file_pipe
+from tests.support.transport.transport_rig import Rig
 
 from baton.config.pipes import BUILT_IN, check_pipes, clear_pipes
 from baton.config.worker import WorkerConfig
@@ -55,7 +55,7 @@ def test_a_built_in_name_is_not_taken_over(site: Path) -> None:
     info = site / "some_pipes-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-pipes\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[baton.pipes]\ntcp = tests.support.file_pipe:FileKind\n")
+    (info / "entry_points.txt").write_text("[baton.pipes]\ntcp = tests.support.transport.file_pipe:FileKind\n")
     assert load_kind("tcp").__module__ == "baton.kv_transfer.pipes.tcp"
 
 
@@ -63,8 +63,8 @@ def test_a_built_in_name_is_not_taken_over(site: Path) -> None:
     ("target", "reason"),
     [
         ("no_such_package:Pipe", "cannot be imported"),
-        ("tests.support.file_pipe:Nothing", "cannot be imported"),
-        ("tests.support.file_pipe:install", "is no kind of pipe"),
+        ("tests.support.transport.file_pipe:Nothing", "cannot be imported"),
+        ("tests.support.transport.file_pipe:install", "is no kind of pipe"),
     ],
 )
 def test_a_kind_that_cannot_be_loaded_says_why(site: Path, target: str, reason: str) -> None:

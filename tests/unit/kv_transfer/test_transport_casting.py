@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tests.support.transport_rig import soon
+from tests.support.transport.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
 from baton.kv_cache.kv_types import CODES, FLOAT_BYTES

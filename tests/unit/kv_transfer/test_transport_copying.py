@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.transport_rig import open_fds
+from tests.support.transport.transport_rig import open_fds
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.reshard import Segments

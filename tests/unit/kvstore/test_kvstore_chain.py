@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import redis as redis_client
-from tests.support.kvstore_tiers import needs_redis
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.tcp_proxy import TcpProxy
+from tests.support.transport.kvstore_tiers import needs_redis
 
 from baton.errors import InternalError
 from baton.types import BlockHash

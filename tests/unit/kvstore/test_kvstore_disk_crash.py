@@ -14,7 +14,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.disk_crash_writer import BLOCK, KINDS, LABELS, content, name_of, open_log, write_until_killed
+from tests.support.transport.disk_crash_writer import (
+    BLOCK,
+    KINDS,
+    LABELS,
+    content,
+    name_of,
+    open_log,
+    write_until_killed,
+)
 
 ROUNDS = 100
 WAIT_S = 60.0
@@ -47,7 +55,7 @@ class Model:
 
 def run_and_kill(path: Path, seed: int, model: Model, rng: random.Random) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.disk_crash_writer"])
+    context.set_forkserver_preload(["tests.support.transport.disk_crash_writer"])
     news, writer_end = context.Pipe(duplex=False)
     notes = path.parent / f"synced-{seed}"
     notes.write_text("".join(f"{p.name} {p.stat().st_size}\n" for p in path.glob("segment-*")))

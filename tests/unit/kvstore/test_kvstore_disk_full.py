@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.disk_crash_writer import BLOCK, KINDS, content, name_of
+from tests.support.transport.disk_crash_writer import BLOCK, KINDS, content, name_of
 
 from baton_kvstore.tiers.chain import copies_of
 from baton_kvstore.tiers.disk.log import DiskLog

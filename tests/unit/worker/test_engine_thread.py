@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from tests.support.toy_runner import ToyRunner
+from tests.support.models.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore

@@ -1,0 +1,213 @@
+"""Nearly all tokens of streams take a fast path: it must write, count and end as the long way does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.support.call_stream import open_call_stream
+from tests.support.scripted import ANSWER, MODEL, ScriptedDispatcher, encode
+from tests.unit.router.frontend.test_openai_pipeline import pipeline
+from tests.unit.router.frontend.test_plain_tokens import BODIES, STREAM, completion
+
+from baton.api.v1 import worker_pb2
+from baton.rpc.http2.message_stream import StreamEnded
+from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath
+from baton.tokenizer import IncrementalDetokenizer
+from baton_router.frontend.openai.answer import EventStream
+from baton_router.frontend.openai.fast_events import FastEvents
+from baton_router.frontend.openai.openai_request import parse_chat
+from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
+from baton_router.processor.text_request import TextChunk, TextDelta
+
+
+def unchunked(data: bytes) -> list[bytes]:
+    """Return the pieces of a body in chunks."""
+    pieces = []
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        assert data[length : length + 2] == b"\r\n"
+        pieces.append(data[:length])
+        data = data[length + 2 :]
+    return pieces
+
+
+@pytest.mark.parametrize("body", BODIES, ids=str)
+async def test_fast_events_are_those_of_the_long_way(body: dict[str, Any]) -> None:
+    request = (parse_chat if "messages" in body else completion)({**STREAM, **body})
+    text = pipeline(ScriptedDispatcher())
+    prepared = [await text.prepare(item) for item in request.requests]
+    fast, slow = (EventStream(request, prepared, "id", 1700000000) for _ in range(2))
+    first = TextChunk([TextDelta(0, "first", [5])])
+    assert fast.add(first) == slow.add(first)
+    around = fast.around_text()
+    changing = {"logprobs", "return_token_ids", "n"} & set(body) or "continuous" in str(body)
+    assert (around is None) == bool(changing)
+    if around is None:
+        return
+    registry = CollectorRegistry()
+    clock = GenerationClock(GenerationMetrics(registry), 0.0)
+    clock.count(0, 1)
+    written, ids, counted, tokenizer = list[bytes](), [5], list[int](), MODEL.tokenizer
+
+    def count(tokens: int) -> None:
+        fast.count(tokens)
+        counted.append(tokens)
+
+    path = FastEvents(*around, written.append, tokenizer, ids, clock, count)
+    sent, decoder = encode(ANSWER * 3), IncrementalDetokenizer(tokenizer)
+    for token_id in sent:
+        decoder.push((token_id,))  # so that its text is known, if it is whole
+    taken = []
+    for at, token_id in enumerate(sent):
+        known = tokenizer.whole_texts.get(token_id)
+        assert path.push(token_id, at / 1000) == (known is not None)
+        if known is not None:
+            taken.append((token_id, known))
+        if at == 9:
+            path.send()
+    path.leave()
+    assert [ids[1:], sum(counted)] == [[x for x, _ in taken], len(taken)]
+    assert 1 < len(counted) < len(taken) / 8
+    assert unchunked(b"".join(written)) == [slow.text(0, 0, known, [x]) for x, known in taken]
+    assert fast.end() == slow.end()
+    assert len(written) == 2, "one write per turn, one when it is left"
+    assert registry.get_sample_value("baton_request_itl_seconds_count") == len(taken)
+    assert registry.get_sample_value("baton_request_generated_tokens_total") == clock.generated == 1 + len(taken)
+
+
+def test_special_tokens_and_unknown_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = MODEL.tokenizer
+    clock = GenerationClock(GenerationMetrics(CollectorRegistry()), 0.0)
+    clock.count(0, 1)
+    path = FastEvents(b"", b"", lambda _: None, tokenizer, [], clock, lambda _: None)
+    (special, *_), (half, *_) = tokenizer.special_ids, encode("\U0001f469")
+    monkeypatch.setitem(tokenizer.whole_texts, special, "<special>")
+    assert not path.push(special, 0.0)
+    assert not path.push(half, 0.0)
+
+
+class Path:
+    """A fast path that notes; takes tokens up to 100."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self._notes, self._unsent = notes, list[int]()
+
+    def push(self, token_id: int, now: float) -> bool:
+        if token_id > 100:
+            return False
+        self._unsent.append(token_id)
+        return True
+
+    def send(self) -> None:
+        if self._unsent == [13]:
+            raise ZeroDivisionError("of ours")
+        self._notes.append(("fast", self._unsent))
+        self._unsent = []
+
+
+class Notes:
+    """A reader with a fast path behind its first token."""
+
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def on_tokens(self, token_ids: list[int]) -> None:
+        self.notes.append(("slow", token_ids))
+
+    def on_message(self, response: worker_pb2.GenerateResponse) -> None:
+        self.notes.append(("message", response.deltas[0].token_ids[:]))
+
+    def on_end(self, failure: CallEnded | None) -> None:
+        self.notes.append(("end", failure))
+
+    def fast_path(self) -> FastPath | None:
+        return Path(self.notes)
+
+
+def tokens(*pairs: tuple[int, int], message: tuple[int, int] | None = None, end: int = 0) -> Any:
+    """Return a message of an instance."""
+    out = worker_pb2.GenerateManyResponse(token_calls=[x for x, _ in pairs], token_ids=[x for _, x in pairs])
+    if message is not None:
+        delta = worker_pb2.SequenceDelta(token_ids=[message[1]])
+        out.messages.add(call=message[0], response=worker_pb2.GenerateResponse(deltas=[delta]))
+    if end:
+        out.ends.add(call=end)
+    return out
+
+
+async def started(count: int = 1) -> tuple[CallStream, list[Notes], list[Call]]:
+    """Return a stream with calls that have their first token."""
+    stream, _, _ = open_call_stream()
+    readers = [Notes() for _ in range(count)]
+    calls = [stream.start(worker_pb2.GenerateRequest(), reader) for reader in readers]
+    stream._take(tokens(*((at, 0) for at in range(1, count + 1))))
+    await asyncio.sleep(0)
+    assert [reader.notes for reader in readers] == [[("slow", [0])]] * count
+    for reader in readers:
+        reader.notes.clear()
+    return stream, readers, calls
+
+
+async def test_what_a_turn_brings_is_sent_together_and_in_order() -> None:
+    stream, (reader,), _ = await started()
+    stream._take(tokens((1, 1)))
+    stream._take(tokens((1, 2), (1, 3)))
+    await asyncio.sleep(0)
+    assert reader.notes == [("fast", [1, 2, 3])]
+    stream._take(tokens((1, 4), (1, 101), (1, 5)))  # what it does not take, and what comes behind that
+    stream._take(tokens((1, 6)))
+    await asyncio.sleep(0)
+    assert reader.notes[1:] == [("fast", [4]), ("slow", [101, 5, 6])]
+    stream._take(tokens((1, 7)))
+    stream._take(tokens((1, 8), message=(1, 9)))
+    stream._take(tokens((1, 10)))
+    await asyncio.sleep(0)
+    assert reader.notes[3:] == [("fast", [7, 8]), ("message", [9]), ("slow", [10])]
+    stream._take(tokens((1, 11), end=1))
+    await asyncio.sleep(0)
+    assert reader.notes[6:] == [("fast", [11]), ("end", None)]
+    assert not stream.fast
+
+
+async def test_a_held_call_and_a_closed_one_leave_the_fast_path() -> None:
+    stream, (held, closed), (first, second) = await started(2)
+    first.hold(True)
+    second.close()
+    stream._take(tokens((1, 1), (2, 1)))
+    stream._take(tokens((1, 2), (2, 2)))
+    await asyncio.sleep(0)
+    assert (held.notes, closed.notes) == ([], [])
+    first.hold(False)
+    assert held.notes == [("slow", [1, 2])]
+    stream._take(tokens((1, 3)))
+    await asyncio.sleep(0)
+    stream._take(tokens((1, 4)))
+    await asyncio.sleep(0)
+    assert held.notes[1:] == [("slow", [3]), ("fast", [4])]
+
+
+async def test_a_path_that_fails_hinders_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    stream, (failing, fine, slow), _ = await started(3)
+    stream._take(tokens((1, 13), (2, 1), (3, 101)))
+    await asyncio.sleep(0)
+    assert (failing.notes, fine.notes, slow.notes) == ([], [("fast", [1])], [("slow", [101])])
+    assert re.findall("a reader of d0 failed", caplog.text)
+    stream._take(tokens((2, 2)))
+    await asyncio.sleep(0)
+    assert fine.notes[1:] == [("fast", [2])]
+
+
+async def test_what_was_taken_is_sent_before_the_stream_breaks() -> None:
+    stream, (reader,), _ = await started()
+    stream._take(tokens((1, 1)))
+    stream.on_end(StreamEnded(grpc.StatusCode.UNAVAILABLE, "gone"))
+    await asyncio.sleep(0)
+    (taken, (kind, failure)) = reader.notes
+    assert (taken, kind) == (("fast", [1]), "end")
+    assert failure is not None
