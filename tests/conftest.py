@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -30,10 +31,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+gc.disable()
+"""Until all modules are there: what they make stays."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where those few are asked for that run alone, the modules of all others are not even imported."""
+    wanted = config.option.markexpr
+    if "alone" not in wanted or "not alone" in wanted or collection_path.suffix != ".py":
+        return None
+    return True if "mark.alone" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_collection_finish() -> None:
     """No collection need look again at the modules of everything: tests that hunt leaks collect often."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ def test_up_changes_the_ratio_by_itself(model: str) -> None:
     eager = ("--scale-window-s", "2", "--scale-interval-s", "0.2", "--scale-cooldown-s", "2")
     running = start(
         "--ratio", "1P2D", "--dtype", "float32", "--model", model, "--autoscale", *eager,
-        "--scale-prefill-queue-s", "0.02", "--router-args", "--remote-prefill-threshold 32",
+        "--scale-prefill-queue-s", "0.001", "--router-args", "--remote-prefill-threshold 32",
     )  # fmt: skip
 
     async def ask() -> None:
@@ -126,7 +126,7 @@ def test_up_changes_the_ratio_by_itself(model: str) -> None:
 
         async def keep_asking(client: AsyncClient) -> None:
             while not ended.is_set():
-                prompt = [rng.randrange(20, 500) for _ in range(700)]
+                prompt = [rng.randrange(20, 500) for _ in range(1200)]
                 assert len((await client.generate(prompt, max_tokens=2, ignore_eos=True)).token_ids) == 2
 
         async with AsyncClient(running.grpc, timeout=120, retries=0) as client, asyncio.TaskGroup() as group:
@@ -154,4 +154,4 @@ def test_up_changes_the_ratio_by_itself(model: str) -> None:
         stop(running)
     finally:
         running.process.kill()
-        running.end()
+        print(running.end())  # noqa: T201  pytest shows it with a failure

@@ -42,8 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = (1, 5, 17, 60, 65, 3 * ORIGINAL_LEN)
 NEW_TOKENS = 10
-GROWING = 8
-GROWING_TOKENS = 24
+GROWING = 5
+GROWING_TOKENS = 18
 
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -118,7 +118,7 @@ def check_preempted(path: Path, model: Any) -> None:
     rng = random.Random(8)
     prompts = [[rng.randrange(8, VOCAB) for _ in range(5 + 2 * i)] for i in range(GROWING)]
     expected = generate(model, prompts, GROWING_TOKENS)
-    with LLM(engine_config(path, kv_blocks=12, max_model_len=64)) as llm:
+    with LLM(engine_config(path, kv_blocks=8, max_model_len=64)) as llm:
         expect_short_outputs(llm.core)
         outputs = llm.generate(prompts, sampling(GROWING_TOKENS))
         assert [output.token_ids for output in outputs] == expected

@@ -40,7 +40,7 @@ def _used_by_others() -> set[str]:
         try:
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
             used = [line.split(maxsplit=5)[-1] for line in lines]
-            used += [os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd")]
+            used += [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
         except OSError:  # it has ended, or is another user's
             continue
         found.update(Path(path).name for path in used if path.startswith(f"{_FOLDER}/"))
