@@ -153,7 +153,8 @@ class _Config:
         self._prefix = str(file.metadata["general.architecture"])
 
     def build(self) -> dict[str, Any]:
-        if "split.count" in self._file.metadata and self._file.metadata["split.count"] not in (0, 1):
+        parts = self._file.metadata.get("split.count", 0)
+        if not isinstance(parts, int) or parts not in {0, 1}:
             self._refuse("split.count", "one of several files; merge them first (llama-gguf-split --merge)")
         if self._has("expert_count") and self._integer("expert_count", 0, 1 << 16):
             self._refuse(self._key("expert_count"), "mixtures of experts are not supported in a GGUF file")
@@ -241,7 +242,9 @@ class _Config:
         theta = self._number("rope.freq_base", 1.0, 1e12, 1e6 if self._prefix == "gemma3" else 10000.0)
         found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         kind = self._file.metadata.get(self._key("rope.scaling.type"), "none")
-        if kind in ("linear", "yarn"):
+        if not isinstance(kind, str):
+            self._refuse(self._key("rope.scaling.type"), f"{shown(kind)} is no name")
+        if kind in {"linear", "yarn"}:
             found |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", 1.0, 1e6)}
             if kind == "yarn":
                 original = self._integer("rope.scaling.original_context_length", 1, 1 << 31)

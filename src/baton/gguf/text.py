@@ -79,9 +79,10 @@ class GgufText:
             ConfigError: It is of a kind that Baton does not read, or cannot be built; names the file and the key.
         """
         kind = self._file.metadata.get("tokenizer.ggml.model")
-        if kind == "gpt2":
+        name = kind if isinstance(kind, str) else ""
+        if name == "gpt2":
             built, begins = self._byte_level()
-        elif kind == "llama":
+        elif name == "llama":
             built, begins = self._sentencepiece(), True
         else:
             self._refuse("model", f"the tokenizer {shown(kind)} is not supported (supported: gpt2, llama)")
