@@ -28,6 +28,7 @@ With ``--device cuda:0`` instead of all this: one engine on a GPU against what t
     python benchmarks/engine.py --engines baton --rivals --write
     python benchmarks/engine.py --quantization int8,int4,int4-exact --models llama,llama_1b --engines baton --write
     python benchmarks/engine.py --device cuda:0 --write
+    python benchmarks/engine.py --device cuda:0 --quantization int8-exact,int4-exact,fp8 --kv-dtype int8 --write
     TRITON_INTERPRET=1 python benchmarks/engine.py --device interpret --smoke
 """
 
@@ -104,9 +105,16 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if args.device != "cpu":
         graphs = tuple(args.cuda_graphs.split(","))
-        found = measure_on_device(args.device, smoke=args.smoke, repeats=args.repeats, graphs=graphs)
-        print(json.dumps(found, indent=2))
-        write(args, ON_DEVICE_RESULT, found)
+        for name in args.quantization or ["none"]:
+            weights, activations = QUANTIZATIONS.get(name, ("none", "auto"))
+            options = {"quantization": weights, "quantized_activations": activations, "kv_dtype": args.kv_dtype}
+            found = measure_on_device(
+                args.device, smoke=args.smoke, repeats=args.repeats, cuda_graphs=graphs, **options
+            )
+            print(json.dumps(found, indent=2))
+            plain = name == "none" and args.kv_dtype == "auto"
+            kind = "" if plain else f"_{name}_kv_{args.kv_dtype}"
+            write(args, ON_DEVICE_RESULT.with_stem(ON_DEVICE_RESULT.stem + kind), found)
         return 0
     results = {}
     for name in args.models or ["llama"]:
@@ -159,6 +167,7 @@ def write(args: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cuda:0: one engine on a GPU; interpret: to see that it runs")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8"), help="on a GPU: what KV is kept as")
     parser.add_argument("--cuda-graphs", default="on", help="on a GPU: on, off, or batch sizes as 1,8,64")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)

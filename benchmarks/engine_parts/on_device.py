@@ -57,6 +57,8 @@ TINY = {
     "max_position_embeddings": 256,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+WEIGHT_BYTES = {"none": 0.0, "int8": 1.0, "int4": 0.5 + 8 / 64, "fp8": 1.0, "nf4": 0.5 + 4 / 64}
+"""Of a weight of a layer that is quantized at load, scales and zeros of groups included; 0: those of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,14 @@ class Load:
 SMOKE = Load((1, 2), (24,), 16, 4)
 
 
-def measure_on_device(device: str, *, smoke: bool, repeats: int, graphs: tuple[str, ...]) -> dict[str, Any]:
+def measure_on_device(device: str, *, smoke: bool, repeats: int, **options: Any) -> dict[str, Any]:
     """Measure all of it.
 
     Args:
         device: As ``--device`` names it.
         smoke: Whether with a tiny model.
         repeats: Of each workload; medians are returned.
-        graphs: ``--cuda-graphs``.
+        options: More of the engine's configuration: graphs, quantized weights, what KV is kept as.
     """
     found = compute_device(device)
     shape, load, dtype = (TINY, SMOKE, "float32") if smoke else (LLAMA_8B, Load(), "bfloat16")
@@ -104,12 +106,12 @@ def measure_on_device(device: str, *, smoke: bool, repeats: int, graphs: tuple[s
             prefill_chunk=max(load.prefill),
             kv_blocks=64 if smoke else None,
             prefix_caching=False,
-            cuda_graphs=graphs,
+            **options,
         )
         begin = time.perf_counter()
         engine = build_engine(config)
         loaded_s = time.perf_counter() - begin
-        bench = DeviceBench(engine, shape, dtype, ceilings)
+        bench = DeviceBench(engine, shape, ceilings, weight_bytes(config.quantization, shape, DTYPES[dtype].itemsize))
         result = {
             "benchmark": "engine_on_device",
             "device": torch.cuda.get_device_name(found.memory) if found.is_cuda else device,
@@ -194,32 +196,42 @@ def write_llama(folder: Path, shape: dict[str, int], dtype: torch.dtype, device:
     return total
 
 
+def weights_of_a_layer(shape: dict[str, int]) -> int:
+    """How many numbers the products of a layer multiply by."""
+    hidden = shape["hidden_size"]
+    attention = 2 * hidden * (shape["num_attention_heads"] + shape["num_key_value_heads"]) * shape["head_dim"]
+    return attention + 3 * hidden * shape["intermediate_size"]
+
+
+def weight_bytes(quantization: str, shape: dict[str, int], plain: int) -> float:
+    """Bytes of all weights that a decode step reads; the head is not quantized, and a number of it has ``plain``."""
+    layers = shape["num_hidden_layers"] * weights_of_a_layer(shape)
+    return layers * (WEIGHT_BYTES[quantization] or plain) + shape["hidden_size"] * shape["vocab_size"] * plain
+
+
 class DeviceBench:
     """Measures an engine against ceilings.
 
     Args:
         engine: Nothing else uses it.
         shape: Of the model.
-        dtype: Of weights and KV.
         ceilings: Of :func:`measure_ceilings`.
+        weights: Bytes of those that a decode step reads.
     """
 
-    def __init__(self, engine: EngineCore, shape: dict[str, int], dtype: str, ceilings: dict[str, float]) -> None:
-        self._engine, self._shape, self._ceilings = engine, shape, ceilings
-        self._bytes = DTYPES[dtype].itemsize
+    def __init__(self, engine: EngineCore, shape: dict[str, int], ceilings: dict[str, float], weights: float) -> None:
+        self._engine, self._shape, self._ceilings, self._weights = engine, shape, ceilings, weights
         self._number = 0
-        hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-        attention = 2 * hidden * (shape["num_attention_heads"] + shape["num_key_value_heads"]) * shape["head_dim"]
-        self._per_layer = attention + 3 * hidden * shape["intermediate_size"]
-        self._read = layers * self._per_layer + hidden * shape["vocab_size"]
-        self._kv_bytes = 2 * layers * shape["num_key_value_heads"] * shape["head_dim"] * self._bytes
+        self._per_layer = weights_of_a_layer(shape)
+        layout = engine.executor.layout
+        self._kv_bytes = layout.block_bytes / layout.block_size
 
     def decode(self, batch: int, load: Load, repeats: int) -> dict[str, Any]:
         """Tokens per second of a full batch, and shares."""
         speeds = [self._decode_once(batch, load) for _ in range(repeats + 1)][1:]
         speed = statistics.median(speeds)
         context = load.context + load.new_tokens / 2
-        step_bytes = self._read * self._bytes + batch * context * self._kv_bytes
+        step_bytes = self._weights + batch * context * self._kv_bytes
         roofline = batch * self._ceilings["copy_bytes_per_s"] / step_bytes
         step_s = batch / speed
         busy_s = self._busy_s(batch, load)

@@ -53,24 +53,25 @@ def quantized_experts_reference(
     ids: torch.Tensor,
     weights: torch.Tensor,
     residual: torch.Tensor | None = None,
-    activations: ActivationScheme = EXACT,
+    activations: ActivationScheme | tuple[ActivationScheme, ActivationScheme] = EXACT,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs [T, hidden], and ``residual``, in ``dtype``.
 
     Arguments as :func:`baton_kernels.experts.experts_reference`; inputs of both products are rounded as
-    ``activations`` say.
+    ``activations`` say, one scheme for both or one for each.
     """
+    first, second = activations if isinstance(activations, tuple) else (activations, activations)
     out = torch.zeros(x.shape, dtype=dtype) if residual is None else residual.to(dtype)
     for index in sorted(set(ids.flatten().tolist())):
         if not 0 <= index < len(experts.gate_up):
             continue
         tokens, choices = torch.where(ids == index)
         gate_up, down = (each[index].dequantize().to(dtype) for each in (experts.gate_up, experts.down))
-        inner = activations.round(x[tokens]).to(dtype) @ gate_up.T
+        inner = first.round(x[tokens]).to(dtype) @ gate_up.T
         if experts.gate_up_bias is not None:
             inner = inner + experts.gate_up_bias[index].to(dtype)
-        outputs = activations.round(gated_reference(inner, activation)).to(dtype) @ down.T
+        outputs = second.round(gated_reference(inner, activation)).to(dtype) @ down.T
         if experts.down_bias is not None:
             outputs = outputs + experts.down_bias[index].to(dtype)
         out = out.index_add(0, tokens, outputs * weights[tokens, choices, None].to(dtype))
@@ -197,12 +198,8 @@ def make_quantized_experts(
     activation: Activation,
     activations: ActivationScheme = EXACT,
 ) -> QuantizedExperts:
-    """Return the fastest operator for experts; the plain one where no other rounds inputs that way."""
-    if experts.down[0].values.device.type == "cuda" and activations.type is ActivationType.NONE:
-        from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
-
-        return TritonQuantizedExperts(experts, activation)
-    if library is None or experts.down[0].values.device.type != "cpu" or not _is_native(experts, activations):
+    """Return the fastest operator of a CPU for experts; the plain one where no other rounds inputs that way."""
+    if library is None or not _is_native(experts, activations):
         return PlainQuantizedExperts(experts, activation, activations)
     return CpuQuantizedExperts(library, experts, activation, activations)
 

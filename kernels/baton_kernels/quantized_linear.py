@@ -54,22 +54,18 @@ def make_quantized_linear(
     bias: torch.Tensor | None = None,
     activations: ActivationScheme = EXACT,
 ) -> QuantizedLinear:
-    """Return the fastest layer for a weight [rows, columns], bias [rows] and how inputs are rounded.
+    """Return the fastest layer of a CPU for a weight [rows, columns], bias [rows] and how inputs are rounded.
 
     It takes x in float32, bfloat16 or float16, and keeps no reference to ``weight`` where it packs it.
 
     Args:
-        library: The C++ operators, or ``None``: the plain layer; of no account where the weight is on a GPU.
+        library: The C++ operators, or ``None``: the plain layer.
         weight: The weight.
         bias: Added to the outputs, or ``None``.
         activations: How inputs are rounded. For fp8 and table weights, and for scales of groups, inputs are rounded
             by torch and multiplied as they are then.
     """
-    if weight.values.device.type == "cuda":
-        from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
-
-        return TritonQuantizedLinear(weight, bias, activations)
-    if library is None or weight.values.device.type != "cpu":
+    if library is None:
         return PlainQuantizedLinear(weight, bias, activations)
     return CpuQuantizedLinear(library, weight, bias, activations)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.support.equality import ARCHITECTURES, References, mixed_prompts
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.stored_kv import add_tensors, kv_scales
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM
@@ -36,6 +40,20 @@ def test_the_tokens_are_those_of_generate(references: References, architecture: 
         # Mixtures of transformers' own modules choose rows by what the host learns of the device.
         assert ("graphs of" in description) is (graphs == "on") or "no graphs (" in description
         llm.core.check_integrity()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_kv_of_8_bits_gives_the_tokens_of_the_cpu(tmp_path: Path, kv_dtype: str) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    if kv_dtype == "fp8_e4m3":
+        add_tensors(path, kv_scales(4, [0.06, 0.05], 0.03))
+    prompts = mixed_prompts(6, VOCAB, count=12, longest=300)
+    tokens = []
+    for device in ("cpu", "cuda:0"):
+        with LLM(on_gpu(path, device=device, kv_dtype=kv_dtype)) as llm:
+            tokens.append([each.token_ids for each in llm.generate(prompts, GREEDY)])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))  # a number may round to the next one
+    assert same >= len(prompts) - 1
 
 
 def test_the_pool_is_sized_by_what_is_left_after_graphs(references: References) -> None:

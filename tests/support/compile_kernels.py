@@ -28,6 +28,7 @@ from baton_kernels.gpu.tuning import Tuning, ranked_tables
 from baton_kernels.paged_attention import gpu_kernels as attention
 
 TARGET = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)
 DTYPE = "*bf16"
 STORED = {0: (DTYPE, DTYPE), 1: ("*i8", "*i16"), 2: ("*fp8e4nv", "*fp32")}
 """Pools and their scales, by storage as kernels number it."""
@@ -46,13 +47,14 @@ def compiled(
     constants: dict[str, Any],
     warps: int = 4,
     stages: int = 3,
+    target: GPUTarget = TARGET,
 ) -> None:
     """Compile a kernel; arguments that are not named are int32."""
     types = dict.fromkeys(kernel.arg_names, "i32") | numbers | pointers
     names = list(kernel.arg_names)
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    result = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})
+    result = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
     sys.stdout.write(f"{kernel.__name__} {result.metadata.shared}\n")
 
 
@@ -78,9 +80,9 @@ def attend(head: tuple[int, int, int], group: int, *, few: bool, storage: int = 
 def quantized(form: int, scales: int, group: int, rows: tuple[int, ...]) -> None:
     """Compile the products with weights of a form and what tiles have of scales, for such numbers of rows."""
     pointers = {"values": ("*i8", "*u8", "*fp8e4nv", "*u8")[form], "order": "*i32"}
-    pointers |= dict.fromkeys(("scales", "zeros", "table", "sums", "factors"), "*fp32")
+    pointers |= dict.fromkeys(("scales", "zeros", "table", "x_scales", "sums", "factors"), "*fp32")
     pointers |= dict.fromkeys(("x", "bias", "residual", "out"), DTYPE)
-    flags = {"FORM": form, "ZEROS": form < 2, "ORDER": form == 0, "BIAS": True}
+    flags = {"FORM": form, "ZEROS": form < 2, "ORDER": form == 0, "X_SCALES": form != 1, "BIAS": True}
     for tokens in rows:
         chosen = tunings("quantized_linear", tokens=tokens)
         tiles = {"TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
@@ -91,6 +93,11 @@ def quantized(form: int, scales: int, group: int, rows: tuple[int, ...]) -> None
         constants = flags | tiles | {"SCALES": scales, "GROUP": group, "RESIDUAL": True, "SPLIT": tokens == 1}
         constants |= {"TILE_M": chosen.tile_m}
         compiled(quantized_linear.linear_kernel, pointers, {}, constants, chosen.warps, chosen.stages)
+    if form == 2:  # its bytes, where Triton does not convert such numbers
+        chosen, old = tunings("quantized_linear", tokens=1), pointers | {"values": "*u8"}
+        constants = flags | {"SCALES": scales, "GROUP": group, "RESIDUAL": True, "SPLIT": True}
+        constants |= {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
+        compiled(quantized_linear.linear_kernel, old, {}, constants, chosen.warps, chosen.stages, AMPERE)
     pointers |= dict.fromkeys(("pairs", "starts", "counts", "tile_experts", "tile_firsts"), "*i32")
     numbers = {"expert_bytes": "i64", "alpha": "fp32", "limit": "fp32"}
     for each in rows[1:2]:

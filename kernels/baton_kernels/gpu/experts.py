@@ -7,6 +7,9 @@ So nothing waits for the device, and a launch can be captured.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -86,7 +89,38 @@ def _down_kernel(
         )
 
 
-class GroupedExperts:
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """What the experts of one step multiply: rows (a token, and one of its experts) in tiles of one expert each.
+
+    Attributes:
+        x: [T, hidden], the last stride being 1.
+        factors: float32 [T, top_k].
+        groups: What :func:`group_by_expert` returns.
+        tuning: Of the launches.
+    """
+
+    x: torch.Tensor
+    factors: torch.Tensor
+    groups: tuple[torch.Tensor, ...]
+    tuning: Tuning
+
+    @property
+    def count(self) -> int:
+        """Rows: T * top_k."""
+        return self.factors.numel()
+
+    @property
+    def top_k(self) -> int:
+        """Rows of each token."""
+        return self.factors.shape[1]
+
+    def grid(self, columns: int) -> tuple[int, int]:
+        """Return the programs that write so many columns of all tiles."""
+        return len(self.groups[3]), triton.cdiv(columns, self.tuning.tile_n)
+
+
+class GroupedExperts(ABC):
     """What experts have in common: tokens grouped by expert, and the sum of a token's experts.
 
     Args:
@@ -110,7 +144,6 @@ class GroupedExperts:
             weights: float32 [T, top_k].
             residual: [T, hidden].
         """
-        x = x if x.stride(1) == 1 else x.contiguous()
         (tokens, top_k), device = ids.shape, x.device
         out = torch.zeros(tokens * top_k, self.hidden, dtype=torch.float32, device=device)
         if len(out):
@@ -118,21 +151,19 @@ class GroupedExperts:
             sizes = {"tokens_per_expert": each, "experts": self._experts, "hidden": self.hidden, "inner": self.inner}
             chosen = tuning_for(self._operator, device, sizes)
             groups = group_by_expert(ids, self._experts, chosen.tile_m)
-            self._run(chosen, groups, top_k, x, weights.contiguous(), out)
+            given = x if x.stride(1) == 1 else x.contiguous()
+            rows = GroupedRows(given, weights.contiguous(), groups, chosen)
+            self._down(rows, self._gate_up(rows), out)
         summed = out.view(tokens, top_k, self.hidden).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
-    def _run(
-        self,
-        chosen: Tuning,
-        groups: tuple[torch.Tensor, ...],
-        top_k: int,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the weighted outputs of each pair of token and expert to ``out`` float32 [T * top_k, hidden]."""
-        raise NotImplementedError
+    @abstractmethod
+    def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
+        """Return what is between both products, [rows, inner]; rows that choose no expert are not written."""
+
+    @abstractmethod
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the weighted outputs of x [rows, inner] to ``out`` float32 [rows, hidden], of pairs in their order."""
 
 
 def group_by_expert(ids: torch.Tensor, experts: int, tile_m: int) -> tuple[torch.Tensor, ...]:
@@ -173,44 +204,41 @@ class TritonExperts(GroupedExperts):
     """
 
     def __init__(self, experts: ExpertWeights, activation: Activation) -> None:
-        self._gate_up, self._down = experts.gate_up.detach(), experts.down.detach()
+        self._gate_up_weights, self._down_weights = experts.gate_up.detach(), experts.down.detach()
         self._gate_up_bias, self._down_bias = experts.gate_up_bias, experts.down_bias
         self._activation, self._interleaved = activation, experts.interleaved
-        shape = self._down.shape
+        shape = self._down_weights.shape
         inner, hidden = (shape[1], shape[2]) if experts.interleaved else (shape[2], shape[1])
-        super().__init__("experts", len(self._gate_up), hidden, inner)
+        super().__init__("experts", len(self._gate_up_weights), hidden, inner)
 
-    def _run(
-        self,
-        chosen: Tuning,
-        groups: tuple[torch.Tensor, ...],
-        top_k: int,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """See :meth:`GroupedExperts._run`."""
-        count, inner, tiles = self._experts, self.inner, len(groups[3])
-        h = x.new_empty(len(out), inner)
-        w, bias = self._gate_up, self._gate_up_bias
+    def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
+        """See :meth:`GroupedExperts._gate_up`."""
+        x, w, bias, inner, how = rows.x, self._gate_up_weights, self._gate_up_bias, self.inner, self._activation
+        out = x.new_empty(rows.count, inner)
         n, k, up = (2, w.stride(1), 1) if self._interleaved else (w.stride(1), 1, inner * w.stride(1))
         bias_n, bias_up = (2, 1) if self._interleaved else (1, inner)
-        sizes = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
-        how = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-        _gate_up_kernel[tiles, triton.cdiv(inner, chosen.tile_n)](
-            *(x, w, w if bias is None else bias, h, *groups, x.stride(0), w.stride(0), n, k, up),
-            *(2 * inner, bias_n, bias_up, self.hidden, inner, self._activation.alpha, self._activation.limit, count),
-            TOP_K=top_k,
-            KIND=int(self._activation.kind),
+        _gate_up_kernel[rows.grid(inner)](
+            *(x, w, w if bias is None else bias, out, *rows.groups, x.stride(0), w.stride(0), n, k, up),
+            *(2 * inner, bias_n, bias_up, self.hidden, inner, how.alpha, how.limit, self._experts),
+            TOP_K=rows.top_k,
+            KIND=int(how.kind),
             BIAS=bias is not None,
-            **sizes,
-            **how,
+            **_constants(rows.tuning),
         )
-        w, bias = self._down, self._down_bias
+        return out
+
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See :meth:`GroupedExperts._down`."""
+        w, bias = self._down_weights, self._down_bias
         n, k = (1, w.stride(1)) if self._interleaved else (w.stride(1), 1)
-        _down_kernel[tiles, triton.cdiv(self.hidden, chosen.tile_n)](
-            *(h, w, w if bias is None else bias, weights, out, *groups, w.stride(0), n, k, self.hidden, inner, count),
+        _down_kernel[rows.grid(self.hidden)](
+            *(x, w, w if bias is None else bias, rows.factors, out, *rows.groups),
+            *(w.stride(0), n, k, self.hidden, self.inner, self._experts),
             BIAS=bias is not None,
-            **sizes,
-            **how,
+            **_constants(rows.tuning),
         )
+
+
+def _constants(chosen: Tuning) -> dict[str, int]:
+    sizes = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
+    return {**sizes, "num_warps": chosen.warps, "num_stages": chosen.stages}

@@ -5,19 +5,16 @@ Rows are grouped as in :mod:`baton_kernels.gpu.experts`; weights stay packed and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu.experts import GroupedExperts
+from baton_kernels.gpu.experts import GroupedExperts, GroupedRows
 from baton_kernels.gpu.row_wise import gated
 from baton_kernels.gpu.tuning import Tuning
-from baton_kernels.gpu.weights import DeviceWeights, device_weights, product
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.gpu.weights import DeviceWeights, device_weights, product, rounded_inputs
+from baton_kernels.quantized_activations import EXACT, ActivationScheme
+from baton_kernels.quantized_experts import QuantizedExpertWeights
 from baton_kernels.row_wise import Activation
 
 
@@ -37,11 +34,11 @@ def _of_expert(values, scales, zeros, table, order, expert, expert_bytes, expert
 
 @triton.jit
 def quantized_gate_up_kernel(
-    x, values, scales, zeros, table, order, row_bytes, groups, group, height, bias, out,
+    x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, out,
     pairs, starts, counts, tile_experts, tile_firsts,
     x_row, expert_bytes, expert_scales, hidden, inner, alpha, limit, num_experts,
     FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
-    TOP_K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, KIND: tl.constexpr, X_SCALES: tl.constexpr, BIAS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """``activation(x gate^T) * (x up^T)`` of a tile of one expert's rows. Grid: (tiles, ceil(inner / TILE_N))."""
@@ -65,6 +62,10 @@ def quantized_gate_up_kernel(
             x_rows, live, values, scales, zeros, table, order, row_bytes, groups, group, height, n + inner, there, 0,
             hidden, FORM, SCALES, ZEROS, ORDER, GROUP, TILE_M, TILE_N, TILE_K,
         )  # fmt: skip
+        if X_SCALES:
+            x_scale = tl.load(x_scales + token, mask=live, other=0.0)[:, None]
+            gate *= x_scale
+            up *= x_scale
         if BIAS:
             gate += tl.load(bias + expert * 2 * inner + n, mask=there, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + expert * 2 * inner + inner + n, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -74,10 +75,10 @@ def quantized_gate_up_kernel(
 
 @triton.jit
 def quantized_down_kernel(
-    x, values, scales, zeros, table, order, row_bytes, groups, group, height, bias, factors, out,
+    x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, factors, out,
     pairs, starts, counts, tile_experts, tile_firsts, expert_bytes, expert_scales, hidden, inner, num_experts,
     FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    X_SCALES: tl.constexpr, BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out``.
 
@@ -98,31 +99,13 @@ def quantized_down_kernel(
             x + row.to(tl.int64) * inner, live, values, scales, zeros, table, order, row_bytes, groups, group, height,
             n, there, 0, inner, FORM, SCALES, ZEROS, ORDER, GROUP, TILE_M, TILE_N, TILE_K,
         )  # fmt: skip
+        if X_SCALES:
+            total *= tl.load(x_scales + row, mask=live, other=0.0)[:, None]
         if BIAS:
             total += tl.load(bias + expert * hidden + n, mask=there, other=0.0).to(tl.float32)[None, :]
         total *= tl.load(factors + pair, mask=live, other=0.0)[:, None]
         to = out + pair.to(tl.int64)[:, None] * hidden + n[None, :]
         tl.store(to, total, mask=live[:, None] & there[None, :])
-
-
-class PackedExperts(Protocol):
-    """What :class:`baton_kernels.quantized_experts.QuantizedExpertWeights` has; importing it would be a circle."""
-
-    @property
-    def gate_up(self) -> Sequence[QuantizedWeight]:
-        """See there."""
-
-    @property
-    def down(self) -> Sequence[QuantizedWeight]:
-        """See there."""
-
-    @property
-    def gate_up_bias(self) -> torch.Tensor | None:
-        """See there."""
-
-    @property
-    def down_bias(self) -> torch.Tensor | None:
-        """See there."""
 
 
 class TritonQuantizedExperts(GroupedExperts):
@@ -131,50 +114,56 @@ class TritonQuantizedExperts(GroupedExperts):
     Args:
         experts: Their weights, on the device; they are copied behind each other.
         activation: Between their linears.
-        activations: How inputs of both products are rounded: not at all.
+        activations: How inputs of both products are rounded, by torch before each (:func:`.rounded_inputs`).
 
     Raises:
-        ValueError: Inputs would be rounded, or experts differ in form or group.
+        ValueError: Experts differ in form or group.
     """
 
-    def __init__(self, experts: PackedExperts, activation: Activation, activations: ActivationScheme = EXACT) -> None:
-        if activations.type is not ActivationType.NONE:
-            raise ValueError("the operator does not round inputs")
-        self.name, self._activation = "triton", activation
-        self._gate_up, self._down = device_weights(experts.gate_up), device_weights(experts.down)
+    def __init__(
+        self,
+        experts: QuantizedExpertWeights,
+        activation: Activation,
+        activations: tuple[ActivationScheme, ActivationScheme] = (EXACT, EXACT),
+    ) -> None:
+        self.name, self._activation, self._activations = "triton", activation, activations
+        self._gate_up_weights, self._down_weights = device_weights(experts.gate_up), device_weights(experts.down)
         biases = (experts.gate_up_bias, experts.down_bias)
         self._gate_up_bias, self._down_bias = (None if each is None else each.detach().contiguous() for each in biases)
-        self.nbytes = self._gate_up.nbytes + self._down.nbytes
-        super().__init__("quantized_experts", len(experts.down), self._down.rows, self._down.columns)
+        self.nbytes = self._gate_up_weights.nbytes + self._down_weights.nbytes
+        super().__init__("quantized_experts", len(experts.down), self._down_weights.rows, self._down_weights.columns)
 
-    def _run(
-        self,
-        chosen: Tuning,
-        groups: tuple[torch.Tensor, ...],
-        top_k: int,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """See :meth:`GroupedExperts._run`."""
-        tiles, how = len(groups[3]), self._activation
-        h = x.new_empty(len(out), self.inner)
-        w, bias = self._gate_up, self._gate_up_bias
-        quantized_gate_up_kernel[tiles, triton.cdiv(self.inner, chosen.tile_n)](
-            *(x, *w.arguments(), h if bias is None else bias, h, *groups, x.stride(0), *_strides(w)),
+    def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
+        """See :meth:`GroupedExperts._gate_up`."""
+        w, bias, how = self._gate_up_weights, self._gate_up_bias, self._activation
+        x, scales = rounded_inputs(rows.x, self._activations[0])
+        out = rows.x.new_empty(rows.count, self.inner)
+        quantized_gate_up_kernel[rows.grid(self.inner)](
+            *_inputs(x, w, scales, bias),
+            *(out, *rows.groups, x.stride(0), *_strides(w)),
             *(self.hidden, self.inner, how.alpha, how.limit, self._experts),
-            TOP_K=top_k,
+            TOP_K=rows.top_k,
             KIND=int(how.kind),
-            BIAS=bias is not None,
-            **_constants(w, chosen),
+            **_constants(w, scales, bias, rows.tuning),
         )
-        w, bias = self._down, self._down_bias
-        quantized_down_kernel[tiles, triton.cdiv(self.hidden, chosen.tile_n)](
-            *(h, *w.arguments(), h if bias is None else bias, weights, out, *groups, *_strides(w)),
-            *(self.hidden, self.inner, self._experts),
-            BIAS=bias is not None,
-            **_constants(w, chosen),
+        return out
+
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See :meth:`GroupedExperts._down`."""
+        w, bias = self._down_weights, self._down_bias
+        x, scales = rounded_inputs(x, self._activations[1])
+        quantized_down_kernel[rows.grid(self.hidden)](
+            *_inputs(x, w, scales, bias),
+            *(rows.factors, out, *rows.groups, *_strides(w), self.hidden, self.inner, self._experts),
+            **_constants(w, scales, bias, rows.tuning),
         )
+
+
+def _inputs(
+    x: torch.Tensor, weights: DeviceWeights, scales: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | int, ...]:
+    """What both kernels begin with."""
+    return (x, *weights.arguments(), *(x if each is None else each for each in (scales, bias)))
 
 
 def _strides(weights: DeviceWeights) -> tuple[int, int]:
@@ -182,6 +171,10 @@ def _strides(weights: DeviceWeights) -> tuple[int, int]:
     return weights.values.stride(0), weights.scales.stride(0)
 
 
-def _constants(weights: DeviceWeights, chosen: Tuning) -> dict[str, int | bool]:
+def _constants(
+    weights: DeviceWeights, scales: torch.Tensor | None, bias: torch.Tensor | None, chosen: Tuning
+) -> dict[str, int | bool]:
+    """What both kernels are specialized for."""
     tiles = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "num_warps": chosen.warps, "num_stages": chosen.stages}
-    return {**weights.constants(chosen.tile_k), **tiles}
+    given = {"X_SCALES": scales is not None, "BIAS": bias is not None}
+    return {**weights.constants(chosen.tile_k), **tiles, **given}

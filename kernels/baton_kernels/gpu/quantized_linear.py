@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
-from baton_kernels.gpu.weights import dequantize_kernel, device_weights, product
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
+from baton_kernels.gpu.weights import dequantize_kernel, device_weights, product, rounded_inputs
+from baton_kernels.quantized_activations import EXACT, ActivationScheme
 from baton_kernels.quantized_weights import QuantizedWeight
 
 SLAB_BYTES = 64 << 20
@@ -25,10 +25,10 @@ SUM_TILE = 512
 
 @triton.jit
 def linear_kernel(
-    x, values, scales, zeros, table, order, row_bytes, groups, group, height, bias, residual, out, sums,
+    x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, residual, out, sums,
     tokens, rows, columns, x_row, residual_row, share,
     FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    X_SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``x W^T + bias + residual``, or of the sums over ``share`` columns, float32 [splits, tokens, rows].
@@ -43,6 +43,8 @@ def linear_kernel(
         x + m * x_row, live, values, scales, zeros, table, order, row_bytes, groups, group, height, n, there,
         first, tl.minimum(first + share, columns), FORM, SCALES, ZEROS, ORDER, GROUP, TILE_M, TILE_N, TILE_K,
     )  # fmt: skip
+    if X_SCALES:
+        acc *= tl.load(x_scales + m, mask=live, other=0.0)[:, None]
     inside = live[:, None] & there[None, :]
     if SPLIT:
         to = sums + (tl.program_id(2).to(tl.int64) * tokens + m)[:, None] * rows + n[None, :]
@@ -81,7 +83,7 @@ class TritonQuantizedLinear:
     Args:
         weight: On the device.
         bias: [rows], or ``None``.
-        activations: How inputs are rounded, by torch before the product.
+        activations: How inputs are rounded, by torch before the product (:func:`.rounded_inputs`).
     """
 
     def __init__(
@@ -91,23 +93,27 @@ class TritonQuantizedLinear:
         self._weights = device_weights([weight])
         self.out_features, self.in_features, self.nbytes = weight.rows, weight.columns, self._weights.nbytes
         self._bias = None if bias is None else bias.detach().contiguous()
-        self._activations = None if activations.type is ActivationType.NONE else activations
+        self._activations = activations
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual have any stride."""
-        dtype = x.dtype
-        if self._activations is not None:
-            x = self._activations.round(x)
-        x = x if x.stride(1) == 1 else x.contiguous()
         residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=dtype, device=x.device)
+        out = x.new_empty(len(x), self.out_features)
         if len(x):
             shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features}
             chosen = tuning_for("quantized_linear", x.device, shape, form=self._weights.form.name.lower())
-            (self._multiply if chosen.tile_m else self._unpack)(chosen, x, residual, out)
+            x, scales = rounded_inputs(x if x.stride(1) == 1 else x.contiguous(), self._activations)
+            (self._multiply if chosen.tile_m else self._unpack)(chosen, x, scales, residual, out)
         return out
 
-    def _multiply(self, chosen: Tuning, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _multiply(
+        self,
+        chosen: Tuning,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
         """Unpack in registers."""
         weights, (tokens, rows) = self._weights, out.shape
         constants = weights.constants(chosen.tile_k)
@@ -115,13 +121,14 @@ class TritonQuantizedLinear:
         grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
         share, splits = _shares(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
         sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
-        bias, more = (out if each is None else each for each in (self._bias, residual))
+        x_scales, bias, more = (out if each is None else each for each in (scales, self._bias, residual))
         flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
         linear_kernel[(*grid, splits)](
-            *(x, *weights.arguments(), bias, more, out, sums, tokens, rows, self.in_features),
+            *(x, *weights.arguments(), x_scales, bias, more, out, sums, tokens, rows, self.in_features),
             *(x.stride(0), more.stride(0), share),
             **constants,
             **flags,
+            X_SCALES=scales is not None,
             SPLIT=splits > 1,
             TILE_M=chosen.tile_m,
             TILE_N=chosen.tile_n,
@@ -133,7 +140,14 @@ class TritonQuantizedLinear:
                 *(sums, bias, more, out, tokens, rows, more.stride(0), splits), **flags, TILE=SUM_TILE
             )
 
-    def _unpack(self, chosen: Tuning, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _unpack(
+        self,
+        chosen: Tuning,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
         """Unpack into memory, some rows of the weight at a time; sums are in float32, rounded before what is added."""
         weights, columns = self._weights, self.in_features
         step = min(self.out_features, max(1, SLAB_BYTES // (columns * x.element_size())))
@@ -150,7 +164,8 @@ class TritonQuantizedLinear:
                 TILE_K=chosen.tile_k,
                 num_warps=chosen.warps,
             )
-            out[:, start : start + len(part)] = x @ part.T
+            made = x @ part.T
+            out[:, start : start + len(part)] = made if scales is None else made * scales[:, None]
         for each in (self._bias, residual):
             if each is not None:
                 out += each

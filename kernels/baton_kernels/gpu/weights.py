@@ -15,7 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu import converts_fp8
+from baton_kernels.quantized_activations import ActivationScheme, ActivationType
 from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
+
+INPUT_FACTOR = 2.0**-7
+"""Of rounded inputs: sums of values up to 448 would leave the range of float16."""
 
 
 class Form(enum.IntEnum):
@@ -48,7 +53,7 @@ class DeviceWeights:
     """The weights [rows, columns] of E experts, or of one linear layer (E = 1).
 
     Attributes:
-        values: [E, rows, bytes of a row], contiguous.
+        values: [E, rows, bytes of a row], contiguous; of fp8 bytes where Triton does not read such numbers.
         scales: float32 [E, ceil(rows / height), groups].
         zeros: float32 as ``scales``, or ``None``.
         table: float32 [E, 16], or ``None``.
@@ -132,10 +137,28 @@ def device_weights(weights: Sequence[QuantizedWeight]) -> DeviceWeights:
     orders = [getattr(each, "order", None) for each in weights]
     order = None if orders[0] is None else _stack([each for each in orders if each is not None])
     values = _stack([each.values for each in weights])
+    if isinstance(first, Fp8Weight) and not converts_fp8(values.device):
+        values = values.view(torch.uint8)
     form, rows, columns, group, height = shape[:5]
     return DeviceWeights(
         form, rows, columns, group, height, values, _stack([each.scales for each in weights]), zeros, table, order
     )
+
+
+def rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Round inputs x [tokens, columns] for a product.
+
+    Returns:
+        What is multiplied, and float32 [tokens], which rows of the product are multiplied with then, or ``None``. Where
+        a row has one scale these are the values of 8 bits, which x's dtype holds exactly; of scales of groups the
+        rounded inputs in float32.
+    """
+    if activations.type is ActivationType.NONE:
+        return x, None
+    if activations.group not in (0, x.shape[1]):
+        return activations.round(x), None
+    values, scales = activations.quantize(x)
+    return values.to(x.dtype) * INPUT_FACTOR, scales[:, 0] / INPUT_FACTOR
 
 
 def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
@@ -149,6 +172,13 @@ def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor for all; a single one is not copied."""
     return tensors[0].contiguous()[None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+@triton.jit
+def _from_fp8(bits):
+    """Return float16 of the bits of e4m3 numbers, uint8, exactly: its exponent has a bit more, and bias 15."""
+    wide = bits.to(tl.uint16)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -222,6 +252,8 @@ def product(
             k = at + tl.arange(0, TILE_K)
             inside = there[None, :] & (k[:, None] < stop)
             raw = tl.load(from_values[None, :] + k[:, None], mask=inside, other=0.0)
+            if FORM == 2 and values.dtype.element_ty == tl.uint8:
+                raw = _from_fp8(raw)
             acc, sums = _scaled_product(
                 acc, sums, raw, k, at, x_rows, live, from_scales, from_zeros, order, there, stop, group,
                 SCALES, ZEROS, ORDER, GROUP, PARTS, TILE_N,
@@ -259,7 +291,10 @@ def dequantize_kernel(
     source = (first_row + n).to(tl.int64)
     inside = (n[:, None] < rows) & (k[None, :] < columns)
     if FORM % 2 == 0:
-        raw = tl.load(values + source[:, None] * row_bytes + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        raw = tl.load(values + source[:, None] * row_bytes + k[None, :], mask=inside, other=0.0)
+        if FORM == 2 and values.dtype.element_ty == tl.uint8:
+            raw = _from_fp8(raw)
+        raw = raw.to(tl.float32)
     else:
         pair = tl.load(values + source[:, None] * row_bytes + k[None, :] // 2, mask=inside, other=0)
         raw = (pair >> (k[None, :] % 2 * 4).to(tl.uint8)) & 15

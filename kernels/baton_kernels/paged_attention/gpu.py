@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from baton_kernels.gpu import converts_fp8
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.gpu_kernels import attend_kernel, merge_kernel, write_kernel
@@ -79,8 +80,7 @@ class TritonPagedAttention:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # has no fp8
-        self.stores = frozenset({torch.bfloat16, torch.int8, *(() if old else (torch.float8_e4m3fn,))})
+        self.stores = frozenset({torch.bfloat16, torch.int8, *([torch.float8_e4m3fn] if converts_fp8(device) else [])})
 
     def prepare(self, batch: RaggedBatch) -> TritonPlan:
         """Take a batch to the device."""

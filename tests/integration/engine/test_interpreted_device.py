@@ -5,16 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.support.equality import hf_greedy, mixed_prompts
 from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.engine_logits import engine_logits, plain_logits
+from tests.support.models.quantized_checkpoints import (
+    PROJECTIONS,
+    QuantizedCheckpoint,
+    quantize_checkpoint,
+    read_tensors,
+)
+from tests.support.models.stored_kv import add_tensors, kv_scales
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM
+from baton.engine.quantization.modules import held_weights
 from baton.errors import ConfigError
 from baton.types import SamplingParams
 
 VOCAB, NEW_TOKENS = 512, 4
+TOKENS = np.random.default_rng(5).integers(8, VOCAB, 14).tolist()
 
 
 def interpreted(path: object, **changes: object) -> EngineConfig:
@@ -56,6 +68,98 @@ def test_every_path_gives_the_tokens_of_generate(
         said = {("2", "4"): "graphs of 2 to 4 sequences (2 sizes)", ("on",): "graphs of 1 to 4 sequences (3 sizes)"}
         assert description.endswith(said.get(graphs, "device interpret"))
         llm.core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "layers", "changes"),
+    [("int8", 2, {"cuda_graphs": ("2",), "kv_skip_layers": ("first",)}), ("fp8_e4m3", 1, {"packed_linears": False})],
+    ids=["int8, but the first layer", "fp8, transformers' modules"],
+)
+def test_kv_of_8_bits_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, kv_dtype: str, layers: int, changes: dict[str, Any]
+) -> None:
+    """Which are those of a model whose keys and values are rounded (``test_stored_kv.py``)."""
+    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=layers)
+    if kv_dtype == "fp8_e4m3":
+        add_tensors(folder, kv_scales(layers, [0.06, 0.05], 0.03))
+    prompts = mixed_prompts(6, VOCAB, count=2, longest=10)
+    options = {"kv_dtype": kv_dtype, "max_model_len": 16, "cuda_graphs": ("off",), **changes}
+    tokens, block_bytes = [], []
+    for device in ("cpu", "interpret"):
+        with LLM(interpreted(folder, **options, device=device)) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+            tokens.append([each.token_ids for each in outputs])
+            block_bytes.append(llm.core.arena.block_bytes)
+            description = llm.core.executor.description
+            assert f", KV {kv_dtype}" in description
+            assert ("graphs of 2" in description) is (device == "interpret" and "cuda_graphs" in changes)
+            llm.core.check_integrity()
+    assert tokens[0] == tokens[1]
+    assert block_bytes[0] == block_bytes[1]
+
+
+def quantized(folder: Path, name: str, architecture: str, **sizes: Any) -> QuantizedCheckpoint:
+    plain = make_checkpoint(folder / "source", architecture, **{"initializer_range": 0.1, **sizes})
+    return quantize_checkpoint(plain, folder, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "graphs"),
+    [("ct-w8a16", "7 x int8 per row", "2"), ("gptq-v1-ordered", "7 x int4 per 32", "off")],
+)
+def test_quantized_weights_stay_packed(tmp_path: Path, name: str, form: str, graphs: str) -> None:
+    made = quantized(tmp_path, name, "llama", num_hidden_layers=1)
+    prompts = mixed_prompts(4, VOCAB, count=2, longest=10)
+    config = interpreted(made.folder, quantized_activations="none", cuda_graphs=(graphs,), max_model_len=16)
+    with LLM(config) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+        assert [each.token_ids for each in outputs] == hf_greedy(made.plain, prompts, NEW_TOKENS)
+        executor: Any = llm.core.executor
+        assert executor.description.startswith("fused decoder")
+        assert f"quantized weights {form} by triton, inputs exact" in executor.description
+        assert ("graphs of 2" in executor.description) is (graphs == "2")
+        assert not any(held.nbytes for held in held_weights(executor.model.module))
+        layer = executor._runner._decoder._layers[0]
+        # Columns of act order differ between projections, which stay side by side then.
+        joined = [layer.attention._qkv, layer.mlp._gate_up]
+        operators = [part for each in joined for part in getattr(each, "_parts", [each])]
+        operators += [layer.output, layer.mlp._down]
+        plain = sum(tensor.nbytes for key, tensor in read_tensors(made.plain).items() if PROJECTIONS.search(key))
+        assert sum(each.nbytes for each in operators) < 0.3 * plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "layers", "path"),
+    [
+        ("llama", "bnb-nf4", 1, "fused decoder"),
+        ("gpt_oss", "mxfp4", 1, "fused decoder"),
+        ("deepseek_v2", "ct-w8a16", 2, "transformers' modules"),
+    ],
+)
+def test_logits_of_packed_weights_are_those_of_the_dequantized_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, name: str, layers: int, path: str
+) -> None:
+    made = quantized(tmp_path, name, architecture, num_hidden_layers=layers)
+    config = interpreted(made.folder, quantized_activations="none", cuda_graphs=("off",), max_model_len=16)
+    got, how = engine_logits(config, TOKENS)
+    torch.testing.assert_close(got, plain_logits(made.plain, TOKENS), atol=1e-3, rtol=1e-3)
+    assert how.startswith(path)
+    assert " by triton, inputs exact" in how
+    assert "by their definition" not in caplog.text
+
+
+def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """By the group of inputs, in linear layers and in front of both products of experts; see ``test_quantized_*``."""
+    made = quantized(tmp_path, "fp8-block", "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    exact = plain_logits(made.plain, TOKENS)
+    rounded, _ = engine_logits(interpreted(made.folder, device="cpu", packed_linears=False), TOKENS)
+    got, how = engine_logits(interpreted(made.folder, cuda_graphs=("off",), max_model_len=16), TOKENS)
+    assert how.startswith("fused decoder")
+    assert " by triton, inputs fp8" in how
+    first = slice(0, 1)  # a token that no other one's rounding reaches
+    errors = (got - rounded).norm(dim=-1), (rounded - exact).norm(dim=-1)
+    assert errors[0][first] < 0.1 * errors[1][first]
+    assert errors[0].median() < errors[1].median()
 
 
 def test_bfloat16_is_refused_in_the_interpreter(tmp_path: Path) -> None:

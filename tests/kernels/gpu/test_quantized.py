@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.kernels.test_quantized_experts import chosen, experts_of
 from tests.support.models.quantized import FORMS, make
 
-from baton_kernels.quantized_activations import INT8_PER_TOKEN
+from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
 from baton_kernels.quantized_experts import QuantizedExpertWeights, quantized_experts_reference
 from baton_kernels.quantized_linear import quantized_linear_reference
 from baton_kernels.quantized_weights import Fp8Weight, Int8Weight
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
 
 pytest.importorskip("triton")
-from baton_kernels.gpu import quantized_linear
+from baton_kernels.gpu import quantized_linear, weights
 from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
 from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
 from baton_kernels.gpu.tuning import Tuning
@@ -154,8 +154,36 @@ def test_experts_that_do_not_fit_are_refused() -> None:
     for other in (make("int8", 64, 32, 32), make("fp8", 64, 32, 16), make("int8-order", 64, 32, 16)):
         with pytest.raises(ValueError, match="differ in form"):
             TritonQuantizedExperts(QuantizedExpertWeights([make("int8", 64, 32, 16), other], down), SILU)
-    with pytest.raises(ValueError, match="does not round"):
-        TritonQuantizedExperts(experts_of("int8"), SILU, INT8_PER_TOKEN)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize(
+    ("form", "schemes"),
+    [
+        ("int8", (INT8_PER_TOKEN, INT8_PER_TOKEN)),
+        ("fp8", (ActivationScheme(ActivationType.FP8, group=16), ActivationScheme(ActivationType.FP8, group=16))),
+        ("table", (EXACT, ActivationScheme(ActivationType.INT8, scale=0.4))),
+    ],
+    ids=["int8 by the token", "fp8 by the group", "static, of the second product alone"],
+)
+def test_experts_round_inputs_of_both_products(form: str, schemes: tuple[ActivationScheme, ActivationScheme]) -> None:
+    """What lies between the products is rounded too: one step of that is what a difference of its last bit makes."""
+    experts, given = experts_of(form), chosen(9)
+    exact = quantized_experts_reference(experts, SILU, *given)
+    want = quantized_experts_reference(experts, SILU, *given, activations=schemes)
+    got = TritonQuantizedExperts(moved_experts(experts), SILU, schemes)(*(each.to(DEVICE) for each in given))
+    assert (want - exact).norm() > 3 * (got.double().cpu() - want).norm()
+
+
+def test_fp8_is_read_by_its_bits_where_triton_does_not_convert_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs before compute capability 8.9: every number there is, in both ways to multiply."""
+    monkeypatch.setattr(weights, "converts_fp8", lambda _: False)
+    bits = torch.tensor([each for each in range(256) if each & 127 != 127], dtype=torch.uint8)
+    values = bits.view(torch.float8_e4m3fn).view(2, 127)
+    operator = TritonQuantizedLinear(moved(Fp8Weight(values, torch.ones(2, 1), (1, 127))))
+    for times in (1, 3):
+        x = torch.eye(127).repeat(times, 1)
+        assert torch.equal(operator(x.to(DEVICE)).cpu(), values.float().T.repeat(times, 1))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

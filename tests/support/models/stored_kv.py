@@ -6,9 +6,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.child_env import ROOT
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +25,23 @@ def as_int8(x: torch.Tensor) -> torch.Tensor:
     """What int8 KV reads x [..., dim] as."""
     q, scales = quantize_rows(x)
     return (q.float() * scales.float()[..., None]).to(x.dtype)
+
+
+def kv_scales(layers: int, k: float | list[float], v: float | list[float]) -> dict[str, torch.Tensor]:
+    """The tensors that checkpoints have for fp8 KV, the same for all layers."""
+    return {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(value)
+        for layer in range(layers)
+        for side, value in (("k", k), ("v", v))
+    }
+
+
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Have a checkpoint of one file hold more; returns its folder."""
+    (path,) = folder.glob("*.safetensors")
+    kept = {name: tensor.clone() for name, tensor in load_file(path).items()}  # what was loaded lies in the file
+    save_file(kept | tensors, path, metadata={"format": "pt"})
+    return folder
 
 
 def _attention(rounding: Rounding) -> Callable[..., tuple[torch.Tensor, None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.experts import CpuExperts, ExpertWeights, Routing, Scoring
 from baton_kernels.linear import PackedLinear, PlainLinear
+from baton_kernels.quantized_activations import ActivationScheme
 from baton_kernels.quantized_experts import QuantizedExpertWeights, make_quantized_experts
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
 
@@ -28,6 +30,14 @@ RunExperts = Callable[..., torch.Tensor]
 """Takes x, ids, weights and residual or ``None``; see :class:`baton_kernels.experts.CpuExperts`."""
 Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes logits [T, experts], returns ids and weights [T, top_k]; ``baton_kernels.experts.routing_reference``."""
+TwoSchemes = tuple[ActivationScheme, ActivationScheme]
+"""How inputs of both products of experts are rounded."""
+MakeQuantizedExperts = Callable[[QuantizedExpertWeights, Activation, TwoSchemes], RunExperts]
+"""Makes the operator of quantized experts.
+
+Raises:
+    ValueError: It has none for them.
+"""
 CPU_DTYPES = {torch.float32, torch.bfloat16}
 """Of weights that the C++ operator takes."""
 
@@ -87,33 +97,39 @@ class ExpertsByDefinition:
         return out if residual is None else out.add_(residual)
 
 
-def pack_quantized_experts(module: QuantizedExpertsModule, library: CpuLibrary) -> RunExperts:
+def pack_quantized_experts(module: QuantizedExpertsModule, make: MakeQuantizedExperts) -> RunExperts:
     """Return the operator of quantized experts, which from then on keep no weights of their own."""
-    first, second = module.activations
     biases = module.biases()
     gate_up_bias, down_bias = (None, None) if biases is None else (biases[0].flatten(1), biases[1])
-    if first == second:
-        parts = ([held.get() for held in module.gate_up], [held.get() for held in module.down])
-        try:
-            weights = QuantizedExpertWeights(*parts, gate_up_bias, down_bias)
-            made = make_quantized_experts(library, weights, module.activation, first)
-        except ValueError as error:
-            log.info("quantized experts run by their definition: %s", error)
-        else:
-            for held in module.weights:
-                held.release()
-            return made
-    return ExpertsByDefinition(module)
+    parts = ([held.get() for held in module.gate_up], [held.get() for held in module.down])
+    try:
+        weights = QuantizedExpertWeights(*parts, gate_up_bias, down_bias)
+        made = make(weights, module.activation, module.activations)
+    except ValueError as error:
+        log.warning("quantized experts run by their definition, slowly: %s", error)
+        return ExpertsByDefinition(module)
+    for held in module.weights:
+        held.release()
+    return made
 
 
 def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
-    """Return the operator for a module of experts; ``None``: it is none that the operator can run."""
+    """Return the C++ operator for a module of experts; ``None``: it is none that the operator can run."""
     if isinstance(module, QuantizedExpertsModule):
-        return pack_quantized_experts(module, library)
+        return pack_quantized_experts(module, partial(_cpu_quantized_experts, library))
     weights, activation = expert_weights(module), gated_activation(module)
     if weights is None or activation is None or weights.gate_up.dtype not in CPU_DTYPES:
         return None
     return CpuExperts(library, weights, activation)
+
+
+def _cpu_quantized_experts(
+    library: CpuLibrary, weights: QuantizedExpertWeights, activation: Activation, activations: TwoSchemes
+) -> RunExperts:
+    first, second = activations
+    if first != second:
+        raise ValueError("inputs of both products are rounded in different ways")
+    return make_quantized_experts(library, weights, activation, first)
 
 
 class PackedExperts(nn.Module):

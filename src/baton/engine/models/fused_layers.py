@@ -253,7 +253,7 @@ class LayerMaker:
         """Make a linear layer of a plain or a quantized one."""
         inner = unreduced(module)
         if isinstance(inner, QuantizedModule):
-            return pack_quantized(inner, self._operators.library)
+            return pack_quantized(inner, self._operators)
         return self._operators.linear(*_weights(inner))
 
     def _named_norm(self, layer: Any, name: str) -> RowNorm | None:
@@ -268,7 +268,7 @@ class LayerMaker:
 
     def _join(self, modules: list[Any]) -> PackedLinear:
         if any(isinstance(module, QuantizedModule) for module in modules):
-            joined = join_quantized(modules, self._operators.library)
+            joined = join_quantized(modules, self._operators)
             return SideBySide([self.linear(module) for module in modules]) if joined is None else joined
         weights, biases = zip(*map(_weights, modules), strict=True)
         present = [bias for bias in biases if bias is not None]

@@ -24,7 +24,6 @@ from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
-from baton_kernels.quantized_linear import make_quantized_linear
 from baton_kernels.quantized_weights import join
 
 log = logging.getLogger(__name__)
@@ -232,7 +231,7 @@ def pack_modules(module: nn.Module, operators: LayerOperators) -> dict[str, nn.M
     for name, child in list(module.named_modules()):
         packed: nn.Module | None = None
         if isinstance(child, QuantizedModule):
-            packed = PackedModule(pack_quantized(child, operators.library))
+            packed = PackedModule(pack_quantized(child, operators))
         elif type(child) is nn.Linear and name and operators.linear is not PlainLinear:
             packed = PackedModule(operators.linear(child.weight, child.bias))
         elif (experts := operators.experts(child)) is not None:
@@ -264,7 +263,7 @@ class SideBySide:
         return out if residual is None else out.add_(residual)
 
 
-def join_quantized(modules: list[nn.Module], library: CpuLibrary | None) -> PackedLinear | None:
+def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> PackedLinear | None:
     """Return one operator for quantized layers of one input; ``None``: they are quantized in different ways."""
     quantized = [module for module in modules if isinstance(module, QuantizedModule)]
     biases: list[torch.Tensor] = [module.bias for module in quantized if module.bias is not None]
@@ -280,11 +279,11 @@ def join_quantized(modules: list[nn.Module], library: CpuLibrary | None) -> Pack
         return None
     for module in quantized:
         module.held.release()
-    return make_quantized_linear(library, weight, torch.cat(biases) if biases else None, activations)
+    return operators.quantized_linear(weight, torch.cat(biases) if biases else None, activations)
 
 
-def pack_quantized(module: QuantizedModule, library: CpuLibrary | None) -> PackedLinear:
+def pack_quantized(module: QuantizedModule, operators: LayerOperators) -> PackedLinear:
     """Return the operator of a quantized layer, which from then on keeps no weight of its own."""
-    packed = make_quantized_linear(library, module.held.get(), module.bias, module.activations)
+    packed = operators.quantized_linear(module.held.get(), module.bias, module.activations)
     module.held.release()
     return packed

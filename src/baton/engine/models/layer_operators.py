@@ -9,10 +9,22 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from baton.engine.models.experts import CPU_DTYPES, Route, RunExperts, expert_weights, gated_activation, pack_experts
+from baton.engine.models.experts import (
+    CPU_DTYPES,
+    Route,
+    RunExperts,
+    expert_weights,
+    gated_activation,
+    pack_experts,
+    pack_quantized_experts,
+)
+from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.experts import CpuRouting, Routing, routing_reference
 from baton_kernels.linear import PackedLinear, PlainLinear
+from baton_kernels.quantized_activations import ActivationScheme
+from baton_kernels.quantized_linear import make_quantized_linear
+from baton_kernels.quantized_weights import QuantizedWeight
 from baton_kernels.row_wise import Activation, CpuGatedMul, CpuRmsNorm
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
@@ -32,13 +44,18 @@ class LayerOperators(Protocol):
     """Makes operators out of weights.
 
     Attributes:
-        library: The C++ operators, which quantized weights are packed for; ``None``: there are none, or no use for
-            them.
         linear: Makes linear layers.
+        quantized: What multiplies by quantized weights as they are, for people; empty: nothing does, only their
+            definition.
     """
 
-    library: CpuLibrary | None
     linear: MakeLinear
+    quantized: str
+
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
+    ) -> PackedLinear:
+        """Make a layer of a quantized weight [out, in], bias [out] or ``None``, and how inputs are rounded."""
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
         """Make an RMS norm of a weight [dim] in the model's dtype."""
@@ -69,7 +86,14 @@ class CpuOperators:
     """
 
     def __init__(self, library: CpuLibrary | None, linear: MakeLinear) -> None:
-        self.library, self.linear = library, linear
+        self._library, self.linear = library, linear
+        self.quantized = "" if library is None else library.instructions
+
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
+    ) -> PackedLinear:
+        """See :class:`LayerOperators`."""
+        return make_quantized_linear(self._library, weight, bias, activations)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
         """See :class:`LayerOperators`."""
@@ -85,27 +109,34 @@ class CpuOperators:
 
     def takes_experts(self, module: nn.Module) -> bool:
         """See :class:`LayerOperators`."""
-        weights = None if self.library is None else expert_weights(module)
+        weights = None if self._library is None else expert_weights(module)
         return weights is not None and weights.gate_up.dtype in CPU_DTYPES
 
     def experts(self, module: nn.Module) -> RunExperts | None:
         """See :class:`LayerOperators`."""
-        return None if self.library is None else pack_experts(module, self.library)
+        return None if self._library is None else pack_experts(module, self._library)
 
     @property
     def _required(self) -> CpuLibrary:
-        if self.library is None:
+        if self._library is None:
             raise ValueError("no C++ operators")
-        return self.library
+        return self._library
 
 
 class GpuOperators:
-    """Of a GPU, or of Triton's interpreter. Weights are used as they lie; products are torch's."""
-
-    library: CpuLibrary | None = None
+    """Of a GPU, or of Triton's interpreter. Weights are used as they lie; products with plain ones are torch's."""
 
     def __init__(self) -> None:
         self.linear: MakeLinear = PlainLinear
+        self.quantized = "triton"
+
+    def quantized_linear(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
+    ) -> PackedLinear:
+        """See :class:`LayerOperators`."""
+        from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+
+        return TritonQuantizedLinear(weight, bias, activations)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
         """See :class:`LayerOperators`."""
@@ -131,6 +162,9 @@ class GpuOperators:
     def experts(self, module: nn.Module) -> RunExperts | None:
         """See :class:`LayerOperators`."""
         from baton_kernels.gpu.experts import TritonExperts
+        from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
 
+        if isinstance(module, QuantizedExpertsModule):
+            return pack_quantized_experts(module, TritonQuantizedExperts)
         weights, activation = expert_weights(module), gated_activation(module)
         return None if weights is None or activation is None else TritonExperts(weights, activation)

@@ -24,7 +24,7 @@ from baton.engine.models.quantized_loader import load_quantized
 from baton.engine.models.quirks import DRAFT_MODELS, unserved_layers
 from baton.engine.models.tensors import TensorFiles
 from baton.engine.quantization.base import StoredWeight
-from baton.engine.quantization.modules import held_weights, rounds_inputs
+from baton.engine.quantization.modules import place_weights, rounds_inputs
 from baton.engine.quantization.online import identity, quantized_at_load, with_activations
 from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
@@ -90,10 +90,13 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     module = _to_device(module, device, architecture).eval()
     module.requires_grad_(requires_grad=False)
     try:
-        for held in held_weights(module) if hold else ():
-            held.hold()
+        place_weights(module, device.memory, hold=hold)
     except ValueError as error:
         raise _not_loaded(error, folder, architecture) from error
+    except torch.cuda.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info(device.memory)[0] / 2**20
+        why = f"quantized weights of {architecture} do not fit {device.memory}, of which {free:.0f} MiB are left"
+        raise ConfigError(why, field="device") from error
     dtype = next((name for name, value in TORCH_DTYPES.items() if value == module.dtype), None)
     if dtype is None:
         raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
@@ -210,10 +213,9 @@ def _load_quantized(
     stored = quantized_at_load(config, source) if quantized is None else stored_weights(quantized, source)
     stored = with_activations(stored, config.quantized_activations)
     dtype = TORCH_DTYPES.get(config.dtype) or _stated_dtype(hf_config, source, stored)
-    packed = _stays_packed(config, dtype)
     try:
         with quiet_transformers():
-            module, info = load_quantized(model_class, hf_config, source, stored, dtype, packed=packed)
+            module, info = load_quantized(model_class, hf_config, source, stored, dtype)
     except ConfigError:
         raise
     except Exception as error:
@@ -223,7 +225,7 @@ def _load_quantized(
 
 
 def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: Any) -> Any:
-    """Load a GGUF file, whose linear weights stay packed on a CPU."""
+    """Load a GGUF file, whose linear weights stay packed."""
     dtype = TORCH_DTYPES.get(config.dtype) or hf_config.dtype
     source = GgufSource(path, dtype)
     stored = source.stored()
@@ -234,24 +236,15 @@ def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: An
             )
         stored = quantized_at_load(config, source)
     stored = with_activations(stored, config.quantized_activations)
-    packed = _stays_packed(config, dtype)
     try:
         with quiet_transformers():
-            module, info = load_quantized(model_class, hf_config, source, stored, dtype, packed=packed)
+            module, info = load_quantized(model_class, hf_config, source, stored, dtype)
     except ConfigError:
         raise
     except Exception as error:
         raise _not_loaded(error, path, model_class.__name__) from error
     _check_complete(info, path, model_class.__name__)
     return module
-
-
-def _stays_packed(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """Whether quantized weights stay quantized: operators for GPUs have none for them."""
-    packed = not compute_device(config.device).on_gpu
-    if not packed:
-        log.warning("device %s: quantized weights are dequantized to %s, and inputs not rounded", config.device, dtype)
-    return packed
 
 
 def _stated_dtype(hf_config: Any, source: TensorFiles, stored: list[StoredWeight]) -> torch.dtype:

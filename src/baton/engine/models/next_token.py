@@ -28,7 +28,7 @@ from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, quiet_transfor
 from baton.engine.models.quantized_loader import load_quantized
 from baton.engine.models.tensors import TensorFiles
 from baton.engine.quantization.base import StoredWeight
-from baton.engine.quantization.modules import held_weights
+from baton.engine.quantization.modules import place_weights
 from baton.engine.quantization.online import quantized_at_load, with_activations
 from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
@@ -279,10 +279,10 @@ def _load(
     ]
     if hasattr(one_layer, "quantization_config"):
         del one_layer.quantization_config  # or transformers would ask for packages that read it
-    source, dtype, packed = _LayerFiles(files, own), TORCH_DTYPES[target.dtype], not target.compute.on_gpu
+    source, dtype = _LayerFiles(files, own), TORCH_DTYPES[target.dtype]
     try:
         with quiet_transformers():
-            module, info = load_quantized(type(target.module), one_layer, source, stored, dtype, packed=packed)
+            module, info = load_quantized(type(target.module), one_layer, source, stored, dtype)
     except ConfigError:
         raise
     except Exception as error:
@@ -299,8 +299,7 @@ def _load(
         module.base_model.norm = nn.Identity()
     module = module.to(target.device).eval()
     module.requires_grad_(requires_grad=False)
-    for held in held_weights(module):
-        held.hold()
+    place_weights(module, target.device)
     return dataclasses.replace(target, module=module, text_config=module.config)
 
 

@@ -52,13 +52,7 @@ class LazyTensor:
 
 
 def load_quantized(
-    model_class: Any,
-    config: Any,
-    source: TensorSource,
-    stored: list[StoredWeight],
-    dtype: torch.dtype,
-    *,
-    packed: bool = True,
+    model_class: Any, config: Any, source: TensorSource, stored: list[StoredWeight], dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
     """Load a model with quantized weights.
 
@@ -68,7 +62,6 @@ def load_quantized(
         source: The checkpoint's tensors.
         stored: Those weights of it that are quantized, or shall be.
         dtype: Of all others, and of what is computed.
-        packed: Whether weights stay quantized; else they are dequantized one by one.
 
     Returns:
         The model, which holds none of its quantized weights yet, and what transformers says about loading the rest.
@@ -82,7 +75,7 @@ def load_quantized(
 
     def place(model: Any) -> None:
         with torch.device("cpu"):
-            plain.update(_Places(model, source, stored, dtype, packed=packed).fill())
+            plain.update(_Places(model, source, stored, dtype).fill())
 
     loading: Any = _that_places(model_class, place)
     module, info = loading.from_pretrained(
@@ -126,10 +119,8 @@ class _Experts:
 class _Places:
     """Where the weights of a checkpoint go in a model."""
 
-    def __init__(
-        self, model: Any, source: TensorSource, stored: list[StoredWeight], dtype: torch.dtype, *, packed: bool
-    ) -> None:
-        self._model, self._source, self._stored, self._dtype, self._packed = model, source, stored, dtype, packed
+    def __init__(self, model: Any, source: TensorSource, stored: list[StoredWeight], dtype: torch.dtype) -> None:
+        self._model, self._source, self._stored, self._dtype = model, source, stored, dtype
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -173,9 +164,6 @@ class _Places:
             if path.rpartition(".")[2] in READ_BY_OTHERS:
                 return False
             self._check_shape(weight, (module.out_features, module.in_features))
-            if not self._packed:
-                self._plain.append(weight)
-                return True
             self._model.set_submodule(path, QuantizedModule(partial(weight.read, 0), module, weight.activations))
             self._placed.append(weight)
             return True
@@ -189,9 +177,6 @@ class _Places:
         rows, columns = (2 * inner, hidden) if leaf == GATE_UP else (hidden, inner)
         if weight.optional and has_interleaved_experts(module):  # plain ones are transposed
             return False
-        if not self._packed:
-            self._plain.append(weight)
-            return True
         experts = self._experts.setdefault(path, _Experts())
         if pattern is None:
             if weight.experts != count:

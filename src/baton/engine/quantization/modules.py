@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.quantization.parts import own, pick_rows
+from baton.engine.quantization.parts import own, pick_rows, to_device
 from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
 from baton_kernels.quantized_linear import PlainQuantizedLinear
 from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
@@ -42,11 +42,13 @@ class HeldWeight:
 
     Attributes:
         form: What it is, for people; known once it was read.
+        device: Where it lies when it is read.
     """
 
     def __init__(self, read: ReadWeight) -> None:
         self._read = read
         self.form = ""
+        self.device = torch.device("cpu")
         self._changes: list[Change] = []
         self._weight: QuantizedWeight | None = None
 
@@ -58,7 +60,7 @@ class HeldWeight:
         for change in self._changes:
             weight = change(weight)
         self.form = form_name(weight)
-        return weight
+        return to_device(weight, self.device)
 
     def hold(self) -> None:
         """Keep the weight in memory."""
@@ -176,7 +178,7 @@ class QuantizedExpertsModule(nn.Module):
 
         An id that is no expert's chooses none.
         """
-        out = torch.zeros(hidden_states.shape)
+        out = torch.zeros(hidden_states.shape, device=hidden_states.device)
         biases = self.biases()
         for expert in torch.unique(ids).tolist():
             if not 0 <= expert < len(self.gate_up):
@@ -217,6 +219,14 @@ def held_weights(module: nn.Module) -> list[HeldWeight]:
         elif isinstance(child, QuantizedExpertsModule):
             found += child.weights
     return found
+
+
+def place_weights(module: nn.Module, device: torch.device, *, hold: bool = True) -> None:
+    """Have a model's quantized weights lie on a device, and with ``hold`` read them now."""
+    for held in held_weights(module):
+        held.device = device
+        if hold:
+            held.hold()
 
 
 def form_name(weight: QuantizedWeight) -> str:

@@ -20,8 +20,10 @@ def own(weight: QuantizedWeight) -> QuantizedWeight:
     """Return a copy of a weight in a mapping of its own, which goes back to the system when the copy is dropped.
 
     The allocator would keep what is dropped among what was allocated meanwhile: the memory of two copies of a model
-    while its operators are made of it, and afterwards.
+    while its operators are made of it, and afterwards. On a GPU it is an ordinary copy.
     """
+    if weight.values.device.type != "cpu":
+        return to_device(weight, weight.values.device, copy=True)
     kept: dict[str, Any] = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
     # One number that stands for all zeros takes no memory as it is.
     tensors = {
@@ -33,6 +35,15 @@ def own(weight: QuantizedWeight) -> QuantizedWeight:
         copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         kept[name] = copy.copy_(tensor)
     return type(weight)(**kept)
+
+
+def to_device(weight: QuantizedWeight, device: torch.device, *, copy: bool = False) -> QuantizedWeight:
+    """Return a weight whose tensors lie on a device: itself, where they do already and no copy is wanted."""
+    if weight.values.device == device and not copy:
+        return weight
+    kept = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    tensors = {name: each.to(device, copy=copy) for name, each in kept.items() if isinstance(each, torch.Tensor)}
+    return type(weight)(**kept | tensors)
 
 
 def _memory(size: int) -> torch.Tensor:

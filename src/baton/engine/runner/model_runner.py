@@ -184,9 +184,7 @@ class ModelRunner:
         Args:
             packs: Whether operators were made of them.
         """
-        library = self._operators.library
-        operators = library.instructions if packs and library is not None else "torch"
-        return describe(self._quantized, operators)
+        return describe(self._quantized, (self._operators.quantized if packs else "") or "torch")
 
     @property
     def model(self) -> LoadedModel:
@@ -198,7 +196,7 @@ class ModelRunner:
         """Whether some of the modules' linears or experts have faster operators here."""
         if self._operators.linear is not PlainLinear:
             return True
-        if self._operators.library is not None and self._packed_linears and held_weights(self._generic.module):
+        if self._operators.quantized and self._packed_linears and held_weights(self._generic.module):
             return True
         return any(map(self._operators.takes_experts, self._generic.module.modules()))
 
@@ -213,7 +211,7 @@ class ModelRunner:
         attention = self._attention
         if self._on_gpu:
             return attention if isinstance(attention, RotatingAttention) else None
-        return attention if self._operators.library is not None and isinstance(attention, CpuPagedAttention) else None
+        return attention if isinstance(attention, CpuPagedAttention) else None
 
     def use(self, path: ExecutionPath) -> str:
         """Run the model on another path from now on.
@@ -404,11 +402,11 @@ def _kept_per_token(pool: LayerPool) -> list[torch.Tensor]:
 
 
 def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:
-    """The checkpoint's scales of a rank's layers and heads."""
-    spec, found = communicator.spec, list[HeadScales | None]()
+    """The checkpoint's scales of a rank's layers and heads, where attention reads them."""
+    spec, found, device = communicator.spec, list[HeadScales | None](), whole.model.device
     for layer in layer_range(len(whole.scales), spec.pp_size, spec.pp_rank):
         pair, heads = whole.scales[layer], list(shard_heads(whole.geometry, spec, layer))
-        found.append(None if pair is None else (pair[0][heads].contiguous(), pair[1][heads].contiguous()))
+        found.append(None if pair is None else (pair[0][heads].to(device), pair[1][heads].to(device)))
     return found
 
 

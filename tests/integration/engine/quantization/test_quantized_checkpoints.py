@@ -14,18 +14,11 @@ from tests.support.equality import hf_greedy, mixed_prompts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.engine_logits import engine_logits, plain_logits
 from tests.support.models.quantized_checkpoints import FORMATS, QuantizedCheckpoint, Tensors, quantize_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.config import EngineConfig
 from baton.engine.executor.base import load_executor
 from baton.engine.llm import LLM
-from baton.engine.models.checkpoint import weight_files
 from baton.engine.models.fused import FusedDecoder
-from baton.engine.models.loader import quiet_transformers
-from baton.engine.models.quantized_loader import load_quantized
-from baton.engine.models.tensors import TensorFiles
-from baton.engine.quantization.modules import held_weights
-from baton.engine.quantization.schemes import stored_weights
 from baton.errors import ConfigError
 from baton.types import SamplingParams
 
@@ -211,26 +204,6 @@ def test_a_weight_of_another_shape_is_refused_by_file_and_tensor(tmp_path: Path)
         ConfigError, match=r"model\.safetensors: .*1\.mlp\.down_proj\.weight: is of a weight \[62, 96\]"
     ):
         load_executor(config(made.folder))
-
-
-@pytest.mark.parametrize(("architecture", "name"), [("llama", "ct-w4a16"), ("mixtral", "awq"), ("gpt_oss", "mxfp4")])
-def test_where_weights_cannot_stay_quantized_they_are_dequantized(tmp_path: Path, architecture: str, name: str) -> None:
-    """As on a GPU: the model has the parameters of the plain checkpoint."""
-    made = checkpoint(tmp_path, name, architecture)
-    source = TensorFiles(weight_files(made.folder))
-    stored = stored_weights(json.loads((made.folder / "config.json").read_text())["quantization_config"], source)
-    hf_config = AutoConfig.from_pretrained(made.plain)
-    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    with quiet_transformers():
-        module, info = load_quantized(model_class, hf_config, source, stored, torch.float32, packed=False)
-        expected = AutoModelForCausalLM.from_pretrained(made.plain, dtype=torch.float32).state_dict()
-    assert not info["missing_keys"]
-    assert not held_weights(module)
-    assert type(module) is model_class
-    found = module.state_dict()
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=1e-5)
 
 
 def test_weights_are_read_again_where_a_faster_path_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.models.stored_kv import MODEL, greedy, rounded_model, texts
+from tests.support.models.stored_kv import MODEL, add_tensors, greedy, kv_scales, rounded_model, texts
 
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
@@ -141,26 +141,12 @@ def test_other_architectures_agree_between_operators(architecture: str, tmp_path
 
 def with_scales(tmp_path: Path, scales: dict[str, torch.Tensor]) -> str:
     """A copy of baton-tiny that has more tensors."""
-    folder = tmp_path / "model"
-    folder.mkdir(exist_ok=True)
-    for file in Path(MODEL).iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    weights = {name: value for file in Path(MODEL).glob("*.safetensors") for name, value in load_file(file).items()}
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    save_file(weights | scales, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-LAYERS, HEADS = 6, 2
+    folder = shutil.copytree(MODEL, tmp_path / "model", dirs_exist_ok=True)
+    return str(add_tensors(Path(folder), scales))
 
 
 def scales_of(k: float | list[float], v: float | list[float]) -> dict[str, torch.Tensor]:
-    return {
-        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(value)
-        for layer in range(LAYERS)
-        for side, value in (("k", k), ("v", v))
-    }
+    return kv_scales(6, k, v)
 
 
 def test_fp8_takes_the_checkpoints_scales(tmp_path: Path, prompts: list[list[int]]) -> None:

@@ -5,6 +5,7 @@ Every refusal is one line that names the file and the tensor, or the field of ``
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.support.models.quantized import FORMS, make
 from tests.support.models.quantized_checkpoints import (
     FORMATS,
     INT8_TENSOR,
@@ -31,8 +33,10 @@ from tests.support.models.quantized_checkpoints import (
 from baton.engine.models.checkpoint import read_header
 from baton.engine.models.tensors import TensorFiles
 from baton.engine.quantization.base import StoredWeight
+from baton.engine.quantization.modules import HeldWeight
 from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
+from baton_kernels.quantized_weights import QuantizedWeight
 
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 48, 64
@@ -426,3 +430,23 @@ def test_a_tensor_of_another_size_than_its_shape(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(ConfigError, match=r"model\.safetensors: x: \[3\] of F32 takes 12 bytes"):
         TensorFiles([read_header(path)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_lies_on_its_device_whenever_it_is_read(form: str) -> None:
+    held, meta = HeldWeight(lambda: make(form, 24, 64, 32)), torch.device("meta")
+    held.device = meta
+
+    def devices(weight: QuantizedWeight) -> set[torch.device]:
+        values = [getattr(weight, field.name) for field in dataclasses.fields(weight)]
+        return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+    assert devices(held.get()) == {meta}
+    held.hold()
+    assert held.nbytes == make(form, 24, 64, 32).nbytes
+    held.change(lambda weight: weight.cut_rows(0, 8))
+    assert devices(held.get()) == {meta}
+    held.release()
+    assert held.nbytes == 0
+    assert devices(held.get()) == {meta}
+    assert held.get().rows == 8
