@@ -211,6 +211,8 @@ class CapturedAttention(PagedAttention, Protocol):
     def prepare_decodes(self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int) -> Any:
         """Return a plan for sequences of one new token each, whatever their lengths are when it is run.
 
+        One of length 0 is padding: nothing is written for it, and its outputs are finite.
+
         Args:
             context_lens: int32 [S] on the device, the new tokens included; read in each run.
             tables: int32 [S, G * W] on the device; read in each run. W blocks are the longest sequence.

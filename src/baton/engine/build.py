@@ -57,8 +57,6 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     groups = executor.layout.num_groups
     # The one more is never written: it stands in tables where a block was given back.
     arena_blocks = blocks if groups == 1 else blocks * groups + 1
-    scratch_blocks = 1 if config.graph_sizes else 0
-    arena_blocks += scratch_blocks
     wanted = sum(arena_bytes(arena_blocks, layout.block_bytes) for layout in layouts)
     available = free_bytes(executor.device)
     if wanted > available:
@@ -70,10 +68,7 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
             field="kv_blocks",
         )
     private = private and len(layouts) == 1
-    shards = KVShards(
-        [_new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts],
-        scratch_blocks,
-    )
+    shards = KVShards([_new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts])
     try:
         shards.touch()
         executor.bind(shards)

@@ -95,7 +95,7 @@ class EngineCore:
         self._block_size = executor.layout.block_size
         layout = executor.layout
         # With layer groups, the last block is never written: it stands where a block was given back.
-        pool_blocks = self.arena.num_blocks - shards.scratch_blocks - (layout.num_groups > 1)
+        pool_blocks = self.arena.num_blocks - (layout.num_groups > 1)
         self._pool = BlockPool(
             pool_blocks,
             self.arena.generations[:pool_blocks],

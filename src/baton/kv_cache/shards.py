@@ -131,14 +131,13 @@ class KVShards:
 
     Attributes:
         arenas: At least one, all with the same number of blocks.
-        scratch_blocks: How many of each arena's last ones are not the pool's: nobody's KV lies there.
 
     Raises:
         ConfigError: No arena, or their numbers of blocks differ.
     """
 
-    def __init__(self, arenas: Sequence[Arena], scratch_blocks: int = 0) -> None:
-        self.arenas, self.scratch_blocks = tuple(arenas), scratch_blocks
+    def __init__(self, arenas: Sequence[Arena]) -> None:
+        self.arenas = tuple(arenas)
         if len({arena.num_blocks for arena in self.arenas}) != 1:
             raise ConfigError("shards need arenas with the same number of blocks", field="kv_blocks")
 

@@ -16,8 +16,8 @@ from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
 
 DEVICE = ComputeDevice(torch.device("cpu"), on_gpu=True)
-BLOCK, GROUPS, WIDTH, SCRATCH = 4, 2, 6, 99
-SHAPE = TableShape(BLOCK, GROUPS, WIDTH, SCRATCH)
+BLOCK, GROUPS, WIDTH = 4, 2, 6
+SHAPE = TableShape(BLOCK, GROUPS, WIDTH)
 
 
 class Attention:
@@ -107,15 +107,14 @@ def test_each_batch_runs_at_the_next_larger_size_with_its_own_numbers() -> None:
     assert recorder.replays == [1, 4, 2, 8, 4, 1, 8]
 
 
-def test_rows_beyond_the_batch_have_one_token_in_the_scratch_block_whatever_was_there_before() -> None:
+def test_rows_beyond_the_batch_have_no_length_whatever_was_there_before() -> None:
     graphs, _ = graphs_of(4)
     graphs.run(*batch_of([24, 24, 24, 24]))
     seen: list[torch.Tensor] = []
     step, replay = graphs._steps[4]
     graphs._steps[4] = step, lambda: seen.append(replay()) or seen[-1]  # type: ignore[func-returns-value]
     graphs.run(*batch_of([7]))
-    first = (1 + WIDTH + 1) * SCRATCH  # the first block of each group, by its weight
-    assert seen[0][1:].tolist() == [[0.0, 0.0, 1.0, float(first)]] * 3
+    assert seen[0][1:].tolist() == [[0.0] * 4] * 3
 
 
 def test_wider_tables_than_the_longest_sequence_needs_are_cut() -> None:

@@ -210,7 +210,7 @@ class InProcessExecutor:
         """Use arenas of the ranks' layouts as the KV pool."""
         if len(shards.arenas) != len(self.shards):
             raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
-        captured = self._runner.bind(shards.primary, scratch=shards.scratch_blocks > 0)
+        captured = self._runner.bind(shards.primary)
         if captured:
             self.description += f", {captured}"
             log.info("%s: %s", self.architecture, captured)

@@ -1,10 +1,10 @@
 """Decode steps that are captured once per batch size and replayed: one launch in place of some hundreds.
 
 A step of sequences with one new token each is run with the next larger size that was captured. Rows beyond the batch
-are sequences of one token whose KV goes to a scratch block, which no sequence has. What differs from step to step lies
-in tensors at fixed places, which one copy from the host fills: tokens, positions, lengths, block tables; the launches
-are the same for any of them, as lengths are read on the device. Prompts, drafts and steps whose hidden states are
-wanted run eagerly, and so does a batch larger than the largest size.
+are sequences of length 0, which have no KV. What differs from step to step lies in tensors at fixed places, which one
+copy from the host fills: tokens, positions, lengths, block tables; the launches are the same for any of them, as
+lengths are read on the device. Prompts, drafts and steps whose hidden states are wanted run eagerly, and so does a
+batch larger than the largest size.
 
 A recorder keeps what a call launches: CUDA graphs on a GPU. In Triton's interpreter the call itself is made again,
 over the same places, so that all but the capture is the same.
@@ -105,13 +105,11 @@ class TableShape:
         block_size: Tokens per block.
         groups: Layer groups, each with a table of its own.
         width: Blocks of the longest sequence.
-        scratch_block: Where the KV of rows beyond the batch goes.
     """
 
     block_size: int
     groups: int
     width: int
-    scratch_block: int
 
 
 class _Step:
@@ -126,7 +124,7 @@ class _Step:
         self.tokens, self.positions = (self._inputs[at : at + 8 * size].view(torch.int64) for at in self._places[:2])
         self.rows = torch.arange(size, device=device.memory)
         lens = self._inputs[self._places[2] : self._places[3]].view(torch.int32)
-        self._tables = torch.full((size, shape.groups * shape.width), shape.scratch_block, device=device.memory).int()
+        self._tables = torch.zeros(size, shape.groups * shape.width, dtype=torch.int32, device=device.memory)
         self.plan = attention.prepare_decodes(lens, self._tables, shape.block_size, shape.groups)
         self._shape = shape
 
@@ -140,7 +138,7 @@ class _Step:
         shape, count, size = self._shape, len(batch.context_lens), self.size
         used = tables.shape[1] // shape.groups
         tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        lens, padded = np.ones(size, np.int32), np.full((size, shape.groups, used), shape.scratch_block, np.int32)
+        lens, padded = np.zeros(size, np.int32), np.zeros((size, shape.groups, used), np.int32)
         tokens[:count], positions[:count], lens[:count] = batch.token_ids, batch.positions, batch.context_lens
         padded[:count] = tables.reshape(count, shape.groups, used)
         places = [*self._places[:4], self._places[3] + padded.nbytes]
@@ -182,13 +180,15 @@ class DecodeGraphs:
     def capture(self, size: int) -> None:
         """Capture steps of ``size`` sequences, and compare one with the same step run eagerly.
 
+        It writes to the pool's first blocks, which nobody has yet.
+
         Raises:
             RuntimeError: The model does what cannot be captured, or a replay gives other logits.
         """
         with torch.inference_mode():
             step = _Step(size, self._shape, self._attention, self._device)
-            alike = np.ones(size, np.int64)  # all rows write to one place of the scratch block: the same
-            first = np.full((size, self._shape.groups), self._shape.scratch_block, np.int32)
+            alike = np.ones(size, np.int64)  # all rows write to one place: the same
+            first = np.zeros((size, self._shape.groups), np.int32)
             batch = ForwardBatch(
                 alike, 0 * alike, np.arange(size + 1, dtype=np.int32), alike.astype(np.int32), first, alike
             )

@@ -255,12 +255,11 @@ class ModelRunner:
         self.layout = shard_layout(geometry, self._communicator.spec, self.layout.block_size)
         return self.layout
 
-    def bind(self, arena: Arena, *, scratch: bool = False) -> str:
+    def bind(self, arena: Arena) -> str:
         """Use an arena of ``layout`` as the KV pool, and capture decode steps over it.
 
         Args:
-            arena: The pool.
-            scratch: Whether its last block is nobody's; without, nothing is captured.
+            arena: The pool, of which nothing is in use yet.
 
         Returns:
             What was captured, for people; empty: nothing was to be.
@@ -281,11 +280,9 @@ class ModelRunner:
             self._draft.bind(*self._pools[-len(own) :])
             del self._pools[-len(own) :]
         self._use_scratch(0, stored=False)
-        if not scratch or not self._step_capture.sizes:
+        if not self._step_capture.sizes:
             return ""
-        self._graphs, captured = self._step_capture.capture(
-            self._decoder, self._pools, self._table_shape(arena.num_blocks - 1)
-        )
+        self._graphs, captured = self._step_capture.capture(self._decoder, self._pools, self._table_shape)
         return captured
 
     def graph_bytes(self) -> int:
@@ -294,13 +291,14 @@ class ModelRunner:
             return 0
         self._use_scratch(1, stored=False)
         try:
-            return self._step_capture.measure(self._decoder, self._scratch, self._table_shape(0))
+            return self._step_capture.measure(self._decoder, self._scratch, self._table_shape)
         finally:
             self._use_scratch(0, stored=False)
 
-    def _table_shape(self, scratch_block: int) -> TableShape:
+    @property
+    def _table_shape(self) -> TableShape:
         size = self.layout.block_size
-        return TableShape(size, self.layout.num_groups, -(-self._max_len // size), scratch_block)
+        return TableShape(size, self.layout.num_groups, -(-self._max_len // size))
 
     def _replay(self, graphs: DecodeGraphs, batch: ForwardBatch) -> ForwardOutput:
         logits = graphs.run(batch, self._tables(batch))
