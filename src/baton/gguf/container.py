@@ -290,4 +290,5 @@ class _Reader:
 
 def shown(value: object) -> str:
     """Return a value of a file as an error shows it: in one line, shortened."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value  # whose own form has several lines
     return repr(value if len(str(value)) <= 80 else f"{str(value)[:77]}...")
