@@ -42,6 +42,8 @@ def interpreted(path: object, **changes: object) -> EngineConfig:
     return EngineConfig(model=str(path), **values)
 
 
+ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""A program of the interpreter's takes milliseconds, and there is one for each head of each token."""
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -70,68 +72,51 @@ def test_every_path_gives_the_tokens_of_generate(
         llm.core.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "layers", "changes"),
-    [("int8", 2, {"cuda_graphs": ("2",), "kv_skip_layers": ("first",)}), ("fp8_e4m3", 1, {"packed_linears": False})],
-    ids=["int8, but the first layer", "fp8, transformers' modules"],
-)
-def test_kv_of_8_bits_gives_the_tokens_of_the_cpu(
-    tmp_path: Path, kv_dtype: str, layers: int, changes: dict[str, Any]
-) -> None:
-    """Which are those of a model whose keys and values are rounded (``test_stored_kv.py``)."""
-    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=layers)
-    if kv_dtype == "fp8_e4m3":
-        add_tensors(folder, kv_scales(layers, [0.06, 0.05], 0.03))
-    prompts = mixed_prompts(6, VOCAB, count=2, longest=10)
-    options = {"kv_dtype": kv_dtype, "max_model_len": 16, "cuda_graphs": ("off",), **changes}
-    tokens, block_bytes = [], []
-    for device in ("cpu", "interpret"):
-        with LLM(interpreted(folder, **options, device=device)) as llm:
-            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-            tokens.append([each.token_ids for each in outputs])
-            block_bytes.append(llm.core.arena.block_bytes)
-            description = llm.core.executor.description
-            assert f", KV {kv_dtype}" in description
-            assert ("graphs of 2" in description) is (device == "interpret" and "cuda_graphs" in changes)
-            llm.core.check_integrity()
-    assert tokens[0] == tokens[1]
-    assert block_bytes[0] == block_bytes[1]
-
-
 def quantized(folder: Path, name: str, architecture: str, **sizes: Any) -> QuantizedCheckpoint:
     plain = make_checkpoint(folder / "source", architecture, **{"initializer_range": 0.1, **sizes})
     return quantize_checkpoint(plain, folder, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "graphs"),
-    [("ct-w8a16", "7 x int8 per row", "2"), ("gptq-v1-ordered", "7 x int4 per 32", "off")],
+    ("name", "form", "kv_dtype", "graphs"),
+    [
+        ("ct-w8a16", "7 x int8 per row", "int8", "2"),
+        ("gptq-v1-ordered", "7 x int4 per 32", "fp8_e4m3", "off"),
+    ],
 )
-def test_quantized_weights_stay_packed(tmp_path: Path, name: str, form: str, graphs: str) -> None:
-    made = quantized(tmp_path, name, "llama", num_hidden_layers=1)
-    prompts = mixed_prompts(4, VOCAB, count=2, longest=10)
-    config = interpreted(made.folder, quantized_activations="none", cuda_graphs=(graphs,), max_model_len=16)
-    with LLM(config) as llm:
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
-        assert [each.token_ids for each in outputs] == hf_greedy(made.plain, prompts, NEW_TOKENS)
-        executor: Any = llm.core.executor
-        assert executor.description.startswith("fused decoder")
-        assert f"quantized weights {form} by triton, inputs exact" in executor.description
-        assert ("graphs of 2" in executor.description) is (graphs == "2")
-        assert not any(held.nbytes for held in held_weights(executor.model.module))
-        layer = executor._runner._decoder._layers[0]
-        # Columns of act order differ between projections, which stay side by side then.
-        joined = [layer.attention._qkv, layer.mlp._gate_up]
-        operators = [part for each in joined for part in getattr(each, "_parts", [each])]
-        operators += [layer.output, layer.mlp._down]
-        plain = sum(tensor.nbytes for key, tensor in read_tensors(made.plain).items() if PROJECTIONS.search(key))
-        assert sum(each.nbytes for each in operators) < 0.3 * plain
+def test_packed_weights_and_kv_of_8_bits_give_the_tokens_of_the_cpu(
+    tmp_path: Path, name: str, form: str, kv_dtype: str, graphs: str
+) -> None:
+    """Whose weights and KV are compared with ``generate`` in ``quantization/``; nothing plain is in memory."""
+    made = quantized(tmp_path, name, "llama", **ONE_LAYER)
+    add_tensors(made.folder, kv_scales(1, 0.06, 0.03))
+    prompts = mixed_prompts(4, VOCAB, count=2, longest=8)
+    options = {"kv_dtype": kv_dtype, "quantized_activations": "none", "max_model_len": 12, "cuda_graphs": (graphs,)}
+    tokens = []
+    for device in ("cpu", "interpret"):
+        with LLM(interpreted(made.folder, **options, device=device)) as llm:
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))
+            tokens.append(([each.token_ids for each in outputs], llm.core.arena.block_bytes))
+            llm.core.check_integrity()
+            executor: Any = llm.core.executor
+            assert f", KV {kv_dtype}" in executor.description
+    assert tokens[0] == tokens[1]
+    assert executor.description.startswith("fused decoder, attention triton")
+    assert f"quantized weights {form} by triton, inputs exact" in executor.description
+    assert ("graphs of 2" in executor.description) is (graphs == "2")
+    assert not any(held.nbytes for held in held_weights(executor.model.module))
+    layer = executor._runner._decoder._layers[0]
+    # Columns of act order differ between projections, which stay side by side then.
+    joined = [layer.attention._qkv, layer.mlp._gate_up]
+    operators = [part for each in joined for part in getattr(each, "_parts", [each])]
+    operators += [layer.output, layer.mlp._down]
+    plain = sum(tensor.nbytes for key, tensor in read_tensors(made.plain).items() if PROJECTIONS.search(key))
+    assert sum(each.nbytes for each in operators) < 0.3 * plain
 
 
 @pytest.mark.parametrize(
     ("architecture", "name", "layers", "path"),
     [
-        ("llama", "bnb-nf4", 1, "fused decoder"),
         ("gpt_oss", "mxfp4", 1, "fused decoder"),
         ("deepseek_v2", "ct-w8a16", 2, "transformers' modules"),
     ],
@@ -150,7 +135,7 @@ def test_logits_of_packed_weights_are_those_of_the_dequantized_model(
 
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
     """By the group of inputs, in linear layers and in front of both products of experts; see ``test_quantized_*``."""
-    made = quantized(tmp_path, "fp8-block", "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    made = quantized(tmp_path, "fp8-block", "qwen3_moe", **ONE_LAYER, moe_intermediate_size=64)
     exact = plain_logits(made.plain, TOKENS)
     rounded, _ = engine_logits(interpreted(made.folder, device="cpu", packed_linears=False), TOKENS)
     got, how = engine_logits(interpreted(made.folder, cuda_graphs=("off",), max_model_len=16), TOKENS)
