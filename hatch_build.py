@@ -37,8 +37,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
         builder.build(libraries)
         if version == "editable":
             return
-        for model in ("baton-tiny", "baton-tiny-tools"):
-            build_data["force_include"][str(SCRIPT.parents[1] / "models" / model)] = f"baton/_models/{model}"
+        for model in sorted(SCRIPT.parents[1].glob("models/*/config.json")):
+            build_data["force_include"][str(model.parent)] = f"baton/_models/{model.parent.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
         build_data["artifacts"] += [f"/{library.target.relative_to(self.root).as_posix()}" for library in libraries]

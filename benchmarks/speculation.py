@@ -2,11 +2,12 @@
 
 *Acceptance*: the demo model continues held-out modules of the Python standard library (beginnings of 256 tokens, 160
 new ones, one prompt after the other) with each method, greedy and at temperature 0.7, drafts of 8 tokens: the share of
-draft tokens that are right by their place, and tokens per step. ``suffix@4`` drafts trees of width 4.
+draft tokens that are right by their place, and tokens per step. ``suffix@4`` drafts trees of width 4. ``draft``,
+``eagle``, ``eagle3`` and ``medusa`` draft with what ``scripts/train_draft.py`` trained for the demo model.
 
 *Speed*: with the length that the engine chooses by itself, tokens per second against the engine without speculation,
 and against ``generate`` plain, with ``prompt_lookup_num_tokens`` (transformers' prompt lookup) and with
-``assistant_model``. That, and the engine's ``draft``, drafts with the first half of the demo model's layers.
+``assistant_model``, which is the same model as that of the engine's ``draft``.
 
 *Recorded drafts* (``batch-1`` to ``batch-32``): a random Llama of 125M parameters in bfloat16 generates; then again
 with drafts that are what it said, each token right with probability 0.8, 0.6 or 0, in turns with the engine without
@@ -33,7 +34,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -49,6 +49,7 @@ from scripts.demo_model.corpus import is_held_out, load_sources
 from tests.support.models.drafters import RecordedDrafter
 
 from baton.config import EngineConfig
+from baton.config.demo_model import DEMO_DRAFTS, default_draft
 from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
 from baton.engine.llm import LLM
@@ -68,6 +69,7 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "seed":
 BATCHES = {1: 96, 4: 96, 8: 64, 16: 48, 32: 40}
 """New tokens of each sequence, by the number of sequences."""
 PARTS = ("acceptance", "speed", *(f"batch-{batch}" for batch in BATCHES))
+METHODS = ("ngram", "suffix", "suffix@2", "suffix@4", *DEMO_DRAFTS, "eagle3@4")
 PROBABILITIES = (0.8, 0.6, 0.0)
 RECORDED_CONTEXT = 128
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -104,7 +106,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix", "suffix@2", "suffix@4"])
+    parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, help="batch-N: of each answer, in place of 96 to 40")
@@ -132,9 +134,10 @@ def held_out_prompts(count: int) -> list[list[int]]:
 
 
 def method_options(method: str) -> dict[str, Any]:
-    """Return the configuration of a method, and of its width behind an @."""
+    """Return the configuration of a method, of its width behind an @, and of what drafts for the demo model."""
     name, _, width = method.partition("@")
-    return {"speculative": name, "speculative_width": int(width or 1)}
+    options = {"speculative": name, "speculative_width": int(width or 1)}
+    return options | ({"speculative_model": default_draft(name)} if name in DEMO_DRAFTS else {})
 
 
 # Acceptance
@@ -191,15 +194,8 @@ def one_by_one(
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Return tokens per second of the demo model on held-out code, one prompt after the other, engines in turns."""
     prompts = held_out_prompts(args.prompts)[: max(2, args.prompts // 3)]
-    with tempfile.TemporaryDirectory() as half:
-        write_half(half)
-        return speed_with(args, prompts, half)
-
-
-def speed_with(args: argparse.Namespace, prompts: list[list[int]], half: str) -> dict[str, Any]:
-    """Measure, with a draft model."""
     found: dict[str, Any] = {"prompts": len(prompts), "dtype": "float32"}
-    assistant = load_hf(half)
+    assistant = load_hf(default_draft("draft"))
     ways: dict[str, dict[str, Any]] = {
         "generate": {},
         "generate_prompt_lookup": {"prompt_lookup_num_tokens": 5},
@@ -208,9 +204,10 @@ def speed_with(args: argparse.Namespace, prompts: list[list[int]], half: str) ->
     for name, sampling in SAMPLINGS.items():
         params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
         engines: dict[str, Any] = {}
-        for method in ("none", *args.methods, "draft"):
-            options = method_options(method) | ({"speculative_model": half} if method == "draft" else {})
-            config = EngineConfig(model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, **options)
+        for method in ("none", *args.methods):
+            config = EngineConfig(
+                model=str(DEMO), dtype="float32", threads=args.threads, kv_blocks=256, **method_options(method)
+            )
             engines[method] = LLM(config)
         model = load_hf(DEMO) if name == "greedy" else None
         times: dict[str, list[float]] = {}
@@ -235,20 +232,6 @@ def speed_with(args: argparse.Namespace, prompts: list[list[int]], half: str) ->
 def load_hf(folder: Path | str) -> Any:
     with quiet_transformers():
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def write_half(folder: str) -> None:
-    """Write a model of the first half of the demo model's layers, with its tokenizer."""
-    model = load_hf(DEMO)
-    model.model.layers = model.model.layers[: len(model.model.layers) // 2]
-    model.config.num_hidden_layers = len(model.model.layers)
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = model.config.layer_types[: len(model.model.layers)]
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    for path in DEMO.iterdir():
-        if path.name.startswith(("tokenizer", "special_tokens", "chat_template")):
-            shutil.copy(path, folder)
 
 
 def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:

@@ -36,10 +36,15 @@ class Dataset:
 
 
 def prepare(sources: Sources, vocab_size: int, max_length: int, seed: int) -> Dataset:
-    """Split the modules, train the tokenizer on the training part alone, build chats, encode everything."""
+    """Train the tokenizer on the training part of the modules alone, build chats, encode everything."""
+    kept = [text for path, text in sources.items() if not is_held_out(path)]
+    return encode_sources(sources, train_tokenizer(kept, vocab_size, max_length), seed)
+
+
+def encode_sources(sources: Sources, tokenizer: Any, seed: int) -> Dataset:
+    """Split the modules, build chats, encode everything."""
     kept = {path: text for path, text in sources.items() if not is_held_out(path)}
     held = {path: text for path, text in sources.items() if is_held_out(path)}
-    tokenizer = train_tokenizer(list(kept.values()), vocab_size, max_length)
     documents = encode_all(tokenizer, [text + END_OF_TEXT for text in kept.values()])
     held_documents = encode_all(tokenizer, [text + END_OF_TEXT for text in held.values()])
     chats = encode_all(tokenizer, [render(tokenizer, chat) for chat in build_conversations(kept, 2400, seed)])

@@ -18,7 +18,8 @@ from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.client.types import Trace
-from baton.config.demo_model import default_model
+from baton.config import EngineConfig
+from baton.config.demo_model import DEMO_DRAFTS, default_draft, default_model
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.tokenizer.model_files import check_model_path
@@ -44,6 +45,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--prompt", default=PROMPT, help="what to say to it")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens to generate at most (default: 96)")
     parser.add_argument("--pipe", default=AUTO, help=f"{PIPES_HELP} (default: {AUTO})")
+    who = "who drafts: none, ngram, suffix, mtp; for the demo model without --speculative-model too"
+    parser.add_argument("--speculative", default="none", help=f"{who}: {', '.join(DEMO_DRAFTS)} (default: none)")
+    parser.add_argument("--speculative-model", default="", help="model or heads that draft (default: the demo model's)")
+    parser.add_argument("--speculative-tokens", type=int, default=4, help="draft tokens per step (default: 4)")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
     parser.add_argument("--logs", action="store_true", help="show the processes' log lines")
     parser.set_defaults(run=run)
@@ -69,6 +74,7 @@ async def _demo(args: argparse.Namespace) -> int:
 
     model = args.model or default_model()
     check_model_path(model)
+    drafting = _drafting(args, model)
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1, got {args.max_tokens}", field="max_tokens")
     check_pipes(tuple(args.pipe.split(",")))
@@ -79,7 +85,7 @@ async def _demo(args: argparse.Namespace) -> int:
         kvstore=True,
         extra=ExtraArgs(
             # bfloat16 results depend on what else is in the batch: only float32 can be compared token for token.
-            worker=("--model", model, "--dtype", "float32"),
+            worker=("--model", model, "--dtype", "float32", *drafting),
             # The demo shows the hand-over, so even a short prompt is prefilled remotely.
             decode=("--remote-prefill-threshold", "1"),
         ),
@@ -102,6 +108,25 @@ async def _demo(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(answer, expected), indent=2))
     return _report(console, answer, expected)
+
+
+def _drafting(args: argparse.Namespace, model: str) -> tuple[str, ...]:
+    """Return the instances' flags of speculative decoding.
+
+    Raises:
+        ConfigError: They are wrong, or the method needs weights that did not come with Baton.
+    """
+    method, drafter = args.speculative, args.speculative_model
+    if method in DEMO_DRAFTS and not drafter:
+        if args.model:
+            raise ConfigError(f"speculative {method} for {model} needs --speculative-model", field="speculative_model")
+        drafter = default_draft(method)
+    tokens = args.speculative_tokens
+    EngineConfig(model=model, speculative=method, speculative_model=drafter, speculative_tokens=tokens)
+    if method == "none":
+        return ()
+    named = ("--speculative-model", drafter) if drafter else ()
+    return ("--speculative", method, *named, "--speculative-tokens", str(tokens))
 
 
 async def _chat(console: Console, address: str, prompt: str, max_tokens: int) -> Answer:
@@ -169,6 +194,12 @@ def _report(console: Console, answer: Answer, expected: list[int]) -> int:
         ("prompt tokens transferred / recomputed", f"{trace.transferred_tokens} / {trace.recomputed_tokens}"),
         ("TTFT", f"{1000 * answer.ttft_s:.1f} ms"),
     ]
+    if trace.drafted_tokens:
+        # The first token is the prefill instance's.
+        decoded = len(answer.token_ids) - 1
+        per_step = decoded / max(1, decoded - trace.accepted_tokens)
+        drafts = f"{trace.drafted_tokens} / {trace.accepted_tokens}, {per_step:.2f} tokens per step"
+        rows.append(("draft tokens / accepted", drafts))
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -67,6 +67,33 @@ def write_medusa(folder: Path, target: Path, *, heads: int = 3, seed: int = 0) -
     return _write(folder, {"medusa_num_heads": heads, "medusa_num_layers": 1}, tensors, "medusa_lm_head.safetensors")
 
 
+def as_vllm(folder: Path, source: Path, drafted: torch.Tensor | None = None, *, shared: bool = False) -> Path:
+    """Write Medusa heads in vLLM's form.
+
+    Args:
+        folder: Where to.
+        source: Heads in Medusa's form, of one layer each.
+        drafted: Tokens of a vocabulary of its own.
+        shared: Whether the first head's output layer is everybody's.
+    """
+    settings = json.loads((source / "config.json").read_text())
+    given, count = load_file(source / "medusa_lm_head.safetensors"), settings["medusa_num_heads"]
+    width, vocab = given["0.1.weight"].shape[1], given["0.1.weight"].shape[0]
+    found = {"num_heads": count, "num_hidden_layers": 1, "hidden_size": width, "vocab_size": vocab}
+    found |= {"model_type": "medusa", "medusa_fc_bias": True, "original_lm_head": shared}
+    tensors = {}
+    for head in range(count):
+        for part in ("weight", "bias"):
+            tensors[f"blocks.{head}.layers.0.{part}"] = given[f"{head}.0.linear.{part}"]
+        out = given[f"{head}.1.weight"]
+        if head == 0 or not shared:
+            tensors[f"lm_heads.{head}.weight"] = out if drafted is None else out[drafted]
+    if drafted is not None:
+        found["truncated_vocab_size"] = len(drafted)
+        tensors["token_map"] = drafted
+    return _write(folder, found, tensors, "model.safetensors")
+
+
 def _write(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor], name: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(settings))

@@ -29,6 +29,11 @@ ADDRESS = ["--address", "127.0.0.1:9"]
         (["up", "--autoscale", "--scale-max-instances", "1"], "scale_max_instances must be 0 or at least 2"),
         (["demo", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["demo", "--pipe", "pigeon"], "pipes must be some of"),
+        (
+            ["demo", "--speculative", "eagle3", "--speculative-tokens", "0"],
+            "speculative_tokens must be between 1 and 16",
+        ),
+        (["demo", "--speculative", "eagle3", "--model", "{folder}"], "needs --speculative-model"),
         (["health", "x"], "give HOST:PORT"),
         (["explain", "--url", "http://[::1"], "--url must look like http://127.0.0.1:8000"),
         (["explain", "--url", "http://127.0.0.1:99999"], "--url must look like http://127.0.0.1:8000"),

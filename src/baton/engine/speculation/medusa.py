@@ -2,6 +2,15 @@
 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", ICML 2024. A head is one
 or more residual layers ``x + silu(linear(x))`` and a linear to the vocabulary; it knows nothing of what the others say.
+
+==========  ========================================  =======================================================
+            Medusa's files                            vLLM's (``"model_type": "medusa"``)
+==========  ========================================  =======================================================
+config      ``medusa_num_heads``, ``_num_layers``     ``num_heads``, ``num_hidden_layers``
+layer       ``0.0.linear``, ``medusa_head.0.0...``    ``blocks.0.layers.0``; a bias if there is one
+vocabulary  ``0.1``; the model's                      ``lm_heads.0``, or one for all (``original_lm_head``);
+                                                      the model's, or some of it (``token_map``)
+==========  ========================================  =======================================================
 """
 
 from __future__ import annotations
@@ -24,12 +33,17 @@ from baton.engine.speculation.head_weights import FIELD, HeadFiles, target_of
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS
 
+_Layer = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight and bias."""
+_Head = tuple[list[_Layer], torch.Tensor]
+"""Layers and output."""
+
 
 class MedusaHeads:
     """The heads.
 
     Args:
-        files: Their weights, by ``<head>.<layer>.linear`` and ``<head>.<layers>``.
+        files: Their weights, in either form.
         model: The target.
 
     Raises:
@@ -37,36 +51,75 @@ class MedusaHeads:
     """
 
     def __init__(self, files: HeadFiles, model: LoadedModel) -> None:
-        width, vocab_size = int(model.text_config.hidden_size), int(model.text_config.vocab_size)
-        dtype = TORCH_DTYPES[model.dtype]
-        count = int(files.number("medusa_num_heads"))
-        layers = int(files.number("medusa_num_layers", 1))
+        self._files, self._dtype = files, TORCH_DTYPES[model.dtype]
+        self._width, self._vocab_size = int(model.text_config.hidden_size), int(model.text_config.vocab_size)
+        self._drafted: torch.Tensor | None = None
+        self._scale = 1.0
+        vllm = files.has("blocks.0.layers.0.weight")
+        count = int(files.number("num_heads" if vllm else "medusa_num_heads"))
+        layers = int(files.number("num_hidden_layers" if vllm else "medusa_num_layers", 1))
         if count > MAX_SPECULATIVE_TOKENS:
             where = files.path.parent / "config.json"
             raise ConfigError(f"{where}: {count} heads, at most {MAX_SPECULATIVE_TOKENS} are used", field=FIELD)
-        prefix = "" if files.has("0.0.linear.weight") else "medusa_head."
-        self._heads = []
-        for head in range(count):
-            blocks = [
-                (
-                    files.take(f"{prefix}{head}.{layer}.linear.weight", width, width, dtype=dtype),
-                    files.take(f"{prefix}{head}.{layer}.linear.bias", width, dtype=dtype),
-                )
-                for layer in range(layers)
-            ]
-            out = files.take(f"{prefix}{head}.{layers}.weight", vocab_size, width, dtype=dtype)
-            self._heads.append((blocks, out))
+        self._heads = self._of_vllm(count, layers) if vllm else self._of_medusa(count, layers)
+
+    def _of_medusa(self, count: int, layers: int) -> list[_Head]:
+        prefix = "" if self._files.has("0.0.linear.weight") else "medusa_head."
+        return [
+            (
+                [self._layer(f"{prefix}{head}.{layer}.linear") for layer in range(layers)],
+                self._take(f"{prefix}{head}.{layers}.weight", self._vocab_size, self._width),
+            )
+            for head in range(count)
+        ]
+
+    def _of_vllm(self, count: int, layers: int) -> list[_Head]:
+        size = int(self._files.number("truncated_vocab_size", self._vocab_size))
+        self._scale = self._files.number("logit_scale", 1.0)
+        if size != self._vocab_size:
+            drafted = self._files.take("token_map", size, dtype=torch.int64)
+            if bool(((drafted < 0) | (drafted >= self._vocab_size)).any()):
+                where = f"{self._files.path}: token_map"
+                raise ConfigError(f"{where} leads out of the vocabulary of {self._vocab_size}", field=FIELD)
+            self._drafted = drafted
+        shared = bool(self._files.settings.get("original_lm_head", False))
+        name = "lm_head.weight" if shared and self._files.has("lm_head.weight") else "lm_heads.0.weight"
+        outs = [
+            self._out(name if shared else f"lm_heads.{head}.weight", size) for head in range(1 if shared else count)
+        ]
+        return [
+            ([self._layer(f"blocks.{head}.layers.{layer}") for layer in range(layers)], outs[0 if shared else head])
+            for head in range(count)
+        ]
+
+    def _layer(self, name: str) -> _Layer:
+        bias = self._take(f"{name}.bias", self._width) if self._files.has(f"{name}.bias") else None
+        return self._take(f"{name}.weight", self._width, self._width), bias
+
+    def _out(self, name: str, size: int) -> torch.Tensor:
+        """Take an output layer: of the tokens that are drafted, or of all, of which these are kept."""
+        if self._drafted is not None and self._files.shape(name)[:1] == (self._vocab_size,):
+            return self._take(name, self._vocab_size, self._width)[self._drafted]
+        return self._take(name, size, self._width)
+
+    def _take(self, name: str, *shape: int) -> torch.Tensor:
+        return self._files.take(name, *shape, dtype=self._dtype)
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._heads)
 
     def logits(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a head's logits float32 [R, vocab] of hidden states [R, width]."""
+        """Return a head's logits float32 [R, vocab] of hidden states [R, width]; of what it does not draft -inf."""
         blocks, out = self._heads[head]
         for weight, bias in blocks:
             hidden = hidden + F.silu(F.linear(hidden, weight, bias))
-        return F.linear(hidden, out).float()
+        logits = F.linear(hidden, out).float() * self._scale
+        if self._drafted is None:
+            return logits
+        whole = torch.full((len(hidden), self._vocab_size), -torch.inf)
+        whole[:, self._drafted] = logits
+        return whole
 
 
 @dataclass(slots=True)

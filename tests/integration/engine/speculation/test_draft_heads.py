@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.equality import References, mixed_prompts
-from tests.support.models.draft_heads import eagle_hidden, write_eagle, write_medusa
-from transformers import AutoModelForCausalLM
+from tests.support.models.draft_heads import as_vllm, eagle_hidden, write_eagle, write_medusa
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton.config import EngineConfig
 from baton.engine.llm import LLM, RequestOutput
 from baton.engine.speculation.eagle import EagleDrafter
+from baton.engine.speculation.head_weights import HeadFiles
+from baton.engine.speculation.medusa import MedusaHeads
 from baton.errors import ConfigError
 from baton.types import SamplingParams
 
@@ -122,6 +124,35 @@ def test_an_eagle_head_drafts_what_plain_torch_would(references: References, tmp
 
     for tokens, draft in drafts:
         assert draft == expected(tokens, len(draft))
+
+
+def test_medusa_heads_in_vllms_form_say_the_same(references: References, tmp_path: Path) -> None:
+    target = references.checkpoint("llama")
+    plain = write_medusa(tmp_path / "plain", target)
+    drafted = torch.arange(1, VOCAB, 3)
+    model: Any = SimpleNamespace(text_config=AutoConfig.from_pretrained(target), dtype="float32")
+
+    def load(folder: Path) -> MedusaHeads:
+        return MedusaHeads(HeadFiles(config(target, speculative="medusa", speculative_model=str(folder))), model)
+
+    own, hidden = load(plain), torch.randn(5, model.text_config.hidden_size, generator=torch.manual_seed(1))
+    same = load(as_vllm(tmp_path / "same", plain))
+    fewer = load(as_vllm(tmp_path / "fewer", plain, drafted))
+    shared = load(as_vllm(tmp_path / "shared", plain, drafted, shared=True))
+    assert len(own) == len(same) == len(fewer) == len(shared) == 3
+    for head in range(3):
+        logits = own.logits(head, hidden)
+        assert torch.equal(same.logits(head, hidden), logits)
+        assert torch.allclose(fewer.logits(head, hidden)[:, drafted], logits[:, drafted], atol=1e-5)
+        others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, drafted, value=False)
+        assert bool((fewer.logits(head, hidden)[:, others] == -torch.inf).all())
+        equal = torch.allclose(shared.logits(head, hidden)[:, drafted], logits[:, drafted], atol=1e-3)
+        assert equal == (head == 0)  # the others have the first one's output layer
+    damaged = as_vllm(tmp_path / "damaged", plain, drafted)
+    damage(damaged, "token_map", lambda tokens: tokens + VOCAB)
+    with pytest.raises(ConfigError, match="token_map leads out of the vocabulary") as caught:
+        load(damaged)
+    assert caught.value.field == "speculative_model"
 
 
 def damage(folder: Path, name: str, change: Any) -> None:
