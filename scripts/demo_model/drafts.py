@@ -234,7 +234,11 @@ class EagleHead(Draft):
         nn.init.normal_(self.fc.weight, std=SMALL)
         nn.init.zeros_(self.fc.bias)
         self.fc.weight.data[:, width:] += torch.eye(width)
-        self.layers = nn.ModuleList([EagleLayer(target, third=False)])
+        layer = EagleLayer(target, third=False)
+        # It reads and gives states after the final norm, which the copied layer does not know: it begins with ``fc``.
+        for last in (layer.self_attn["o_proj"], layer.mlp.down_proj):
+            nn.init.zeros_(last.weight)
+        self.layers = nn.ModuleList([layer])
         self.head = (target.lm_head,)  # in a tuple: no part of this module
 
     def forward(self, known: Read, places: int) -> list[torch.Tensor]:
