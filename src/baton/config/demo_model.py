@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 DEMO_MODEL = "baton-tiny"
-DEMO_DRAFTS = ("draft", "eagle3", "medusa")
+DEMO_DRAFTS = ("draft", "eagle", "eagle3", "medusa")
 """Methods of ``--speculative`` for which there are trained weights, in a directory beside the model's."""
 
 
