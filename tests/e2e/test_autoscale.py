@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.e2e.test_up import start, stop
 from tests.support.equality import hf_greedy
+from tests.support.servers.supervised import supervised
 
 from baton import AsyncClient
 from baton.cli.fleet.processes import ProcessFleet
@@ -30,18 +31,8 @@ TEXT = "import os\n\n\ndef main():\n    print(os.environ)\n" * 4
 async def supervisor(model, starter) -> AsyncIterator[Supervisor]:
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "600")
     extra = ExtraArgs(worker=worker, decode=("--remote-prefill-threshold", "32"))
-    lines: list[str] = []
-    made = Supervisor(
-        make_plan(ratio=Ratio(1, 1), port=0, extra=extra),
-        lambda name, line: lines.append(f"{name} | {line}"),
-        backoff_s=(0.05, 0.05),
-    )
-    made.spawn = starter.spawn
-    try:
-        async with made:
-            yield made
-    finally:
-        print("\n".join(lines[-200:]))  # noqa: T201  pytest shows it with a failure
+    async with supervised(make_plan(ratio=Ratio(1, 1), port=0, extra=extra), starter) as made:
+        yield made
 
 
 async def roles(client: AsyncClient) -> dict[str, Role | None]:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from tests.support.equality import hf_greedy
+from tests.support.servers.supervised import supervised
 
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
@@ -47,23 +48,12 @@ def expected(model, prompts) -> list[list[int]]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment(model, starter):
-    lines: list[str] = []
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
     decode = ("--remote-prefill-threshold", "32", "--prefill-stall-s", "4")
     extra = ExtraArgs(worker=worker, prefill=("--lease-s", f"{LEASE_S:g}"), decode=decode)
     plan = make_plan(ratio=Ratio(2, 3), port=0, extra=extra)
-
-    def emit(name: str, line: str) -> None:
-        lines.append(f"{time.monotonic():.3f} {name} | {line}")
-
-    try:
-        # Whoever dies here has done nothing wrong, so it may come back at once, however often that happens.
-        supervisor = Supervisor(plan, emit, backoff_s=(0.05, 0.05))
-        supervisor.spawn = starter.spawn
-        async with supervisor:
-            yield supervisor
-    finally:
-        print("\n".join(lines[-500:]))  # noqa: T201  pytest shows it with a failure
+    async with supervised(plan, starter) as supervisor:
+        yield supervisor
 
 
 @dataclass

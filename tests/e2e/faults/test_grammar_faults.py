@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 from tests.e2e.faults.test_faults import Round
+from tests.support.servers.supervised import supervised
 
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
@@ -84,21 +84,11 @@ def expected(model, jobs) -> list[list[int]]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment(model, starter):
-    lines: list[str] = []
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
     decode = ("--remote-prefill-threshold", "32", "--prefill-stall-s", "4")
     plan = make_plan(ratio=Ratio(2, 2), port=0, extra=ExtraArgs(worker=worker, decode=decode))
-
-    def emit(name: str, line: str) -> None:
-        lines.append(f"{time.monotonic():.3f} {name} | {line}")
-
-    try:
-        supervisor = Supervisor(plan, emit, backoff_s=(0.05, 0.05))
-        supervisor.spawn = starter.spawn
-        async with supervisor:
-            yield supervisor
-    finally:
-        print("\n".join(lines[-300:]))  # noqa: T201  pytest shows it with a failure
+    async with supervised(plan, starter) as supervisor:
+        yield supervisor
 
 
 async def call_tools(supervisor: Supervisor, i: int, *, streamed: bool, salt: str, moved=lambda _: None) -> list[str]:

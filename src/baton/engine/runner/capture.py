@@ -58,7 +58,7 @@ class StepCapture:
                 graphs.capture(size)
             except torch.cuda.OutOfMemoryError:
                 log.warning("%s: no memory for captured steps of %d sequences", self._model.architecture, size)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 _refuse_lost(error)
                 why = str(error).strip().partition("\n")[0]
                 break
@@ -80,7 +80,7 @@ class StepCapture:
 
         try:
             return graph_bytes(graphs, self.sizes, free)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             _refuse_lost(error)
             log.warning("captured steps could not be measured: %s", error)  # to capture them will fail alike
             return 0
