@@ -18,6 +18,7 @@ from workload import CHAIN, SYSTEM
 
 from baton.api.v1 import events_pb2
 from baton.hashing import HashChain, hash_chain, root_hash
+from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -64,7 +65,7 @@ class Fleet:
         address = f"127.0.0.1:{at + (1000 if role is Role.PREFILL else 2000)}"
         feed = EventApplier(self.index, now=time.monotonic)
         feed.apply(events_pb2.KvEventBatch(epoch=EPOCH, sequence=0, snapshot=True))
-        instance = Instance(address, role, grpc.aio.insecure_channel(address), feed)
+        instance = Instance(address, role, grpc.aio.insecure_channel(address), Dialer(address), feed)
         name = InstanceId(address)
         instance.info = InstanceInfo(name, role, EPOCH, KIND, 100_000, 40_000, "m", "", 128_000, frozenset())
         instance.status, instance.generation, instance.admitted = Status.READY, 1, True
