@@ -8,6 +8,7 @@ chose among the tests.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Run:
         seconds: How long it took.
         counts: Tests by outcome: ``passed``, ``failed``, ``skipped``.
         failed: Names of those that failed, or whose set-up or tear-down did.
+        ends: How its processes ended, and the stacks of those that died (``tests/support/crashes.py``).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Run:
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
 
     def read(self, report: Path) -> None:
         """Take over what pytest's JUnit report says; there is none if it ended before it began."""
@@ -66,8 +69,9 @@ def pytest(name: str, args: Sequence[str]) -> Run:
         report = Path(folder) / "report.xml"
         # The older form names the files.
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1", *args]
-        run.status = subprocess.run(command, check=False).returncode
+        run.status = subprocess.run(command, check=False, env={**os.environ, "BATON_TEST_CRASHES": folder}).returncode
         run.read(report)
+        run.ends = [line for file in sorted(Path(folder).glob("*.txt")) for line in file.read_text().splitlines()]
     run.seconds = time.monotonic() - begun
     return run
 
@@ -102,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("=" * 20, "tests", "=" * 20)
     for run in runs:
         print(run)
+    for line in (line for run in runs for line in run.ends):
+        print(line)
     for name in (name for run in runs for name in run.failed):
         print("FAILED", name)
     print("all of it succeeded" if status == OK else f"it failed: exit status {status}")

@@ -14,6 +14,8 @@ import pytest
 import torch
 from tests.support.servers.warm import WarmStarter
 
+pytest_plugins = ["tests.support.crashes"]
+
 # How long an example takes, and how long it takes to make one, is the machine's business.
 CALM = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=CALM)

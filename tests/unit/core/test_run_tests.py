@@ -79,3 +79,22 @@ def test_both_runs_end_in_one_summary(
     for line, found in zip(summary[1:], counted, strict=False):
         assert found in line
     assert ("FAILED test_alone.py::test_b" in summary) == (status == 1)
+
+
+def test_a_worker_that_dies_leaves_its_stacks_and_its_signal(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.crashes"]\n')
+    (tmp_path / "test_beside.py").write_text(
+        "import os, signal\n"
+        "def test_a(): pass\n"
+        "def test_b(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "def test_c(): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert script.main(["--workers", "2"]) == 1
+    summary = capfd.readouterr().out.partition("==================== tests")[2]
+    assert "Segmentation fault" in summary
+    assert "in test_b" in summary
+    for said in ("died: signal 11", "died: signal 9", "used at most 0."):
+        assert said in summary

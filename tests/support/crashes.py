@@ -1,0 +1,68 @@
+"""A pytest plugin: what is known of a test process that died, and how much memory each has used.
+
+``scripts/run_tests.py`` loads it and names the folder, in ``BATON_TEST_CRASHES``, where each process keeps a file: the
+stacks of its threads where it dies of a signal that Python can still write them after, nothing where it is killed
+outright or ends itself. The report of a run that fails for it is all that is left where nobody can look at the machine.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import subprocess
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+FOLDER = "BATON_TEST_CRASHES"
+_STACKS = pytest.StashKey[IO[str]]()
+_PEAK = "peak_memory_kib"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the stacks written to a file of this process; after pytest's own plugin, which writes them to stderr."""
+    if folder := os.environ.get(FOLDER):
+        name = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        config.stash[_STACKS] = stacks = (Path(folder) / f"{name}.txt").open("w")
+        faulthandler.enable(file=stacks)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The file is closed; there is nothing left to die of."""
+    if (stacks := config.stash.get(_STACKS, None)) is not None:
+        faulthandler.disable()
+        stacks.close()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this one how much memory it has used."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_PEAK] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Say how a worker ended."""
+    folder, name = os.environ.get(FOLDER), node.gateway.id
+    if not folder:
+        return
+    output = getattr(node, "workeroutput", None)
+    if error is None and output is not None:
+        said = f"{name} used at most {output[_PEAK] / 2**20:.1f} GiB"
+    else:
+        said = f"{name} died: {_status(node)}"
+    with (Path(folder) / "ends.txt").open("a") as ends:
+        ends.write(f"{said}\n")
+
+
+def _status(node: Any) -> str:
+    process = node.gateway._io.popen  # execnet has no public way to it
+    try:
+        code = process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        return "its process does not end"
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
