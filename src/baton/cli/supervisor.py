@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -21,12 +20,12 @@ from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
+from baton.worker.parent import PARENT
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
 STABLE_S = 60.0
 """A process that ran this long begins again with the first back-off."""
 HEALTH_INTERVAL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,10 @@ Start = Callable[[ProcessSpec, dict[str, str]], Awaitable[Child]]
 
 
 async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
-    """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order."""
+    """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order.
+
+    A service's process ends with this one, and with the thread that started it.
+    """
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",  # no modules of the working directory, where others may have put some
@@ -110,9 +112,8 @@ async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=env,
+        env={**env, PARENT: str(os.getpid())},
         start_new_session=True,
-        preexec_fn=die_with_parent,
     )
 
 
@@ -217,11 +218,6 @@ class ManagedProcess:
             text = line.decode(errors="replace").rstrip("\n")
             self._last_line = text.strip() or self._last_line
             self._emit(self.spec.name, text)
-
-
-def die_with_parent() -> None:
-    """Have the kernel end the child if we are killed: nothing may be left running."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Supervisor:

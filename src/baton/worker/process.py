@@ -31,6 +31,7 @@ from baton.logs import set_up_logging
 from baton.rpc.audit import open_audit_log
 from baton.rpc.hosts import HostRule
 from baton.version import __version__
+from baton.worker.parent import end_with_parent
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -88,6 +89,7 @@ def run_service(
                 forbid_core_dumps()
             raise_descriptor_limit()
             watch_thread_starts()
+            end_with_parent()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
     except BatonError as error:

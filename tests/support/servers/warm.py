@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 
 from tests.support.readable import readable
 
-from baton.cli.supervisor import ProcessSpec, die_with_parent
+from baton.cli.supervisor import ProcessSpec
+from baton.worker.parent import die_with_parent
 from baton.worker.process import leave
 
 log = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ def _reap(children: dict[int, int]) -> None:
 def become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the process that was asked for, to its end."""
     os.setsid()
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
     inputs = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((inputs, 0), (descriptors[0], 1), (descriptors[1], 2)):
         os.dup2(old, new)

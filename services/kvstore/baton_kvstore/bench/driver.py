@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from baton.bench.core.agents import Agent, Child, Fields, ask_all, die_with_parent, start_agent
+from baton.bench.core.agents import Agent, Child, Fields, ask_all, start_agent
 from baton.bench.core.report import (
     EXIT_FAILED,
     EXIT_OK,
@@ -31,6 +33,7 @@ from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
 from baton.rpc.server import free_port
 from baton.version import __version__
+from baton.worker.parent import die_with_parent
 from baton_kvstore.bench.plan import (
     DISK_MEMORY,
     Addresses,
@@ -77,7 +80,7 @@ class Server:
     def __init__(self, name: str, command: Sequence[str], port: int, answers: Callable[[str], bool]) -> None:
         self.name, self.port, self.address = name, port, f"127.0.0.1:{port}"
         self._answers = answers
-        self._child = Child(command, preexec_fn=die_with_parent)
+        self._child = Child(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it has ended."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, 
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token, read_token
+from baton.worker.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +50,6 @@ OPEN_S = 300.0
 """Seconds for an order that says no time of its own: an agent may fill an arena, on a slow machine."""
 _END_S = 5.0
 _TAIL_BYTES = 2000
-_PR_SET_PDEATHSIG = 1
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -234,11 +233,6 @@ class Child:
         return self._output.read().decode(errors="replace").strip()
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _spawn(
     line: socket.socket,
     module: str,
@@ -389,7 +383,7 @@ def serve_agent(make: Callable[[str, Token | None, Line], OrderHandler]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address that sockets bind to")
     parser.add_argument("--token-file", default="", help="file with the shared token")
     args = parser.parse_args()
-    die_with_parent()
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != args.parent:  # it died before we could ask to be told
         return 1
     line = Line(Stream(socket.socket(fileno=args.fd), peer="the driver"))
