@@ -23,6 +23,7 @@ from baton_router.admission.gate import Admission
 from baton_router.config import RouterConfig
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry
+from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.speeds import Speeds
@@ -59,7 +60,8 @@ async def main() -> None:
     """Measure and print."""
     metrics, speeds = CollectorRegistry(), Speeds()
     registry = make_registry(metrics)
-    placer = Placer(registry, make_policy("match_minus_load"), metrics, max_prefills=3, threshold=None, speeds=speeds)
+    terms = SchedulerMetrics(CollectorRegistry(), registry.ready)
+    placer = Placer(registry, make_policy("match_minus_load"), terms, max_prefills=3, threshold=None, speeds=speeds)
     estimates, one = Estimates(placer, speeds, registry), request(0)
     gate = Admission(Room(registry, speeds, None, None, time.monotonic), estimates, RouterConfig(), CollectorRegistry())
     best = float("inf")
