@@ -376,6 +376,46 @@ size_t baton_table_match(const table *t, const uint8_t *chain, size_t length, co
     return found;
 }
 
+/* One part of the index as the router keeps it, see IndexColumns. */
+struct index_row {
+    double slot; /* -1: none */
+    double until; /* when it stops to be of use */
+    double format, block_size;
+};
+
+/* How many leading tokens of a prompt does each row hold? Those of the chain's format alone are looked at, as long as
+   they are of use `now`; out: a number per row, which is only raised. Rows that are pending for the chain hold `depths`
+   blocks of it in any case; rows below 0 are nobody's. pairs: room for two numbers per slot. */
+void baton_table_held(const table *t, const uint8_t *chain, size_t length, const struct index_row *rows, size_t count,
+                      double format, double now, const int64_t *pending, const int64_t *depths, size_t num_pending,
+                      uint32_t *pairs, double *out) {
+    uint64_t slots[t->words];
+    uint32_t held[t->words * 64];
+    memset(slots, 0, sizeof slots);
+    memset(held, 0, sizeof held);
+    for (size_t i = 0; i < count; i++) {
+        const struct index_row *row = rows + i;
+        if (row->format != format || row->slot < 0 || row->until < now) continue;
+        uint32_t slot = (uint32_t)row->slot;
+        slots[slot / 64] |= (uint64_t)1 << slot % 64;
+    }
+    size_t found = baton_table_match(t, chain, length, slots, pairs);
+    for (size_t i = 0; i < found; i++) held[pairs[2 * i]] = pairs[2 * i + 1];
+    for (size_t i = 0; i < count; i++) {
+        const struct index_row *row = rows + i;
+        if (row->format != format || row->slot < 0) continue;
+        double tokens = held[(uint32_t)row->slot] * row->block_size;
+        if (tokens > out[i]) out[i] = tokens;
+    }
+    for (size_t i = 0; i < num_pending; i++) {
+        if (pending[i] < 0) continue;
+        const struct index_row *row = rows + pending[i];
+        double tokens = (double)depths[i] * row->block_size;
+        if (row->format == format && row->slot >= 0 && row->until >= now && tokens > out[pending[i]])
+            out[pending[i]] = tokens;
+    }
+}
+
 /* How many leading blocks does each group of slots hold together? groups: `words` words each; out: a depth each. */
 void baton_table_match_any(const table *t, const uint8_t *chain, size_t length, const uint64_t *groups, size_t number,
                            uint32_t *out) {

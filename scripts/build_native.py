@@ -192,7 +192,7 @@ def _link(tools: Compilers, library: Library, objects: Sequence[Path]) -> None:
     made = library.target.with_suffix(f".{os.getpid()}.tmp")
     try:
         flags = [*tools.target(library), "-shared", "-s", "-Wl,-Bsymbolic"]
-        _run([*tools.commands[library.language], *flags, *map(str, objects), "-o", str(made)])
+        _run([*tools.commands[library.language], *flags, *map(str, objects), "-lm", "-o", str(made)])
         os.replace(made, library.target)
     finally:
         made.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
+from typing import Protocol
 
 from baton.api.v1 import events_pb2
 from baton.errors import shown
@@ -34,6 +35,18 @@ class IndexState(enum.StrEnum):
     """The event stream is broken or silent, or the index was full; what is known may be out of date."""
     OFF = "off"
     """Nothing is known; the router's own decisions stand in."""
+
+
+class Watcher(Protocol):
+    """Keeps what it knows of several parts of the index side by side.
+
+    Attributes:
+        changed: Positions of those that changed since it looked.
+        over: Another one watches one of them now.
+    """
+
+    changed: set[int]
+    over: bool
 
 
 class EventGapError(Exception):
@@ -127,7 +140,9 @@ class EventApplier:
         self._epoch: Epoch | None = None
         self._process: Epoch | None = None
         self._sequence = 0
-        self._known = False
+        self._watcher: Watcher | None = None
+        self._at = 0
+        self._known = self._closed = False
         self._broken_at: float | None = now()
         self._heard_at = now()
         self.num_heard = 0
@@ -171,12 +186,43 @@ class EventApplier:
     @property
     def usable(self) -> bool:
         """Whether a match on the slot may count: not if what is known is too old. An empty slot does no harm."""
-        # What ``age_s`` says, in one step: every request asks this of every instance.
+        return self._now() <= self.usable_until
+
+    @property
+    def usable_until(self) -> float:
+        """When the slot stops to be usable unless the instance is heard; ``-inf``: it is given back."""
+        if self._closed:
+            return -math.inf
         if not self._known:
-            return True
+            return math.inf
         if self._broken_at is not None:
-            return self._now() - self._broken_at <= self._stale_limit_s
-        return self._silence_s is None or self._now() - self._heard_at <= max(self._silence_s, self._stale_limit_s)
+            return self._broken_at + self._stale_limit_s
+        return math.inf if self._silence_s is None else self._heard_at + max(self._silence_s, self._stale_limit_s)
+
+    @property
+    def owner(self) -> int:
+        """Who the slot belongs to, see :meth:`PrefixIndex.owner`; 0: it is given back."""
+        return 0 if self._closed else self._index.owner(self.slot)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Its clock."""
+        return self._now
+
+    def watch(self, watcher: Watcher, at: int) -> None:
+        """Have changes of slots and of :attr:`usable_until` told to somebody, and to nobody else any more.
+
+        Args:
+            watcher: Who is told.
+            at: As which position.
+        """
+        if self._watcher is not None:
+            self._watcher.over = True
+        self._watcher, self._at = watcher, at
+
+    def _changed(self) -> None:
+        if self._watcher is not None:
+            self._watcher.changed.add(self._at)
 
     @property
     def age_s(self) -> float:
@@ -223,15 +269,18 @@ class EventApplier:
         self._index.drop(self.slot)
         self.slot = self._index.add()
         self._epoch = self._silence_s = None
+        self._changed()
         return True
 
     def broken(self) -> None:
         """Tell that the event stream ended."""
         self._broken_at = self._now() if self._cut_at is None else self._cut_at
+        self._changed()
 
     def stood_still(self, seconds: float) -> None:
         """Tell that the router itself could hear nothing for a while: that is no silence of the instance."""
         self._heard_at += seconds
+        self._changed()
 
     def tick(self) -> None:
         """Let go of what is too old to be used."""
@@ -280,6 +329,7 @@ class EventApplier:
     def _hear(self) -> None:
         self._heard_at, self._broken_at = self._now(), None
         self.num_heard += 1
+        self._changed()
 
     def _gap(self, epoch: Epoch, what: str) -> None:
         self.num_gaps += 1
@@ -329,6 +379,7 @@ class EventApplier:
             self._index.drop(slot)
         self.lower_slots.clear()
         self._known = self._incomplete = self._partial = False
+        self._changed()
 
     def add_pending(self, hashes: Sequence[BlockHash]) -> PendingChain | None:
         """Count the whole chain of a request that was just placed here; see :meth:`PrefixIndex.add_pending`."""
@@ -358,6 +409,8 @@ class EventApplier:
         """Take this instance out of the index."""
         self._decisions.clear()
         self._settle_s = 0.0
+        self._closed = True
+        self._changed()
         self._end_settling(math.inf)
         for slot in (self.slot, *self.lower_slots.values()):
             self._index.drop(slot)

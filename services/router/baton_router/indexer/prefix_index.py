@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +36,7 @@ from baton.types import BlockHash
 
 _MAX_ENTRIES = 2**32 - 2
 _POINTER, _DATA, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
+Place = Callable[[int, int], int]
 SWEEP_ENTRIES = 200_000
 """Entries swept at a time by default: a millisecond or a few."""
 
@@ -211,6 +214,10 @@ _store = _function("store", ctypes.c_int64, _POINTER, ctypes.c_uint32, _DATA, _S
 _remove = _function("remove", _WORD, _POINTER, ctypes.c_uint32, _DATA, _SIZE)
 _match = _function("match", _SIZE, _POINTER, _DATA, _SIZE, _DATA, _POINTER)
 _match_any = _function("match_any", None, _POINTER, _DATA, _SIZE, _DATA, _SIZE, _POINTER)
+_held = _function(
+    *("held", None, _POINTER, _DATA, _SIZE, _POINTER, _SIZE, ctypes.c_double, ctypes.c_double),
+    *(_POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
+)
 _sweep = _function("sweep", _WORD, _POINTER, _DATA, _WORD, _WORD)
 
 
@@ -283,6 +290,30 @@ class BlockTable:
         sets = b"".join(self._set(group) for group in groups)
         _match_any(self._table, chain, len(chain) // HASH_BYTES, sets, len(groups), depths)
         return depths[:]
+
+    def held(
+        self,
+        chain: bytes,
+        rows: tuple[int, int],
+        which: tuple[float, float],
+        pending: tuple[array[int], array[int]],
+        out: int,
+    ) -> None:
+        """Raise the leading tokens that rows hold of a chain to what is found; see ``native/block_table.c``.
+
+        Args:
+            chain: A chain.
+            rows: Where the rows are in memory, and how many.
+            which: The chain's format, and the time.
+            pending: Rows that count as holders in any case, and how many blocks each has.
+            out: Where a float64 per row is in memory.
+        """
+        where, depths = pending
+        size = len(chain) // HASH_BYTES
+        _held(
+            *(self._table, chain, size, *rows, *which),
+            *(where.buffer_info()[0], depths.buffer_info()[0], len(where), self._pairs, out),
+        )
 
     def sweep(self, dead: int, start: int, budget: int) -> int:
         """Take slots out of ``budget`` entries' sets, from entry ``start`` on; return where to go on, 0: done."""
@@ -402,6 +433,23 @@ class PrefixIndex:
             groups: Bit masks; e.g. the slots of one instance's tiers, down to the one in question.
         """
         return self._table.match_any(HashChain.of(hashes).data, [group & self._live for group in groups])
+
+    def held(self, chain: HashChain, rows: tuple[int, int], which: tuple[float, float], place: Place, out: int) -> None:
+        """Raise the leading tokens that instances hold of a chain, pending ones included, to what is found.
+
+        What :meth:`match` is for slots; this is for rows of :class:`~baton_router.indexer.index_columns.IndexColumns`,
+        which calls it.
+
+        Args:
+            chain: A chain.
+            rows: Where the rows are in memory, and how many.
+            which: The chain's format, and the time.
+            place: Returns the row of an owner, or the default.
+            out: Where a float64 per row is in memory.
+        """
+        pending = self._pending.match(chain)
+        found = array("q", map(place, pending, repeat(-1)))
+        self._table.held(chain.data, rows, which, (found, array("q", pending.values())), out)
 
     def add_pending(self, slot: int, hashes: Sequence[BlockHash]) -> PendingChain | None:
         """Count a whole chain as held until it is released; ``None`` if the slot is gone."""

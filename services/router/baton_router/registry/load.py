@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
+from baton.native import address_of
 from baton.types import Role
 
 REQUEST_OVERHEAD_TOKENS = 64
@@ -37,41 +39,59 @@ NO_LIMIT = 2**62
 _RECENT_SHARE = 0.2
 """What a token of work done just now counts beside one in flight. In replays (docs/bench/router.md) more of it gave
 more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
+_ROW = struct.Struct("8d")
 
 
-@dataclass(slots=True)
 class LoadTracker:
-    """One instance's work in flight."""
+    """One instance's work in flight.
 
-    role: Role
-    requests: int = 0
-    """Sequences placed here by this router."""
-    tokens: int = 0
-    """Their tokens of work."""
-    prompts: int = 0
-    """Prompt tokens that a decode instance has yet to compute by itself, for requests that were placed so."""
-    foreign: float = 0.0
-    """Work placed here by others, from the last report."""
-    shared: float = 0.0
-    """Work placed here by routers that share their load."""
-    shared_requests: int = 0
-    shared_tokens: int = 0
-    limit: int = NO_LIMIT
-    """Sequences that this router may have here."""
-    freed: Callable[[], None] | None = None
-    """Called when a share is given back."""
-    report: common_pb2.LoadReport = field(default_factory=common_pb2.LoadReport)
-    draining: bool = False
-    """Whether the instance said that it takes no new requests."""
-    prompts_reported: int = 0
-    """Prompt tokens that it has yet to compute, from its last report."""
-    ended: int = 0
-    """Sequences of this router that have ended since that report."""
-    now: Callable[[], float] = time.monotonic
-    _done: float = 0.0
-    _done_at: float = 0.0
-    _watched: LoadColumns | None = field(default=None, repr=False, compare=False)
-    _at: int = field(default=0, repr=False, compare=False)
+    Args:
+        role: The instance's.
+        limit: Sequences that this router may have here.
+
+    Attributes:
+        requests: Sequences placed here by this router.
+        tokens: Their tokens of work.
+        prompts: Prompt tokens that a decode instance has yet to compute by itself, for requests that were placed so.
+        foreign: Work placed here by others, from the last report.
+        shared: Work placed here by routers that share their load; ``shared_requests`` and ``shared_tokens`` make it.
+        freed: Called when a share is given back.
+        report: The instance's last one.
+        draining: Whether the instance said that it takes no new requests.
+        prompts_reported: Prompt tokens that it has yet to compute, from its last report.
+        ended: Sequences of this router that have ended since that report.
+        now: Monotonic clock, in seconds.
+    """
+
+    __slots__ = (
+        *("_at", "_done", "_done_at", "_limit", "_watcher"),
+        *("draining", "ended", "foreign", "freed", "now", "prompts", "prompts_reported", "report", "requests"),
+        *("role", "shared", "shared_requests", "shared_tokens", "tokens"),
+    )
+
+    def __init__(self, role: Role, *, limit: int = NO_LIMIT) -> None:
+        self.role, self._limit = role, limit
+        self.requests = self.tokens = self.prompts = 0
+        self.shared_requests = self.shared_tokens = 0
+        self.foreign = self.shared = 0.0
+        self.freed: Callable[[], None] | None = None
+        self.report = common_pb2.LoadReport()
+        self.draining = False
+        self.prompts_reported = self.ended = 0
+        self.now: Callable[[], float] = time.monotonic
+        self._done = self._done_at = 0.0
+        self._watcher: LoadColumns | None = None
+        self._at = 0
+
+    @property
+    def limit(self) -> int:
+        """Sequences that this router may have here."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        self.changed()
 
     @property
     def work(self) -> float:
@@ -93,8 +113,8 @@ class LoadTracker:
 
     def changed(self) -> None:
         """Tell who watches that something of it is different."""
-        if self._watched is not None:
-            self._watched.changed.add(self._at)
+        if self._watcher is not None:
+            self._watcher.changed.add(self._at)
 
     def done(self, tokens: float) -> None:
         """Count work that is no longer in flight."""
@@ -144,27 +164,41 @@ class LoadColumns:
         trackers: Whose load it is.
         changed: Positions of those that changed since they were read.
         over: Others watch one of the trackers now: make new columns.
+        address: Where the rows are in memory (``struct load_row`` of ``native/placement.c``).
     """
 
     def __init__(self, trackers: Sequence[LoadTracker]) -> None:
         self.trackers, self.changed, self.over = trackers, set(range(len(trackers))), False
-        self._work, self._lately, self._at = np.zeros((3, len(trackers)))
+        self._rows = np.zeros((len(trackers), _ROW.size // 8))
+        self._memory = self._rows.reshape(-1).view(np.uint8).data
+        self._room, self._limits = self._rows[:, 5], self._rows[:, 6]
+        self.address = address_of(self._rows)
         for at, tracker in enumerate(trackers):
-            if tracker._watched is not None:
-                tracker._watched.over = True
-            tracker._watched, tracker._at = self, at
+            if tracker._watcher is not None:
+                tracker._watcher.over = True
+            tracker._watcher, tracker._at = self, at
 
-    def read(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Return each tracker's :attr:`~LoadTracker.work` and :attr:`~LoadTracker.load`, by the first one's clock."""
-        works, lately, times = self._work, self._lately, self._at
+    def read(self) -> None:
+        """Read again what has changed."""
         while self.changed:
             at = self.changed.pop()
-            tracker = self.trackers[at]
-            works[at], lately[at], times[at] = tracker.work, _RECENT_SHARE * tracker._done, tracker._done_at
-        work = works.copy()
-        if not work.size:
-            return work, work
-        return work, work + lately * np.exp((times - self.trackers[0].now()) / RECENT_S)
+            x = self.trackers[at]
+            _ROW.pack_into(
+                self._memory,
+                at * _ROW.size,
+                *(x.work, _RECENT_SHARE * x._done, x._done_at, x.requests, x.prompts_waiting),
+                *(x._limit - x.requests, x._limit, 0.0),
+            )
+
+    def free(self, sequences: int) -> npt.NDArray[np.intp] | None:
+        """Return the positions of instances with room for so many sequences, see :meth:`LoadTracker.has_room`.
+
+        ``None``: all have. What has changed must have been read.
+        """
+        room = self._room
+        if not room.size or np.minimum.reduce(room) >= sequences:
+            return None
+        return np.flatnonzero((room >= sequences) | ((room > 0) & (self._limits < sequences)))
 
 
 @dataclass(slots=True)
@@ -189,8 +223,10 @@ class LoadReservation:
 
     def prefilled(self) -> None:
         """The prompt was computed."""
-        self.tracker.prompts -= self.prompt
-        self.prompt = 0
+        if self.prompt:
+            self.tracker.prompts -= self.prompt
+            self.prompt = 0
+            self.tracker.changed()
 
     def grow(self, tokens: int) -> None:
         """Add tokens that the request generated."""

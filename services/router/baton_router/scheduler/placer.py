@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
+from baton.native import address_of
 from baton.types import InstanceId, PrefillPath, Role
 from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
@@ -48,18 +51,6 @@ class LowerTiers:
 
     weights: Mapping[str, float] = field(default_factory=dict)
     stores: Stores | None = None
-
-
-class _PromptChain:
-    """The prompt in one format's blocks, and how many leading ones each index slot in question holds."""
-
-    __slots__ = ("block_size", "depths", "hashes", "slots")
-
-    def __init__(self, hashes: HashChain, block_size: int) -> None:
-        self.hashes = hashes
-        self.block_size = block_size
-        self.slots = 0
-        self.depths: dict[int, int] = {}
 
 
 class Placer:
@@ -106,12 +97,13 @@ class Placer:
         parts = self._parts(request, candidates, reserve=reserve)
         if not parts[1].instances:
             return None
-        chains, held, tiered = self._look_up(request, candidates, parts)
-        total = len(request.token_ids)
-        prefill = candidates.prefill.side(parts[0], held[0], total, total + REQUEST_OVERHEAD_TOKENS)
+        chains = self._chains(request, candidates, parts)
+        held = candidates.held(self._fleet.index, chains)
+        total, place = len(request.token_ids), address_of(held)
+        prefill = candidates.prefill.side(parts[0], place, total, total + REQUEST_OVERHEAD_TOKENS)
         decode_cost = total + REQUEST_OVERHEAD_TOKENS * request.num_sequences
-        decode = candidates.decode.side(parts[1], held[1], total, decode_cost)
-        if tiered:
+        decode = candidates.decode.side(parts[1], place + held.itemsize * len(prefills), total, decode_cost)
+        if candidates.tiered or self._stores:
             for side, part in zip((prefill, decode), parts, strict=True):
                 self._count_tiers(side, part, chains, total)
         policy_request = Request(
@@ -152,48 +144,34 @@ class Placer:
             given = candidates.prefill.whole.instances
             mine = {id(x) for x in prefill.instances} & able
             prefill = candidates.prefill.part([at for at, x in enumerate(given) if id(x) in mine])
-        full = reserve and decode.ids and min([x.limit - x.requests for x in decode.trackers]) < request.num_sequences
-        if full or request.exclude or guided:
-            free = [
-                at
-                for at, x in enumerate(decode.instances)
-                if not (full and not x.load.has_room(request.num_sequences))
-                and x.identity not in request.exclude
-                and not (guided and not knows_grammars(x))
-            ]
+        free = candidates.decode.free(request.num_sequences) if reserve else None
+        if request.exclude or guided:
+            free = np.array(
+                [
+                    at
+                    for at in (range(len(decode.instances)) if free is None else free.tolist())
+                    if (x := decode.instances[at]).identity not in request.exclude
+                    and not (guided and not knows_grammars(x))
+                ],
+                np.int64,
+            )
+        if free is not None:
             decode = candidates.decode.part(free)
         compat = candidates.compat_of(prefill, decode)
         if compat is not None and not compat.any():
             prefill = candidates.prefill.part([])
         return prefill, decode
 
-    def _look_up(
+    def _chains(
         self, request: PlacementRequest, candidates: Candidates, parts: tuple[Part, Part]
-    ) -> tuple[dict[int, _PromptChain], list[list[int]], bool]:
-        """Return the prompt in the blocks of every format in use, and how many of its tokens each instance holds.
-
-        And whether an instance may be able to load some of it from a slower tier.
-        """
-        tiered = self._stores is not None and len(self._stores) > 0
-        chains: dict[int, _PromptChain] = {}
-        for at in {*parts[0].formats, *parts[1].formats}:
+    ) -> dict[int, HashChain]:
+        """Return the prompt in the blocks of every format in use."""
+        chains = {}
+        for at in parts[0].format_set | parts[1].format_set:
             block_format = candidates.formats[at]
             root = root_hash(block_format.content_key, request.cache_salt)
-            hashes = hash_chain(request.token_ids, block_format.block_size, root)
-            chains[at] = _PromptChain(hashes, block_format.block_size)
-        for part in parts:
-            for events, at in part.indexed:
-                if events.usable:
-                    chains[at].slots |= 1 << events.slot
-                if events.lower_slots:
-                    tiered = True
-        for chain in chains.values():
-            chain.depths = self._fleet.index.match(chain.hashes, chain.slots)
-        held = [
-            [(chain := chains[at]).depths.get(events.slot, 0) * chain.block_size for events, at in part.indexed]
-            for part in parts
-        ]
-        return chains, held, tiered
+            chains[at] = hash_chain(request.token_ids, block_format.block_size, root)
+        return chains
 
     def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
@@ -207,31 +185,32 @@ class Placer:
         slots = own[-1][1] if own else 0
         return [*own[1:], *((tier, slots | more) for tier, more in stores)]
 
-    def _count_tiers(self, side: Side, part: Part, known: dict[int, _PromptChain], total: int) -> None:
+    def _count_tiers(self, side: Side, part: Part, chains: dict[int, HashChain], total: int) -> None:
         """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
         tiers = [self._lower_tiers(x) for x in part.instances]
         if not any(tiers):
             return
-        chains, total = [known[at] for at in part.formats], max(1, total)
         side.loadable, side.tiers = side.matched.copy(), [{} for _ in part.ids]
-        depths = self._tier_depths(chains, tiers)
-        for at, (lower, chain) in enumerate(zip(tiers, chains, strict=True)):
-            nearer, more = int(side.matched[at]) // chain.block_size, 0.0
+        depths = self._tier_depths(part.formats, chains, tiers)
+        for at, (lower, size) in enumerate(zip(tiers, part.block_sizes, strict=True)):
+            nearer, more = int(side.matched[at]) // size, 0.0
             for (tier, _), depth in zip(lower, depths[at], strict=True):
                 if depth > nearer:
-                    side.tiers[at][tier] = (depth - nearer) * chain.block_size
+                    side.tiers[at][tier] = (depth - nearer) * size
                     more += self._tier_weights.get(tier, 0.0) * (depth - nearer)
                     nearer = depth
-            side.loadable[at] = nearer * chain.block_size
-            side.match_rates[at] += more * chain.block_size / total
+            side.loadable[at] = nearer * size
+            side.match_rates[at] += more * size / max(1, total)
 
-    def _tier_depths(self, chains: list[_PromptChain], tiers: list[list[tuple[str, int]]]) -> list[list[int]]:
+    def _tier_depths(
+        self, formats: list[int], chains: dict[int, HashChain], tiers: list[list[tuple[str, int]]]
+    ) -> list[list[int]]:
         """Return how many leading blocks each instance has in each of its tiers or nearer: one look-up per chain."""
         depths: list[list[int]] = [[] for _ in tiers]
-        for chain in dict.fromkeys(chains):
-            members = [at for at, own in enumerate(chains) if own is chain and tiers[at]]
+        for number, chain in chains.items():
+            members = [at for at, own in enumerate(formats) if own == number and tiers[at]]
             groups = [slots for at in members for _, slots in tiers[at]]
-            answers = iter(self._fleet.index.match_any(chain.hashes, groups) if groups else ())
+            answers = iter(self._fleet.index.match_any(chain, groups) if groups else ())
             for at in members:
                 depths[at] = [next(answers) for _ in tiers[at]]
         return depths
@@ -272,7 +251,7 @@ class Placer:
         return Placement(target, chosen, decision, self._threshold)
 
     def _reserve_decode(
-        self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, _PromptChain]
+        self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, HashChain]
     ) -> InstanceId:
         """Reserve a share of the decode instance; returns its name."""
         decision, load = placement.decision, placement.decode.load
@@ -282,10 +261,10 @@ class Placer:
         placement.running = load.requests + request.num_sequences
         own = total - int(decision.decode.matched[at]) if decision.path is PrefillPath.LOCAL else 0
         placement.decode_reservation = LoadReservation(load, total, request.num_sequences, own)
-        placement.decode_pending = placement.decode.events.add_pending(chains[part.formats[at]].hashes)
+        placement.decode_pending = placement.decode.events.add_pending(chains[part.formats[at]])
         return decision.decode.ids[at]
 
-    def _reserve_prefill(self, placement: Placement, part: Part, chains: dict[int, _PromptChain]) -> list[InstanceId]:
+    def _reserve_prefill(self, placement: Placement, part: Part, chains: dict[int, HashChain]) -> list[InstanceId]:
         """Reserve a share of the first prefill instance, if there is one; returns its name."""
         if not placement.prefill:
             return []
@@ -294,7 +273,7 @@ class Placer:
         placement.ahead = first.load.work
         missing = max(0, decision.prompt_tokens - int(decision.prefill.matched[at]))
         placement.prefill_reservation = LoadReservation(first.load, missing)
-        placement.prefill_pending = first.events.add_pending(chains[part.formats[at]].hashes)
+        placement.prefill_pending = first.events.add_pending(chains[part.formats[at]])
         return [decision.prefill.ids[at]]
 
 

@@ -17,7 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from baton.native import address_of
 from baton.types import InstanceId, PrefillPath, Role
+from baton_router.scheduler import kernels
 
 FloatArray = npt.NDArray[np.float64]
 Numbers = Sequence[float] | FloatArray
@@ -83,6 +85,9 @@ class Side(msgspec.Struct):
         loadable: Leading prompt tokens that the instance holds or can load from a slower tier or the KV store;
             ``None``: for every instance the same as ``matched``.
         tiers: Which tiers these come from, and how many tokens from each; ``None`` like ``loadable``.
+        block: Rows of ``matched``, ``match_rates``, ``work``, ``loads`` and what :meth:`sequences` and
+            :meth:`prompts_waiting` return, ``[6, instances]``: the arrays are views of it; ``None``: they are arrays of
+            their own.
     """
 
     role: Role
@@ -95,8 +100,19 @@ class Side(msgspec.Struct):
     trackers: Sequence[InstanceLoad] = ()
     loadable: FloatArray | None = None
     tiers: list[dict[str, int]] | None = None
+    block: FloatArray | None = None
+
+    @classmethod
+    def of(
+        cls, role: Role, ids: Sequence[InstanceId], block: FloatArray, cost: float, trackers: Sequence[InstanceLoad]
+    ) -> Side:
+        """Return the side whose numbers are the rows of a block."""
+        matched, rates, work, loads, _, _ = block
+        return cls(role, ids, matched, rates, work, loads, cost, trackers, None, None, block)
 
     def __post_init__(self) -> None:
+        if self.block is not None:
+            return
         self.matched, self.match_rates = as_floats(self.matched), as_floats(self.match_rates)
         self.work, self.loads = as_floats(self.work), as_floats(self.loads)
 
@@ -105,11 +121,24 @@ class Side(msgspec.Struct):
 
     def sequences(self) -> FloatArray:
         """Return how many sequences this router has in flight on each instance."""
+        if self.block is not None:
+            sequences: FloatArray = self.block[4]
+            return sequences
         return np.array([x.requests for x in self.trackers] or [0] * len(self), float)
 
     def prompts_waiting(self) -> FloatArray:
         """Return how many prompt tokens each instance has yet to compute by itself."""
+        if self.block is not None:
+            waiting: FloatArray = self.block[5]
+            return waiting
         return np.array([x.prompts_waiting for x in self.trackers] or [0] * len(self), float)
+
+    def packed(self) -> FloatArray:
+        """Return :attr:`block`, or the same made of arrays of their own."""
+        if self.block is not None:
+            return self.block
+        rows = (self.matched, self.match_rates, self.work, self.loads, self.sequences(), self.prompts_waiting())
+        return np.array(rows, np.float64)
 
 
 class Scores(msgspec.Struct):
@@ -117,6 +146,7 @@ class Scores(msgspec.Struct):
 
     terms: dict[str, FloatArray]
     totals: FloatArray
+    _place: int = 0
 
     @classmethod
     def of(cls, **terms: Numbers) -> Scores:
@@ -126,6 +156,14 @@ class Scores(msgspec.Struct):
         for number, column in enumerate(columns.values()):
             totals = totals + column if number else column
         return cls(columns, totals)
+
+    @property
+    def place(self) -> int:
+        """Where the totals are in memory."""
+        if not self._place:
+            self.totals = np.ascontiguousarray(self.totals)
+            self._place = address_of(self.totals)
+        return self._place
 
     def explain(self, at: int) -> dict[str, float]:
         """Return one instance's terms."""
@@ -148,11 +186,14 @@ class Pairs(msgspec.Struct):
         explain: Returns the named terms of ``(p, d)``, which add up to ``rows[d][p]``; called only for explanations.
         most: Per decode instance, what ``rows[d][p]`` and the score of ``p`` are together at most, whatever ``p``;
             ``None``: unknown, so every row is looked at.
+        packed: The same as native code reads it (:func:`~baton_router.scheduler.kernels.pack_pairs`); ``rows`` keeps
+            what it points to. ``None``: there is none.
     """
 
     rows: Rows
     explain: Callable[[int, int], dict[str, float]]
     most: FloatArray | None = None
+    packed: bytes | None = None
 
 
 class Ratings(msgspec.Struct):
@@ -237,34 +278,54 @@ class Choice(msgspec.Struct):
 
 
 def choose(ratings: Ratings, rng: random.Random) -> Choice:
-    """Take the best pair, or draw one; there must be a decode instance."""
+    """Take the best pair, or draw one; there must be a decode instance.
+
+    Raises:
+        ValueError: A score is not a number.
+    """
+    if ratings.temperature > 0:
+        return _draw(ratings, rng)
+    pairs = ratings.pairs
+    if pairs is not None and pairs.packed is None:
+        return _best(ratings, pairs, rng)
+    draws, options, packed = [-1.0, -1.0], _packed(ratings), None if pairs is None else pairs.packed
+    need, d, column, score = kernels.choose(options, packed, draws)
+    while need:
+        draws[need - 1] = rng.random()
+        need, d, column, score = kernels.choose(options, packed, draws)
+    return Choice(d, *_option(ratings, column), score)
+
+
+def _packed(ratings: Ratings) -> bytes:
+    prefill, decode, local, store = ratings.prefill, ratings.decode, ratings.local, ratings.store
+    return kernels.pack_options(
+        *(prefill.place, decode.place),
+        *(0 if local is None else local.place, 0 if store is None else store.place),
+        (prefill.totals.size, decode.totals.size),
+    )
+
+
+def _draw(ratings: Ratings, rng: random.Random) -> Choice:
+    """Draw a pair by a softmax."""
     prefill, decode = ratings.prefill.totals, ratings.decode.totals
     if ratings.pairs is None and ratings.local is None and ratings.store is None:
-        # Nothing couples the two: the best of each is the best pair, and a softmax over pairs is one over each.
+        # Nothing couples the two: a softmax over pairs is one over each.
         d = _pick(decode, ratings.temperature, rng)
         if not prefill.size:
             return Choice(d, None, PrefillPath.LOCAL, float(decode[d]))
         p = _pick(prefill, ratings.temperature, rng)
         return Choice(d, p, None, float(decode[d] + prefill[p]))
-    if ratings.temperature > 0:
-        rows = np.array([_options(ratings, d) for d in range(decode.size)])
-        d, column = divmod(_pick(rows.ravel(), ratings.temperature, rng), rows.shape[1])
-        return Choice(d, *_option(ratings, column), float(rows[d, column]))
-    return _best(ratings, rng)
+    rows = np.array([_options(ratings, d) for d in range(decode.size)])
+    d, column = divmod(_pick(rows.ravel(), ratings.temperature, rng), rows.shape[1])
+    return Choice(d, *_option(ratings, column), float(rows[d, column]))
 
 
-def _best(ratings: Ratings, rng: random.Random) -> Choice:
+def _best(ratings: Ratings, pairs: Pairs, rng: random.Random) -> Choice:
     """Take the best of everything that can be chosen, ties at random; decode instances that cannot have it are left."""
-    if ratings.pairs is None:
-        # The best prefill instance is the same for all: only decode instances are compared.
-        d = _pick(_most(ratings), 0.0, rng)
-        options = _options(ratings, d)
-        column = _pick(options, 0.0, rng)
-        return Choice(d, *_option(ratings, column), float(options[column]))
-    most = _most(ratings)
+    most = _most(ratings, pairs)
     best, ties = -math.inf, 0
     found: list[tuple[int, npt.NDArray[np.intp]]] = []
-    for d in np.argsort(-most).tolist():
+    for d in np.argsort(-most, kind="stable").tolist():
         if most[d] < best - _ROUNDING * abs(best):
             break
         options = _options(ratings, d)
@@ -281,21 +342,18 @@ def _best(ratings: Ratings, rng: random.Random) -> Choice:
         if skip < columns.size:
             return Choice(d, *_option(ratings, int(columns[skip])), best)
         skip -= columns.size
-    raise AssertionError("there is a decode instance, and it has an option")
+    raise ValueError("a policy's score is not a number")
 
 
-def _most(ratings: Ratings) -> FloatArray:
+def _most(ratings: Ratings, pairs: Pairs) -> FloatArray:
     """Return what each decode instance's best option scores at most."""
-    decode, pairs, prefill = ratings.decode.totals, ratings.pairs, ratings.prefill.totals
-    most: FloatArray | float = 0.0 if not prefill.size and ratings.local is None else -math.inf
-    if prefill.size:
-        most = prefill.max()
-        if pairs is not None:
-            most = pairs.most if pairs.most is not None else math.inf
+    most: FloatArray | float = 0.0 if not ratings.prefill.totals.size and ratings.local is None else -math.inf
+    if ratings.prefill.totals.size:
+        most = pairs.most if pairs.most is not None else math.inf
     for alone in (ratings.local, ratings.store):
         if alone is not None:
             most = np.maximum(most, alone.totals)
-    return decode + most
+    return ratings.decode.totals + most
 
 
 def best_option(ratings: Ratings, d: int) -> tuple[int | None, PrefillPath | None, float]:
@@ -312,10 +370,14 @@ def prefill_order(ratings: Ratings, choice: Choice, limit: int, rng: random.Rand
         return []
     if limit == 1 and choice.prefill is not None:
         return [choice.prefill]
-    values = _column(ratings, choice.decode)
-    first = int(rng.random() * total)
-    best = np.argsort(np.concatenate((-values[first:], -values[:first])), kind="stable")[: limit + 1]
-    order: list[int] = ((best + first) % total).tolist()
+    first, pairs = int(rng.random() * total), ratings.pairs
+    if pairs is None or pairs.packed is not None:
+        packed = None if pairs is None else pairs.packed
+        order = kernels.prefill_order(_packed(ratings), packed, choice.decode, first, min(limit + 1, total))
+    else:
+        values = _column(ratings, choice.decode)
+        best = np.argsort(np.concatenate((-values[first:], -values[:first])), kind="stable")[: limit + 1]
+        order = ((best + first) % total).tolist()
     if choice.prefill is not None and order[0] != choice.prefill:
         order = [choice.prefill, *(p for p in order if p != choice.prefill)]
     return order[:limit]
@@ -348,8 +410,7 @@ def _options(ratings: Ratings, d: int) -> FloatArray:
 
 def _pick(values: FloatArray, temperature: float, rng: random.Random) -> int:
     best = values.max()
-    if temperature > 0 and best > -math.inf:
-        weights = np.exp((values - best) / temperature).cumsum()
-        return int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
-    ties = np.flatnonzero(values == best)
-    return int(ties[0 if ties.size == 1 else int(rng.random() * ties.size)])
+    if best == -math.inf:  # all are impossible, and alike
+        return int(rng.random() * values.size) if values.size > 1 else 0
+    weights = np.exp((values - best) / temperature).cumsum()
+    return int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))

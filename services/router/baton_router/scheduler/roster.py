@@ -6,20 +6,26 @@ request that may not use some of them (one is full, one failed it) takes a part:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from baton.hashing import HashChain
+from baton.native import address_of
 from baton.types import InstanceId, Role
+from baton_router.indexer.index_columns import IndexColumns
+from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
-from baton_router.registry.load import LoadColumns, LoadTracker
+from baton_router.registry.load import RECENT_S, LoadColumns, LoadTracker
+from baton_router.scheduler.kernels import gather_side
 from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Side, as_floats
 
 KvCompat = npt.NDArray[np.bool_]
 """``compat[d, p]``: whether decode instance ``d`` takes the KV of prefill instance ``p``."""
+_MAX_PARTS = 8
 REFUSED = {"kv_dtype": -np.inf}
 """The term of a pair whose KV dtypes do not fit."""
 
@@ -54,26 +60,31 @@ class Part:
         ids: Their names.
         trackers: Their load.
         formats: Each one's position in ``Candidates.formats``.
-        indexed: Each one's part of the index, beside its format.
+        format_set: The different ones of these.
+        block_sizes: Each one's tokens per block.
         at: Their positions among all of the role; ``None``: all of them.
+        place: Where :attr:`at` is in memory; 0: all of them.
     """
 
-    __slots__ = ("at", "formats", "ids", "indexed", "instances", "role", "trackers")
+    __slots__ = ("at", "block_sizes", "format_set", "formats", "ids", "instances", "place", "role", "trackers")
 
     def __init__(self, role: Role, instances: Sequence[Instance], formats: list[int]) -> None:
         self.role, self.instances, self.formats = role, instances, formats
         self.ids: list[InstanceId] = [x.instance_id for x in instances]
         self.trackers: list[LoadTracker] = [x.load for x in instances]
-        self.indexed = [(x.events, at) for x, at in zip(instances, formats, strict=True)]
-        self.at: npt.NDArray[np.intp] | None = None
+        self.format_set = set(formats)
+        self.block_sizes = [x.info.fingerprint.block_size for x in instances if x.info is not None]
+        self.at: npt.NDArray[np.int64] | None = None
+        self.place = 0
 
-    def take(self, at: list[int]) -> Part:
+    def take(self, at: npt.NDArray[np.int64]) -> Part:
         """Return the part with some of these, which are all of the role."""
         part = Part(self.role, (), [])
-        part.at = np.array(at, np.intp)
-        part.instances, part.formats = [self.instances[i] for i in at], [self.formats[i] for i in at]
-        part.ids, part.trackers = [self.ids[i] for i in at], [self.trackers[i] for i in at]
-        part.indexed = [self.indexed[i] for i in at]
+        part.at, part.place = at, address_of(at)
+        which = at.tolist()
+        part.instances, part.formats = [self.instances[i] for i in which], [self.formats[i] for i in which]
+        part.ids, part.trackers = [self.ids[i] for i in which], [self.trackers[i] for i in which]
+        part.format_set, part.block_sizes = set(part.formats), [self.block_sizes[i] for i in which]
         return part
 
 
@@ -88,32 +99,49 @@ class RoleCandidates:
         formats = [known.setdefault(BlockFormat.of(x), len(known)) for x in instances]
         self.whole = Part(role, instances, formats)
         self._loads = LoadColumns(self.whole.trackers)
-        self._part: tuple[list[int], Part] | None = None
+        self._parts: dict[bytes, Part] = {}
 
-    def part(self, at: list[int]) -> Part:
-        """Return some of them; the latest part is kept: while an instance is full most requests ask for the same."""
+    def part(self, at: Sequence[int] | npt.NDArray[np.int64]) -> Part:
+        """Return some of them; the latest parts are kept: while an instance is full most requests ask for the same."""
         if len(at) == len(self.whole.instances):
             return self.whole
-        if self._part is None or self._part[0] != at:
-            self._part = at, self.whole.take(at)
-        return self._part[1]
+        positions = np.asarray(at, np.int64)
+        key = positions.tobytes()
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) >= _MAX_PARTS:
+                self._parts.clear()
+            part = self._parts[key] = self.whole.take(positions)
+        return part
 
-    def side(self, part: Part, matched: list[int], total: int, cost: float) -> Side:
+    def free(self, sequences: int) -> npt.NDArray[np.intp] | None:
+        """Return the positions of those with room for so many sequences; ``None``: all have."""
+        return self._read().free(sequences)
+
+    def side(self, part: Part, held: int, total: int, cost: float) -> Side:
         """Return a part as a policy sees it.
 
         Args:
             part: Of these.
-            matched: Leading prompt tokens that each holds.
+            held: Where in memory the leading prompt tokens are that each of the role holds, float64.
             total: Prompt tokens.
             cost: Work that the request would be if nothing matched.
         """
+        loads, size = self._read(), len(part.ids)
+        block = np.empty((6, size))
+        if size:
+            now = self.whole.trackers[0].now()
+            gather_side(
+                *(loads.address, held, part.place, size, float(max(1, total)), now, RECENT_S, address_of(block))
+            )
+        return Side.of(part.role, part.ids, block, cost, part.trackers)
+
+    def _read(self) -> LoadColumns:
         if self._loads.over:
             self._loads = LoadColumns(self.whole.trackers)
-        work, loads = self._loads.read()
-        if part.at is not None:
-            work, loads = work[part.at], loads[part.at]
-        tokens = np.array(matched, float)
-        return Side(part.role, part.ids, tokens, tokens / max(1, total), work, loads, cost, part.trackers)
+        if self._loads.changed:
+            self._loads.read()
+        return self._loads
 
 
 class Candidates:
@@ -131,7 +159,7 @@ class Candidates:
         all_guided: Whether all of them take requests with a grammar.
     """
 
-    __slots__ = ("_given", "all_guided", "compat", "decode", "formats", "prefill")
+    __slots__ = ("_given", "_index", "all_guided", "compat", "decode", "formats", "prefill")
 
     def __init__(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
         self._given = prefills, decodes
@@ -141,10 +169,33 @@ class Candidates:
         self.decode = RoleCandidates(Role.DECODE, decodes, known)
         self.formats = list(known)
         self.all_guided = all(knows_grammars(x) for x in (*prefills, *decodes))
+        self._index = self._watch()
 
     def is_of(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
         """Whether it was made from these very list objects."""
         return self._given[1] is decodes and self._given[0] is prefills
+
+    def _watch(self) -> IndexColumns:
+        parts = self.prefill.whole, self.decode.whole
+        appliers = [x.events for part in parts for x in part.instances]
+        sizes = [x.block_size for x in self.formats]
+        return IndexColumns(appliers, [at for part in parts for at in part.formats], sizes)
+
+    def held(self, index: PrefixIndex, chains: Mapping[int, HashChain]) -> FloatArray:
+        """Return how many leading prompt tokens every instance holds, prefill instances first.
+
+        Args:
+            index: The index.
+            chains: The prompt by format; instances of other formats hold nothing.
+        """
+        if self._index.over:
+            self._index = self._watch()
+        return self._index.held(index, chains)
+
+    @property
+    def tiered(self) -> bool:
+        """Whether an instance has told of slower tiers, as of the last :meth:`held`."""
+        return bool(self._index.lower)
 
     def compat_of(self, prefill: Part, decode: Part) -> KvCompat | None:
         """Return :attr:`compat` of two parts; ``None``: all of all."""

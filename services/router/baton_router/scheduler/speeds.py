@@ -15,9 +15,10 @@ hold. So one that was slow once gets another chance after a minute.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
+from baton.native import address_of
 from baton.types import InstanceId
 
 K = TypeVar("K", str, tuple[str, str])
@@ -42,6 +44,9 @@ _FRESH_S = 60.0
 _MAX_KEYS = 65_536
 _MIN_OUTPUT = 2
 _MAX_NAMES = 4096
+_MAX_ASKED = 8
+"""Lists of names whose places are remembered: those of the roster, and of parts of it."""
+_ALONE = ("",)
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -111,30 +116,78 @@ class LinearFit:
         return Fit(base, slope) if base >= 0.0 else Fit(0.0, self._xy / self._xx)
 
 
-class _Row(NamedTuple):
+class _Row:
     """Lines side by side; never changed, so whoever has one may keep it.
 
     Attributes:
-        bases: Of the lines.
-        slopes: Of the lines.
-        at: When the latest observation came; ``-inf``: too little is known.
-        least: The least base and the least slope.
+        block: Bases, slopes and when the latest observation came, ``-inf``: too little is known; ``[3, columns]``.
+        place: Where that is in memory, and how many columns there are.
     """
 
-    bases: FloatArray
-    slopes: FloatArray
-    at: FloatArray
-    least: tuple[float, float] = (0.0, 0.0)
+    __slots__ = ("block", "place")
 
-    def wider(self, size: int) -> _Row:
-        """Return a copy with room for so many columns; nothing is known of the new ones."""
-        row = _Row(np.full(size, np.inf), np.full(size, np.inf), np.full(size, -np.inf), self.least)
-        for old, new in zip(self[:3], row[:3], strict=True):
-            new[: old.size] = old
-        return row
+    def __init__(self, block: FloatArray) -> None:
+        self.block = block
+        self.place = address_of(block), block.shape[1]
+
+    def least(self) -> FloatArray:
+        """Return the least base and the least slope."""
+        least: FloatArray = np.minimum.reduce(self.block[:2], 1)
+        return least
+
+    def with_line(self, at: int, line: LinearFit) -> _Row:
+        """Return a copy with another line in one column, and room for some more."""
+        size = self.block.shape[1]
+        if at < size:
+            block = self.block.copy()
+        else:
+            block = _nothing(2 * (at + 1))
+            block[:, :size] = self.block
+        known = line.at if line.known >= _MIN_OWN else -math.inf
+        block[0, at], block[1, at], block[2, at] = *line.fit, known
+        return _Row(block)
 
 
-_EMPTY = _Row(np.zeros(0), np.zeros(0), np.zeros(0))
+def _nothing(size: int) -> FloatArray:
+    """Return lines of which nothing is known."""
+    block = np.full((3, size), np.inf)
+    block[2] = -np.inf
+    return block
+
+
+_EMPTY = _Row(_nothing(1))
+
+
+class _Asked:
+    """The rows that were asked for together, kept up to date for as long as the same ones are asked for.
+
+    Attributes:
+        names: Their names.
+        rows: The rows; ``None``: nothing is known of it. Replaced when one changes, so whoever has it may keep it.
+        places: Where each one's block is in memory and its number of columns, int64; 0: nothing is known.
+        least: Each one's least base and least slope.
+    """
+
+    def __init__(self, names: Sequence[str], known: Mapping[str, _Row]) -> None:
+        self.names = names
+        self.rows: list[_Row | None] = [None] * len(names)
+        self.places = np.zeros((len(names), 2), np.int64)
+        self.least = np.full((len(names), 2), np.inf)
+        self.addresses: tuple[int, int] = (address_of(self.places), address_of(self.least))
+        self._at: dict[str, list[int]] = {}
+        for at, name in enumerate(names):
+            self._at.setdefault(name, []).append(at)
+        for name in self._at:
+            if name in known:
+                self.set(name, known[name])
+
+    def set(self, name: str, row: _Row) -> None:
+        """Take a row that has changed, if it is among them."""
+        for at in self._at.get(name, ()):
+            self.rows = [*self.rows[:at], row, *self.rows[at + 1 :]]
+            self.places[at] = row.place
+            if name:  # a table of one row has no pairs
+                self.least[at] = row.least()
 
 
 class Lines(NamedTuple):
@@ -145,65 +198,80 @@ class Lines(NamedTuple):
         rows: The rows that were asked for; ``None``: nothing is known of it.
         like: Stands in where nothing recent is known.
         oldest: What was observed before is too old.
+        places: In memory: the columns; each row's block and size (int64); each row's least base and slope. The latter
+            two are those of now.
+        kept: Keeps these.
     """
 
-    columns: npt.NDArray[np.intp]
+    columns: npt.NDArray[np.int64]
     rows: list[_Row | None]
     like: Fit
     oldest: float
+    places: tuple[int, int, int]
+    kept: _Asked
 
     def row(self, at: int = 0) -> tuple[FloatArray, FloatArray]:
         """Return bases and slopes of a row, an entry per column."""
         row, columns = self.rows[at], self.columns
         if row is None:
             return np.full(columns.size, self.like.base), np.full(columns.size, self.like.slope)
-        fresh = row.at[columns] >= self.oldest
-        bases = np.where(fresh, row.bases[columns], self.like.base)
-        return bases, np.where(fresh, row.slopes[columns], self.like.slope)
+        inside = np.where(columns < row.block.shape[1], columns, -1)
+        bases, slopes, at_s = row.block[:, inside]
+        fresh = (inside >= 0) & (at_s >= self.oldest)
+        return np.where(fresh, bases, self.like.base), np.where(fresh, slopes, self.like.slope)
 
-    def least(self) -> tuple[FloatArray, FloatArray]:
-        """Return per row the least base and the least slope that any of its lines may have."""
-        least = [self.like if row is None else row.least for row in self.rows]
-        bases, slopes = np.array(least).reshape(-1, 2).T
-        return np.minimum(bases, self.like.base), np.minimum(slopes, self.like.slope)
+    def packed(self) -> tuple[int, int, int, float, float, float]:
+        """Return the only row as ``struct lines`` of ``native/placement.c`` has it."""
+        row = self.rows[0]
+        place, size = row.place if row is not None else (0, 0)
+        return place, size, self.places[0], self.like.base, self.like.slope, self.oldest
 
 
 class _Table:
-    """Lines by row and column. The last column of every row is of those of which nothing is known."""
+    """Lines by row and column."""
 
     def __init__(self) -> None:
         self._columns: dict[str, int] = {}
         self._rows: dict[str, _Row] = {}
-        self._asked: tuple[Sequence[str], npt.NDArray[np.intp]] | None = None
-        """The columns that were asked for last, which mostly are the next ones, too."""
+        self._asked_columns: dict[int, tuple[Sequence[str], npt.NDArray[np.int64], int]] = {}
+        """The columns that were asked for lately, by the identity of their names, and where they are in memory."""
+        self._asked_rows: dict[int, _Asked] = {}
 
     def set(self, key: tuple[str, str], line: LinearFit) -> None:
         """Take a line that has changed."""
-        column, row = key
+        column, name = key
         if max(len(self._columns), len(self._rows)) >= _MAX_NAMES:
             self._columns.clear()  # names come and go: those in use are soon back
             self._rows.clear()
-            self._asked = None
+            self._asked_columns.clear()
+            self._asked_rows.clear()
         at = self._columns.get(column, -1)
         if at < 0:
             at = self._columns[column] = len(self._columns)
-            self._asked = None
-        known = self._rows.get(row, _EMPTY)
-        known = known.wider(known.at.size if at + 1 < known.at.size else 2 * (at + 1))
-        known.bases[at], known.slopes[at] = line.fit
-        known.at[at] = line.at if line.known >= _MIN_OWN else -np.inf
-        self._rows[row] = known._replace(least=(float(known.bases.min()), float(known.slopes.min())))
+            self._asked_columns.clear()
+        row = self._rows[name] = self._rows.get(name, _EMPTY).with_line(at, line)
+        for asked in self._asked_rows.values():
+            asked.set(name, row)
 
-    def find(self, columns: Sequence[str], rows: Sequence[str]) -> tuple[npt.NDArray[np.intp], list[_Row | None]]:
-        """Return where columns are, and rows."""
-        found = [self._rows.get(row) for row in rows]
-        for at, known in enumerate(found):
-            if known is not None and known.at.size <= len(self._columns):
-                found[at] = self._rows[rows[at]] = known.wider(2 * len(self._columns))
-        if self._asked is None or self._asked[0] is not columns:
+    def columns(self, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], int]:
+        """Return where columns are, and where that is in memory."""
+        found = self._asked_columns.get(id(names))
+        if found is None:
+            if len(self._asked_columns) >= _MAX_ASKED:
+                self._asked_columns.clear()
             place = self._columns.get
-            self._asked = columns, np.array([place(column, -1) for column in columns], np.intp)
-        return self._asked[1], found
+            at = np.array([place(name, -1) for name in names], np.int64)
+            found = self._asked_columns[id(names)] = names, at, address_of(at)
+        return found[1:]
+
+    def rows(self, names: Sequence[str]) -> _Asked:
+        """Return rows."""
+        found = self._asked_rows.get(id(names))
+        if found is None:
+            if len(self._asked_rows) >= _MAX_ASKED:
+                self._asked_rows.clear()
+            found = self._asked_rows[id(names)] = _Asked(names, self._rows)
+        return found
 
 
 class LinearFits(Generic[K]):
@@ -220,11 +288,10 @@ class LinearFits(Generic[K]):
         self._all = LinearFit(flat=flat, at=0.0)
         self._lines: OrderedDict[K, LinearFit] = OrderedDict()
         self._table = _Table()
-        self._kept: tuple[Sequence[str], float, tuple[FloatArray, FloatArray]] | None = None
 
     def add(self, key: K, amount: float, ms: float, weight: float = 1.0) -> None:
         """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
-        now, self._kept = self._now(), None
+        now = self._now()
         line = self._lines.get(key)
         if line is None or now - line.at > _FRESH_S:
             line = self._lines[key] = LinearFit(flat=self._flat, at=now)
@@ -240,21 +307,12 @@ class LinearFits(Generic[K]):
         """Whether anything was observed at all; else the prior holds."""
         return self._all.known > 0
 
-    def lines(self, columns: Sequence[str], rows: Sequence[str] = ("",)) -> Lines:
+    def lines(self, columns: Sequence[str], rows: Sequence[str] = _ALONE) -> Lines:
         """Return what is known of many keys at once: of every pair of a column and a row, or of every column."""
         like = self._all.fit if self._all.known else self._prior
-        return Lines(*self._table.find(columns, rows), like, self._now() - _FRESH_S)
-
-    def arrays(self, columns: Sequence[str]) -> tuple[FloatArray, FloatArray]:
-        """Return bases and slopes of every column; the latest answer holds until something is observed, or gets old."""
-        kept, now = self._kept, self._now()
-        if kept is None or kept[0] is not columns or now >= kept[1]:
-            lines = self.lines(columns)
-            row = lines.rows[0]
-            ages = row.at[row.at >= lines.oldest] if row is not None else np.zeros(0)
-            until = float(ages.min()) + _FRESH_S if ages.size else np.inf
-            kept = self._kept = columns, until, lines.row()
-        return kept[2]
+        at, place = self._table.columns(columns)
+        asked: _Asked = self._table.rows(rows)
+        return Lines(at, asked.rows, like, self._now() - _FRESH_S, (place, *asked.addresses), asked)
 
     def get(self, keys: Iterable[K]) -> list[Fit]:
         """Return what is known of each key."""

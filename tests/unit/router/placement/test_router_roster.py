@@ -12,6 +12,7 @@ import pytest
 from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.kv_cache.fingerprint import Fingerprint
+from baton.native import address_of
 from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
 from baton_router.indexer.event_applier import EventApplier
@@ -45,7 +46,10 @@ def test_a_part_has_the_load_of_its_own_instances() -> None:
     role = Candidates([], decodes).decode
     for at in ([1, 2], [0, 2], [2], [0, 1, 2]):
         part = role.part(at)
-        side = role.side(part, [0] * len(at), 100, 1.0)
+        held = np.array([10.0, 20.0, 30.0])
+        side = role.side(part, address_of(held), 100, 1.0)
+        assert side.matched.tolist() == [10.0 * (i + 1) for i in at]
+        assert side.match_rates.tolist() == pytest.approx([0.1 * (i + 1) for i in at])
         assert side.ids == [f"d{i}" for i in at]
         assert side.work.tolist() == side.loads.tolist() == [1000.0 * (i + 1) for i in at]
     assert role.part([1, 2]) is role.part([1, 2])

@@ -6,19 +6,12 @@ import math
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from baton.native import address_of
+from baton_router.scheduler import kernels
 from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
-from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Request, Scores, Side
 from baton_router.scheduler.speeds import Lines, Speeds
-
-_STALL_SHARE = 0.1
-"""What a millisecond of local prefill costs per sequence that decodes there, in milliseconds of this request: their
-steps carry the prompt's chunks, so they all wait for it."""
-
-_EVEN_SHARE = 0.1
-"""Of the shortest prefill, at most: about what a prediction is off by. In replays (docs/bench/router.md) 0.02 to 0.2
-gave the same time to first token."""
 
 
 class CostMs(BuiltInPolicy):
@@ -61,116 +54,92 @@ class CostMs(BuiltInPolicy):
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both sides, their pairs, and what decode can do by itself."""
-        speeds = self._speeds
+        speeds, size, others = self._speeds, len(prefill), len(decode)
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
-        running = decode.sequences()
-        base, slope = speeds.decode.arrays(decode.ids)
-        computing = speeds.prefill.arrays(prefill.ids)
-        queues = Scores.of(
-            queue_ms=-prefill.work * computing[1],
-            even_ms=_even(request, prefill, decode, computing),
+        lines = [x.lines(decode.ids).packed() for x in (speeds.decode, speeds.local, speeds.store)]
+        computing, moving = speeds.prefill.lines(prefill.ids), speeds.transfer.lines(prefill.ids, decode.ids)
+        sides = prefill.packed(), decode.packed()
+        loadable = None if decode.loadable is None else np.ascontiguousarray(decode.loadable, np.float64)
+        threshold = -1.0 if request.threshold is None else float(request.threshold)
+        num_rows = 7 if loadable is None else 12
+        out = np.empty(6 * size + num_rows * others)
+        at = address_of(out)
+        kernels.score_cost(
+            (address_of(sides[0]), address_of(sides[1]), 0 if loadable is None else address_of(loadable), size, others),
+            (computing.packed(), lines[0], lines[1], lines[2]),
+            (moving.places[2], *moving.like),
+            (float(request.tokens), request.sequences, expected, request.kv_bytes_per_token, prefill.cost, threshold),
+            at,
         )
+        rows = out[6 * size :].reshape(num_rows, others)
+        end = at + 8 * 6 * size
+        pairs = None
+        if size:
+            costs = _PairCosts(out[: 3 * size].reshape(3, size), rows[0], moving, request.kv_bytes_per_token, threshold)
+            packed = kernels.pack_pairs(
+                (at, at + 8 * size, at + 16 * size, end, end + 8 * others),
+                moving.places[1],
+                (0, 0, moving.places[0], *moving.like, moving.oldest),
+                *(request.kv_bytes_per_token, threshold),
+            )
+            pairs = Pairs(costs, costs.explain, rows[1], packed)
+        queue, even, totals = out[3 * size : 6 * size].reshape(3, size)
+        store = None
+        if loadable is not None:
+            terms = dict(zip(("queue_ms", "load_ms", "prefill_ms", "stall_ms"), rows[7:], strict=False))
+            store = Scores(terms, rows[11], end + 8 * 11 * others)
         return Ratings(
-            prefill=queues,
-            decode=Scores.of(decode_ms=-expected * (base + slope * (running + request.sequences))),
-            pairs=_pairs(request, prefill, decode, computing, queues.totals, speeds) if prefill.ids else None,
-            local=self._alone(request, decode, running),
-            store=self._alone(request, decode, running, decode.loadable) if decode.loadable is not None else None,
+            prefill=Scores({"queue_ms": queue, "even_ms": even}, totals, at + 8 * 5 * size),
+            decode=Scores({"decode_ms": rows[2]}, rows[2], end + 8 * 2 * others),
+            pairs=pairs,
+            local=Scores(
+                {"queue_ms": rows[3], "prefill_ms": rows[4], "stall_ms": rows[5]}, rows[6], end + 8 * 6 * others
+            ),
+            store=store,
         )
-
-    def _alone(self, request: Request, decode: Side, running: FloatArray, loadable: FloatArray | None = None) -> Scores:
-        """Score the prefill on the decode instance itself, of what is missing after it loaded what it can."""
-        base, slope = self._speeds.local.arrays(decode.ids)
-        missing = request.tokens - (decode.matched if loadable is None else loadable)
-        queue, stalled = -slope * decode.prompts_waiting(), -_STALL_SHARE * running * slope * missing
-        computed = -(base + slope * missing)
-        if loadable is None:
-            if request.threshold is not None:
-                computed[missing >= request.threshold] = -np.inf
-            return Scores.of(queue_ms=queue, prefill_ms=computed, stall_ms=stalled)
-        base, slope = self._speeds.store.arrays(decode.ids)
-        more = loadable - decode.matched
-        loaded = np.where(more > 0, -(base + slope * request.kv_bytes_per_token * more), -np.inf)
-        return Scores.of(queue_ms=queue, load_ms=loaded, prefill_ms=computed, stall_ms=stalled)
 
 
 class _PairCosts:
     """Milliseconds of pairs, a row per decode instance when it is asked for.
 
     Args:
-        missing: Per prefill instance, prompt tokens that it misses.
+        computing: Per prefill instance the prompt tokens that it misses, and base and slope of computing.
         needed: Per decode instance, prompt tokens that it misses.
-        allowed: Per decode instance, whether it may be paired.
-        computing: Per prefill instance, base and slope of computing.
         moving: Of transfers.
         kv_bytes: Of a token.
+        threshold: Missing tokens below which decode is not paired; -1: none.
     """
 
-    def __init__(
-        self,
-        missing: FloatArray,
-        needed: FloatArray,
-        allowed: npt.NDArray[np.bool_],
-        computing: tuple[FloatArray, FloatArray],
-        moving: Lines,
-        kv_bytes: float,
-    ) -> None:
-        self._missing, self._needed, self._allowed = missing, needed, allowed
-        self._computing, self._moving, self._kv_bytes = computing, moving, kv_bytes
+    __slots__ = ("_computing", "_kv_bytes", "_moving", "_needed", "_threshold")
 
-    def parts(self, d: int) -> tuple[FloatArray, FloatArray]:
+    def __init__(
+        self, computing: FloatArray, needed: FloatArray, moving: Lines, kv_bytes: float, threshold: float
+    ) -> None:
+        self._computing, self._needed, self._moving = computing, needed, moving
+        self._kv_bytes, self._threshold = kv_bytes, threshold
+
+    def _allowed(self, d: int) -> bool:
+        return self._threshold < 0 or bool(self._needed[d] >= self._threshold)
+
+    def _parts(self, d: int) -> tuple[FloatArray, FloatArray]:
         """Return what prefill and transfer take with each prefill instance."""
-        base, slope = self._computing
+        missing, base, slope = self._computing
         fixed, per_byte = self._moving.row(d)
-        computed = base + slope * np.minimum(self._missing, self._needed[d])
+        computed = base + slope * np.minimum(missing, self._needed[d])
         return computed, fixed + per_byte * (self._kv_bytes * self._needed[d])
 
     def __getitem__(self, d: int, /) -> FloatArray:
-        """Return the scores of a decode instance's pairs."""
-        if not self._allowed[d]:
-            return np.full(self._missing.size, -np.inf)
-        computed, moved = self.parts(d)
+        """Return the scores of a decode instance's pairs: what neither has is computed, what decode misses travels."""
+        if not self._allowed(d):
+            return np.full(self._computing.shape[1], -np.inf)
+        computed, moved = self._parts(d)
         return -(computed + moved)
 
-
-def _pairs(
-    request: Request,
-    prefill: Side,
-    decode: Side,
-    computing: tuple[FloatArray, FloatArray],
-    queues: FloatArray,
-    speeds: Speeds,
-) -> Pairs:
-    """Score pairs: what neither has is computed, what decode misses travels."""
-    moving = speeds.transfer.lines(prefill.ids, decode.ids)
-    needed = request.tokens - decode.matched
-    allowed = np.full(needed.size, True) if request.threshold is None else needed >= request.threshold
-    rows = _PairCosts(request.tokens - prefill.matched, needed, allowed, computing, moving, request.kv_bytes_per_token)
-    # What a pair scores at most, transfer aside, depends on decode by what it misses alone: a few different numbers.
-    depths, which = np.unique(needed, return_inverse=True)
-    base, slope = computing
-    computed = queues - base - slope * np.minimum(request.tokens - prefill.matched, depths[:, None])
-    most = np.where(allowed, computed.max(axis=1)[which], -np.inf)
-
-    def explain(p: int, d: int) -> dict[str, float]:
-        if not allowed[d]:
+    def explain(self, p: int, d: int) -> dict[str, float]:
+        """Return the terms of a pair."""
+        if not self._allowed(d):
             return {"below_threshold": -math.inf}
-        computed, moved = rows.parts(d)
+        computed, moved = self._parts(d)
         return {"prefill_ms": -float(computed[p]), "transfer_ms": -float(moved[p])}
-
-    fixed, per_byte = moving.least()
-    return Pairs(rows, explain, most - fixed - per_byte * request.kv_bytes_per_token * needed)
-
-
-def _even(request: Request, prefill: Side, decode: Side, computing: tuple[FloatArray, FloatArray]) -> FloatArray:
-    """Return what it counts against each prefill instance that it has done more than another one."""
-    if not prefill.ids:
-        return np.zeros(0)
-    base, slope = computing
-    held = decode.matched.max(initial=0.0)
-    shortest = float((base + slope * (request.tokens - np.maximum(prefill.matched, held))).min())
-    loads = relative_loads(prefill)
-    behind: FloatArray = np.maximum(-1.0, loads.min() - loads)
-    return _EVEN_SHARE * shortest * behind

@@ -8,24 +8,19 @@ from typing import Self
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.native import address_of
+from baton_router.scheduler import kernels
 from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContext
-from baton_router.scheduler.policy import FloatArray, Ratings, Request, Scores, Side, relative_loads
+from baton_router.scheduler.policy import Ratings, Request, Scores, Side
 from baton_router.scheduler.speeds import Speeds
-
-_IDLE = 1e-6
-_ALIKE = 0.1
-"""Instances whose measured times differ from the mean by less count as equal: that much is noise."""
-_STALL_SHARE = 0.05
-"""What a local prefill costs per sequence that decodes there, in prefills."""
-_ASIDE = 0.1
-"""What must be saved, in prompts, before decode is asked to compute one: its other sequences wait for that."""
 
 
 class MatchMinusLoad(BuiltInPolicy):
     """Send a request where its KV is, unless that place is too busy.
 
     Everything is counted in prompts like this one: a match rate of 1 saves computing one, a load of 1 is the time in
-    which a prefill instance of mean speed computes one. For a prefill instance::
+    which a prefill instance of mean speed computes one. ``native/placement.c`` computes it all. For a prefill
+    instance::
 
         match_p = matched prompt tokens on p / prompt tokens
         slow_p  = time of a prompt of this length on p / mean of all, as served requests have taught; 1 if within 10 %
@@ -86,68 +81,29 @@ class MatchMinusLoad(BuiltInPolicy):
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both roles, and the prefill on decode instances."""
-        tokens, size = max(1, request.tokens), len(prefill)
-        base, slope = self._speeds.prefill.arrays(prefill.ids)
-        times = base + slope * tokens
-        mean = float(np.add.reduce(times)) / size if size else 0.0
-        local = None
-        if mean > 0 and request.threshold is None and self._speeds.prefill.measured:
-            local = self._local(decode, tokens, mean)
+        speeds, size, others = self._speeds, len(prefill), len(decode)
+        lines = speeds.prefill.lines(prefill.ids), speeds.decode.lines(decode.ids), speeds.local.lines(decode.ids)
+        sides = prefill.packed(), decode.packed()
+        out = np.empty(4 * size + 5 * others)
+        at = address_of(out)
+        with_local = kernels.score_match(
+            (address_of(sides[0]), address_of(sides[1]), size, others),
+            (lines[0].packed(), lines[1].packed(), lines[2].packed()),
+            (float(max(1, request.tokens)), self.beta, decode.cost),
+            (request.threshold is None and speeds.prefill.measured, speeds.local.measured),
+            at,
+        )
+        load, speed, lately, totals = out[: 4 * size].reshape(4, size)
+        decode_load, decode_totals, *rest = out[4 * size :].reshape(5, others)
+        at, local = at + 8 * 3 * size, None
+        if with_local:
+            terms = {"match": decode.match_rates, "load": rest[0], "speed": rest[1]}
+            local = Scores(terms, rest[2], at + 8 * (size + 4 * others))
+        terms = {"match": prefill.match_rates, "load": load, "speed": speed, "lately": lately}
         return Ratings(
-            self._prefill(prefill, tokens, _apart(times / mean) if mean > 0 else np.ones(size)),
-            self._decode(decode),
+            Scores(terms, totals, at),
+            Scores({"match": decode.match_rates, "load": decode_load}, decode_totals, at + 8 * (size + others)),
             local=local,
             leave=True,
             temperature=self.temperature,
         )
-
-    def _prefill(self, side: Side, tokens: int, slow: FloatArray) -> Scores:
-        match, beta = side.match_rates, self.beta
-        if not match.size:
-            return Scores({"match": match}, match)
-        load = side.work * slow * (-beta / tokens)
-        speed = (slow - 1.0) * (match - 1.0) * beta
-        lately = _above(_relative((side.loads - side.work) * slow, tokens)) * -beta
-        now = match + load + speed
-        totals = now + lately
-        # Who did less goes first; but what was done makes no prompt late, so beside a decode instance the best counts.
-        shift = float(now.max() - totals.max())
-        return Scores({"match": match, "load": load, "speed": speed, "lately": lately + shift}, totals + shift)
-
-    def _decode(self, side: Side) -> Scores:
-        match, size = side.match_rates, len(side)
-        if not size:
-            return Scores({"match": match}, match)
-        base, slope = self._speeds.decode.arrays(side.ids)
-        times = base + slope * (1.0 + sum(x.requests for x in side.trackers) / size)
-        x = relative_loads(side) * _apart(times * (size / float(np.add.reduce(times))))
-        load = -self.beta * (1.0 + _above(x))
-        return Scores({"match": match, "load": load}, match + load)
-
-    def _local(self, side: Side, tokens: int, mean: float) -> Scores:
-        """Score the prefill on decode instances; ``mean``: milliseconds of the prompt on a prefill instance."""
-        beta, match = self.beta, side.match_rates
-        slow = np.ones(len(side))
-        if self._speeds.local.measured:
-            base, slope = self._speeds.local.arrays(side.ids)
-            slow = (base + slope * tokens) / mean
-        load = (slow * side.prompts_waiting() + _ASIDE * tokens) * (-beta / tokens)
-        speed = (slow * (1.0 + _STALL_SHARE * side.sequences()) - 1.0) * (match - 1.0) * beta
-        return Scores({"match": match, "load": load, "speed": speed}, match + load + speed)
-
-
-def _apart(slow: FloatArray) -> FloatArray:
-    """Return times over their mean, those that are about the mean as 1."""
-    return np.where(np.abs(slow - 1.0) < _ALIKE, 1.0, slow)
-
-
-def _relative(values: FloatArray, tokens: int) -> FloatArray:
-    """Return values over their mean, smoothed by a quarter of the prompt as ``relative_loads`` is."""
-    smoothing = tokens / 4
-    relative: FloatArray = (values + smoothing) / (float(np.add.reduce(values)) / values.size + smoothing)
-    return relative
-
-
-def _above(x: FloatArray) -> FloatArray:
-    """Return what relative loads are above 1, by their logarithm below."""
-    return np.where(x >= 1.0, x - 1.0, np.log(np.maximum(x, _IDLE)))
