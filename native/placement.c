@@ -37,6 +37,14 @@ void baton_gather_side(const struct load_row *rows, const double *held, const in
     }
 }
 
+/* Write the positions of instances with room for so many sequences, as LoadTracker.has_room says; returns how many. */
+int64_t baton_free_rows(const struct load_row *rows, int64_t count, double sequences, int64_t *out) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i].room >= sequences || (rows[i].limit < sequences && rows[i].room > 0)) out[found++] = i;
+    return found;
+}
+
 /* --- learnt speeds --- */
 
 /* A row of learnt lines, see Lines: bases, slopes and times of the latest observation, `size` of each. */

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.api.v1 import common_pb2
 from baton.native import address_of
@@ -171,7 +170,6 @@ class LoadColumns:
         self.trackers, self.changed, self.over = trackers, set(range(len(trackers))), False
         self._rows = np.zeros((len(trackers), _ROW.size // 8))
         self._memory = self._rows.reshape(-1).view(np.uint8).data
-        self._room, self._limits = self._rows[:, 5], self._rows[:, 6]
         self.address = address_of(self._rows)
         for at, tracker in enumerate(trackers):
             if tracker._watcher is not None:
@@ -189,16 +187,6 @@ class LoadColumns:
                 *(x.work, _RECENT_SHARE * x._done, x._done_at, x.requests, x.prompts_waiting),
                 *(x._limit - x.requests, x._limit, 0.0),
             )
-
-    def free(self, sequences: int) -> npt.NDArray[np.intp] | None:
-        """Return the positions of instances with room for so many sequences, see :meth:`LoadTracker.has_room`.
-
-        ``None``: all have. What has changed must have been read.
-        """
-        room = self._room
-        if not room.size or np.minimum.reduce(room) >= sequences:
-            return None
-        return np.flatnonzero((room >= sequences) | ((room > 0) & (self._limits < sequences)))
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ _OPTIONS = struct.Struct("=6q")
 _gather_side = function(
     *("gather_side", None, _POINTER, _POINTER, _POINTER, _INT, _DOUBLE, _DOUBLE, _DOUBLE, _POINTER), keep_lock=True
 )
+_free_rows = function("free_rows", _INT, _POINTER, _INT, _DOUBLE, _DATA, keep_lock=True)
 _score_match = function("score_match", ctypes.c_int, _DATA, keep_lock=True)
 _score_cost = function("score_cost", None, _DATA, keep_lock=True)
 _choose = function("choose", _INT, _DATA, _DATA, _DOUBLE, _DOUBLE, _DATA, keep_lock=True)
@@ -54,6 +55,22 @@ def gather_side(
         out: Address of ``[6, count]`` float64.
     """
     _gather_side(loads, held, at, count, tokens, now, recent_s, out)
+
+
+def free_rows(loads: int, count: int, sequences: int) -> bytes:
+    """Return the positions of instances with room for so many sequences, see ``LoadTracker.has_room``.
+
+    Args:
+        loads: Address of the rows of :class:`~baton_router.registry.load.LoadColumns`.
+        count: How many.
+        sequences: Of the request.
+
+    Returns:
+        int64 each.
+    """
+    out = bytes(8 * count)  # not shared yet: filled in place
+    found: int = _free_rows(loads, count, sequences, out)
+    return out if found == count else out[: 8 * found]
 
 
 def score_match(

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.native import address_of
@@ -144,19 +142,15 @@ class Placer:
             given = candidates.prefill.whole.instances
             mine = {id(x) for x in prefill.instances} & able
             prefill = candidates.prefill.part([at for at, x in enumerate(given) if id(x) in mine])
-        free = candidates.decode.free(request.num_sequences) if reserve else None
+        if reserve:
+            decode = candidates.decode.free(request.num_sequences)
         if request.exclude or guided:
-            free = np.array(
-                [
-                    at
-                    for at in (range(len(decode.instances)) if free is None else free.tolist())
-                    if (x := decode.instances[at]).identity not in request.exclude
-                    and not (guided and not knows_grammars(x))
-                ],
-                np.int64,
-            )
-        if free is not None:
-            decode = candidates.decode.part(free)
+            usable = [
+                at
+                for at, x in zip(decode.positions, decode.instances, strict=True)
+                if x.identity not in request.exclude and not (guided and not knows_grammars(x))
+            ]
+            decode = candidates.decode.part(usable)
         compat = candidates.compat_of(prefill, decode)
         if compat is not None and not compat.any():
             prefill = candidates.prefill.part([])

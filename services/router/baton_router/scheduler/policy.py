@@ -68,6 +68,22 @@ class InstanceLoad(Protocol):
         """Prompt tokens that it has yet to compute."""
 
 
+class SidePart(Protocol):
+    """Whose numbers a side has (:class:`baton_router.scheduler.roster.Part`)."""
+
+    @property
+    def role(self) -> Role:
+        """Theirs."""
+
+    @property
+    def ids(self) -> Sequence[InstanceId]:
+        """Their names."""
+
+    @property
+    def trackers(self) -> Sequence[InstanceLoad]:
+        """Their load."""
+
+
 class Side(msgspec.Struct):
     """The instances of one role that can be chosen: entry ``i`` of each list and array is of instance ``i``.
 
@@ -101,14 +117,20 @@ class Side(msgspec.Struct):
     loadable: FloatArray | None = None
     tiers: list[dict[str, int]] | None = None
     block: FloatArray | None = None
+    _place: int = 0
 
     @classmethod
-    def of(
-        cls, role: Role, ids: Sequence[InstanceId], block: FloatArray, cost: float, trackers: Sequence[InstanceLoad]
-    ) -> Side:
-        """Return the side whose numbers are the rows of a block."""
+    def of(cls, part: SidePart, block: FloatArray, cost: float, place: int) -> Side:
+        """Return the side whose numbers are the rows of a block.
+
+        Args:
+            part: Whose they are.
+            block: The numbers.
+            cost: Of the request.
+            place: Where the block is in memory; 0: unknown.
+        """
         matched, rates, work, loads, _, _ = block
-        return cls(role, ids, matched, rates, work, loads, cost, trackers, None, None, block)
+        return cls(part.role, part.ids, matched, rates, work, loads, cost, part.trackers, None, None, block, place)
 
     def __post_init__(self) -> None:
         if self.block is not None:
@@ -133,12 +155,13 @@ class Side(msgspec.Struct):
             return waiting
         return np.array([x.prompts_waiting for x in self.trackers] or [0] * len(self), float)
 
-    def packed(self) -> FloatArray:
-        """Return :attr:`block`, or the same made of arrays of their own."""
-        if self.block is not None:
-            return self.block
-        rows = (self.matched, self.match_rates, self.work, self.loads, self.sequences(), self.prompts_waiting())
-        return np.array(rows, np.float64)
+    def packed(self) -> tuple[FloatArray, int]:
+        """Return :attr:`block`, or the same made of arrays of their own, and where it is in memory."""
+        block = self.block
+        if block is None:
+            rows = (self.matched, self.match_rates, self.work, self.loads, self.sequences(), self.prompts_waiting())
+            block = np.array(rows, np.float64)
+        return block, self._place or address_of(block)
 
 
 class Scores(msgspec.Struct):

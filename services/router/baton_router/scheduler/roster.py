@@ -20,7 +20,7 @@ from baton_router.indexer.index_columns import IndexColumns
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import RECENT_S, LoadColumns, LoadTracker
-from baton_router.scheduler.kernels import gather_side
+from baton_router.scheduler.kernels import free_rows, gather_side
 from baton_router.scheduler.policy import FloatArray, Pairs, Ratings, Side, as_floats
 
 KvCompat = npt.NDArray[np.bool_]
@@ -77,6 +77,11 @@ class Part:
         self.at: npt.NDArray[np.int64] | None = None
         self.place = 0
 
+    @property
+    def positions(self) -> Sequence[int]:
+        """Return :attr:`at` as numbers, also of all of them."""
+        return range(len(self.ids)) if self.at is None else self.at.tolist()
+
     def take(self, at: npt.NDArray[np.int64]) -> Part:
         """Return the part with some of these, which are all of the role."""
         part = Part(self.role, (), [])
@@ -101,22 +106,23 @@ class RoleCandidates:
         self._loads = LoadColumns(self.whole.trackers)
         self._parts: dict[bytes, Part] = {}
 
-    def part(self, at: Sequence[int] | npt.NDArray[np.int64]) -> Part:
+    def part(self, at: Sequence[int]) -> Part:
         """Return some of them; the latest parts are kept: while an instance is full most requests ask for the same."""
-        if len(at) == len(self.whole.instances):
+        return self._part(np.array(at, np.int64).tobytes())
+
+    def free(self, sequences: int) -> Part:
+        """Return those with room for so many sequences."""
+        return self._part(free_rows(self._read().address, len(self.whole.ids), sequences))
+
+    def _part(self, at: bytes) -> Part:
+        if len(at) == 8 * len(self.whole.ids):
             return self.whole
-        positions = np.asarray(at, np.int64)
-        key = positions.tobytes()
-        part = self._parts.get(key)
+        part = self._parts.get(at)
         if part is None:
             if len(self._parts) >= _MAX_PARTS:
                 self._parts.clear()
-            part = self._parts[key] = self.whole.take(positions)
+            part = self._parts[at] = self.whole.take(np.frombuffer(at, np.int64))
         return part
-
-    def free(self, sequences: int) -> npt.NDArray[np.intp] | None:
-        """Return the positions of those with room for so many sequences; ``None``: all have."""
-        return self._read().free(sequences)
 
     def side(self, part: Part, held: int, total: int, cost: float) -> Side:
         """Return a part as a policy sees it.
@@ -128,13 +134,12 @@ class RoleCandidates:
             cost: Work that the request would be if nothing matched.
         """
         loads, size = self._read(), len(part.ids)
-        block = np.empty((6, size))
+        block, place = np.empty((6, size)), 0
         if size:
             now = self.whole.trackers[0].now()
-            gather_side(
-                *(loads.address, held, part.place, size, float(max(1, total)), now, RECENT_S, address_of(block))
-            )
-        return Side.of(part.role, part.ids, block, cost, part.trackers)
+            place = address_of(block)
+            gather_side(loads.address, held, part.place, size, float(max(1, total)), now, RECENT_S, place)
+        return Side.of(part, block, cost, place)
 
     def _read(self) -> LoadColumns:
         if self._loads.over:

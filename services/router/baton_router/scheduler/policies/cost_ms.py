@@ -67,7 +67,7 @@ class CostMs(BuiltInPolicy):
         out = np.empty(6 * size + num_rows * others)
         at = address_of(out)
         kernels.score_cost(
-            (address_of(sides[0]), address_of(sides[1]), 0 if loadable is None else address_of(loadable), size, others),
+            (sides[0][1], sides[1][1], 0 if loadable is None else address_of(loadable), size, others),
             (computing.packed(), lines[0], lines[1], lines[2]),
             (moving.places[2], *moving.like),
             (float(request.tokens), request.sequences, expected, request.kv_bytes_per_token, prefill.cost, threshold),

@@ -87,7 +87,7 @@ class MatchMinusLoad(BuiltInPolicy):
         out = np.empty(4 * size + 5 * others)
         at = address_of(out)
         with_local = kernels.score_match(
-            (address_of(sides[0]), address_of(sides[1]), size, others),
+            (sides[0][1], sides[1][1], size, others),
             (lines[0].packed(), lines[1].packed(), lines[2].packed()),
             (float(max(1, request.tokens)), self.beta, decode.cost),
             (request.threshold is None and speeds.prefill.measured, speeds.local.measured),
