@@ -100,6 +100,49 @@ def test_products_at_the_ends_of_their_ranges_do_not_saturate(build: CpuLibrary)
         assert (CpuQuantizedLinear(build, nibbles, None, INT8_PER_TOKEN)(x * sign) == sign * 512.0 * 127 * 15).all()
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    values=st.sampled_from(["few", "many", "most", "equal"]),
+    inputs=st.sampled_from(["few", "many", "most", "equal", "aligned"]),
+    rows=st.integers(1, 14),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 3),
+    group=st.sampled_from([4, 10, 16, 32, 40, 150, 200]),
+    seed=st.integers(0, 2**32),
+)
+def test_integers_are_summed_without_loss(
+    values: str, inputs: str, rows: int, outputs: int, groups: int, group: int, seed: int
+) -> None:
+    """However large they are, and wherever operators sum in fewer bits: to the last bit."""
+    random = torch.Generator().manual_seed(seed)
+    weight = Int8Weight(
+        _integers(values, outputs, groups * group, random).clamp(max=127).to(torch.int8), torch.ones(outputs, groups)
+    )
+    if inputs == "aligned":  # with a row of the weight, which makes a sum as large as it gets
+        x = weight.values[:1].sign().float() * _integers("most", rows, groups * group, random).abs()
+    else:
+        x = _integers(inputs, rows, groups * group, random)
+    x = x.clamp(-127, 127)
+    x[:, 0] = 127  # the scale becomes 1
+    got = CpuQuantizedLinear(_library(), weight, None, INT8_PER_TOKEN)(x)
+    assert torch.equal(got, (x.double() @ weight.values.double().T).float())
+
+
+def _integers(kind: str, rows: int, columns: int, random: torch.Generator) -> torch.Tensor:
+    """Integers as float32 [rows, columns], from -128 to 128: normal with few or many outliers, or large ones alone."""
+    if kind == "most":
+        return (
+            torch.randint(90, 129, (rows, columns), generator=random)
+            * torch.randn(rows, columns, generator=random).sign()
+        )
+    if kind == "equal":
+        return torch.full((rows, columns), 128.0 if torch.rand(1, generator=random) < 0.5 else -128.0)
+    deviation = 12.0 if kind == "few" else 45.0
+    made = (torch.randn(rows, columns, generator=random) * deviation).round().clamp(-128, 128)
+    outlying = torch.rand(rows, columns, generator=random) < 0.02
+    return torch.where(outlying, made.sign() * 128, made)
+
+
 def test_fp8_subnormals_and_signed_zeros(build: CpuLibrary) -> None:
     every = torch.arange(256, dtype=torch.uint8)
     every = every[(every & 127) != 127].view(torch.float8_e4m3fn)  # all but what is not a number

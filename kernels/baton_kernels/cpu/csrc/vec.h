@@ -54,6 +54,8 @@ inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~m
 inline vf vmax(vf a, vf b) {
 #if defined(BATON_AVX512)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return select(a > b, a, b);
 #endif

@@ -38,7 +38,7 @@ struct Chunks {
 // Inputs in int8: [chunks][32 rows][64]. Sums as Int8Inputs.
 struct AmxInt8Inputs {
   using Word = uint8_t;
-  using Sum = int32_t;
+  using Sum = float;  // of integers
   using Tiles = Chunks<1>;
   static constexpr int ROWS = AMX_BLOCK;
 
@@ -47,7 +47,7 @@ struct AmxInt8Inputs {
   }
 
   static float put(const PackedLayout& a, int, const float* x, float scale, int r, int rows, uint8_t* out,
-                   int32_t* sums) {
+                   float* sums) {
     static thread_local Scratch memory;
     int8_t* q = memory.get<int8_t>(a.all_steps() * a.inputs + 4 * VL);
     const float damage = Int8Inputs::round(x, a.all_steps() * a.inputs, scale, q);
@@ -56,7 +56,7 @@ struct AmxInt8Inputs {
       const int8_t* from = q + segment.at * a.inputs;
       int32_t sum = 0;
       for (long k = 0; k < count; ++k) sum += from[k];
-      sums[i * rows + r] = sum;
+      sums[i * rows + r] = (float)sum;
       for (long c = 0; c < chunks; ++c) {
         uint8_t* to = out + (first + c) * CHUNK + r * CHUNK_BYTES;
         const long some = std::min(CHUNK_BYTES, count - c * CHUNK_BYTES);
@@ -150,7 +150,7 @@ class AmxPanel : public Panel {
         to[2 * s] = from[0], to[2 * s + 1] = from[1];
       } else {
         for (int v = 0; v < 2; ++v)
-          to[4 * s + v] = Dot4::half_of(from[v], 0), to[4 * s + 2 + v] = Dot4::half_of(from[v], 1);
+          to[4 * s + v] = half_of(from[v], 0), to[4 * s + 2 + v] = half_of(from[v], 1);
       }
     }
     const long filled = segment.steps * (shape_.form == INT8 ? 2 : 4);
@@ -159,15 +159,14 @@ class AmxPanel : public Panel {
   }
 
   void add(const Segment& segment, const int32_t* products, const RowBlock<AmxInt8Inputs>& block,
-           const int32_t* input_sums) const {
+           const float* input_sums) const {
     const Numbers numbers(head(segment), shape_);
     for (int r = 0; r < block.rows; ++r)
       for (int v = 0; v < 2; ++v) {
         vi whole;
         std::memcpy(&whole, products + r * PW + v * VL, sizeof whole);
         float* to = block.sums + r * PW + v * VL;
-        store(to, load(to) + (shape_.own_zeros ? scaled_own(numbers, whole, input_sums[r], 0, v)
-                                               : scaled(numbers, whole, shape_.zero * input_sums[r], v)));
+        store(to, load(to) + scaled(numbers, whole, input_sums[r], 0, v));
       }
   }
 

@@ -2,7 +2,7 @@
 // groups, some rows side by side, and their sums by segment, which zeros of weights are multiplied with.
 #pragma once
 #include "../expert_plan.h"
-#include "quantized_products.h"
+#include "quantized_narrow.h"
 
 namespace baton {
 
@@ -90,15 +90,13 @@ struct FloatInputs {
   }
 };
 
-// Inputs rounded to int8. A block of rows: [all_steps][words of a step][rows].
+// Inputs rounded to int8, as Dot8 or Dot4 lays them out.
 struct Int8Inputs {
   using Word = uint32_t;
-  using Sum = int32_t;
+  using Sum = float;  // of integers
   static constexpr int ROWS = ROW_GROUP;
 
-  static long words(const PackedLayout& a, int form) {
-    return a.all_steps() * (form == INT8 ? Dot8::WORDS : Dot4::WORDS);
-  }
+  static long words(const PackedLayout& a, int form) { return form == INT8 ? Dot8::words(a) : Dot4::words(a); }
 
   // To q, which has room for VL more. Sets `scale` where it is 0. Returns 0, or no number where one of x is infinite or
   // none.
@@ -110,53 +108,62 @@ struct Int8Inputs {
     }
     if (scale == 0) scale = largest(most) / 127.0f;
     const float inverse = scale > 1e-37f && scale < 1e37f ? 1.0f / scale : 0.0f;
-    const vf bound = splat(127.0f);
-    for (long i = 0; i < n; i += VL) {
-      const vf v = load_upto(x + i, n - i) * inverse;
-      const vf bounded = select(v < bound, select(v > -bound, v, -bound), bound);
-      const vi whole = (vi)(bounded + 12582912.0f) - 0x4b400000;  // plus 1.5 * 2^23: rounded, in the low bits
-      store_bytes(q + i, whole);
+    long i = 0;
+#if defined(__AVX2__) && !defined(BATON_AVX512)
+    for (; i + 4 * VL <= n; i += 4 * VL) {
+      const auto whole = [&](int k) __attribute__((always_inline)) {
+        return _mm256_cvtps_epi32((__m256)within(load(x + i + k * VL) * inverse));
+      };
+      const __m256i low = _mm256_packs_epi32(whole(0), whole(1)), high = _mm256_packs_epi32(whole(2), whole(3));
+      const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      _mm256_storeu_si256((__m256i*)(q + i), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+    }
+#endif
+    for (; i < n; i += VL) {
+      const vf bounded = within(load_upto(x + i, n - i) * inverse);
+      store_bytes(q + i, (vi)(bounded + 12582912.0f) - 0x4b400000);  // plus 1.5 * 2^23: rounded, in the low bits
     }
     return sum(damage);
   }
 
   // scale: of all rows, or 0: the row's largest magnitude is 127.
   static float put(const PackedLayout& a, int form, const float* x, float scale, int r, int rows, uint32_t* out,
-                   int32_t* sums) {
+                   float* sums) {
     static thread_local Scratch memory;
     const long n = a.all_steps() * a.inputs;
     int8_t* q = memory.get<int8_t>(n + 4 * VL);
     const float damage = round(x, n, scale, q);
-    if (form == INT8) {
-      spread<Dot8>(q, a.all_steps(), r, rows, out);
-    } else {
-      for (long w = 0; w < n / 4; ++w) std::memcpy(out + w * rows + r, q + 4 * w, 4);
-    }
+    form == INT8 ? Dot8::lay(a, q, r, rows, out) : Dot4::lay(a, q, r, rows, out);
     const long segments = a.segments;
     for (long i = 0; i < segments; ++i) {
       const Segment segment = segment_of(a, i);
       const int8_t* from = q + segment.at * a.inputs;
       int32_t sum = 0;
       for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
-      sums[i * rows + r] = sum;
+      sums[i * rows + r] = (float)sum;
     }
     return scale + damage;
   }
 
  private:
-  template <class D>
-  static void spread(const int8_t* q, long steps, int r, int rows, uint32_t* out) {
-    for (long s = 0; s < steps; s += VL) {
-      vu four;
-      std::memcpy(&four, q + 4 * s, sizeof four);
-      const int count = (int)std::min<long>(VL, steps - s);
-      for (int word = 0; word < D::WORDS; ++word) {
-        uint32_t words[VL];
-        const vu made = D::words(four, word);
-        std::memcpy(words, &made, sizeof made);
-        for (int i = 0; i < count; ++i) out[((s + i) * D::WORDS + word) * rows + r] = words[i];
-      }
-    }
+  static vf within(vf x) {
+    const vf bound = splat(127.0f);
+#if defined(__AVX2__) && !defined(BATON_AVX512)
+    return (vf)_mm256_max_ps(_mm256_min_ps((__m256)x, (__m256)bound), (__m256)-bound);
+#else
+    return select(x < bound, select(x > -bound, x, -bound), bound);
+#endif
+  }
+
+  // The low bytes of VL integers.
+  static void store_bytes(int8_t* to, vi x) {
+#if defined(BATON_AVX512)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    typedef int8_t narrow __attribute__((vector_size(VL)));
+    const narrow bytes = __builtin_convertvector(x, narrow);
+    std::memcpy(to, &bytes, VL);
+#endif
   }
 };
 

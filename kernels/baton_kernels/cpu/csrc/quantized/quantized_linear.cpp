@@ -5,8 +5,7 @@
 namespace baton {
 namespace {
 
-constexpr int PRIVATE_ROWS = 16;                     // up to here, each thread lays the inputs out for itself
-constexpr long MOST_BLOCKS = 10;                     // of rows that are laid out at a time
+constexpr long MOST_BLOCKS = 10;  // of rows that are laid out at a time
 
 // The arguments of one call; laid out as the ctypes structure QuantizedCall. Strides in elements.
 struct QuantizedLinear {
@@ -122,7 +121,8 @@ void run(const QuantizedLinear& a) {
   static thread_local Scratch inputs;
   if (a.rows == 0) return;
   const Run<I> work(a);
-  uint8_t* shared = a.rows > PRIVATE_ROWS ? inputs.get<uint8_t>(work.input_bytes()) : nullptr;
+  // One block is laid out by each thread for itself, which takes no longer than waiting for another one that does.
+  uint8_t* shared = a.rows > I::ROWS ? inputs.get<uint8_t>(work.input_bytes()) : nullptr;
   parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;
     work.work(team, shared, scratch);

@@ -78,15 +78,10 @@ class Panel {
     return (const vu*)(head(segment) + layout_.head) + segment.first * 2;
   }
 
-  // Products of weights, which are less by `base`, with inputs, as what they stand for: groups have zeros of their own.
-  static vf scaled_own(const Numbers& numbers, vi products, int32_t input_sum, int base, int v) {
-    const vf less = (numbers.zero[v] - (float)base) * (float)input_sum;
-    return numbers.scale[v] * (__builtin_convertvector(products, vf) - less);
-  }
-
-  // The same where all groups have one zero: `less` is it times the sum of inputs.
-  static vf scaled(const Numbers& numbers, vi products, int32_t less, int v) {
-    return numbers.scale[v] * __builtin_convertvector(products - less, vf);
+  // Products with integers, of weights that are less by `base`, as what they stand for. Exact but for the last factor:
+  // a segment's sums are integers that float32 holds.
+  static vf scaled(const Numbers& numbers, vi products, float input_sum, int base, int v) {
+    return numbers.scale[v] * (__builtin_convertvector(products, vf) - (numbers.zero[v] - (float)base) * input_sum);
   }
 
   const QuantizedShape& shape_;
@@ -99,23 +94,17 @@ class Panel {
   static constexpr long CACHED = 8 * 1024;  // bytes of a panel that stay in the first-level cache
 
   // Some segments at a time, which stay in the first-level cache while blocks of rows go over them. Each block fetches
-  // the inputs of the next one, and the last one the next segments.
+  // its share of the next ones.
   template <class D>
   void multiply_integers(const RowBlock<Int8Inputs>* blocks, int count) const {
     const long bytes = std::min(layout_.segment_steps, layout_.group_steps) * STEP_BYTES;
     const long at_once = count == 1 ? layout_.segments : std::max<long>(1, CACHED / bytes);
     for (long first = 0; first < layout_.segments; first += at_once) {
       const long end = std::min(layout_.segments, first + at_once);
-      const Segment segment = segment_of(layout_, first);
-      const char* next = (const char*)weights(segment) + (count == 1 ? QUANTIZED_AHEAD : at_once * bytes);
-      for (int b = 0; b < count; ++b) {
-        Ahead ahead = {next, STEP_BYTES};
-        if (b + 1 < count) {
-          const long words = (long)D::WORDS * blocks[b + 1].rows;
-          ahead = {(const char*)(blocks[b + 1].x + segment.at * words), words * (long)sizeof(uint32_t)};
-        }
-        add_block<D>(first, end, blocks[b], ahead);
-      }
+      const char* from = (const char*)weights(segment_of(layout_, first));
+      if (count == 1) return add_block<D>(first, end, blocks[0], {from + QUANTIZED_AHEAD, STEP_BYTES});
+      for (int b = 0; b < count; ++b)
+        add_block<D>(first, end, blocks[b], {from + at_once * bytes * (count + b) / count, STEP_BYTES / count});
     }
   }
 
@@ -131,35 +120,23 @@ class Panel {
 
   template <class D, int R>
   BATON_OWN_REGISTERS void add_rows(long first, long end, const RowBlock<Int8Inputs>& block, Ahead ahead) const {
-    for (long i = first; i < end; ++i) {
-      const Segment segment = segment_of(layout_, i);
+    const D dot(layout_, block.x, R, at_);
+    float* const sums = block.sums;
+    Segment segment = segment_of(layout_, first);
+    for (long i = first; i < end; ++i, segment = next_segment(layout_, segment)) {
       vi products[R][2];
       repeat<R>([&](auto r) __attribute__((always_inline)) { products[r][0] = products[r][1] = vi{}; });
-      D::template add<R>(block.x + segment.at * D::WORDS * R, weights(segment), segment.steps, ahead, products);
+      dot.template add<R>(segment, i, weights(segment), ahead, products);
       ahead.at += segment.steps * ahead.step;
       const Numbers numbers(head(segment), shape_);
-      const int32_t* input_sums = block.input_sums + i * R;
-      if (shape_.own_zeros) {
-        scale_rows<R>([&](auto r, auto v) __attribute__((always_inline)) {
-          return scaled_own(numbers, products[r][v], input_sums[r], D::BASE, v);
-        }, block.sums);
-      } else {
-        const int32_t zero = shape_.zero - D::BASE;
-        scale_rows<R>([&](auto r, auto v) __attribute__((always_inline)) {
-          return scaled(numbers, products[r][v], zero * input_sums[r], v);
-        }, block.sums);
-      }
-    }
-  }
-
-  template <int R, class F>
-  static inline __attribute__((always_inline)) void scale_rows(F scaled, float* sums) {
-    repeat<R>([&](auto r) __attribute__((always_inline)) {
-      repeat<2>([&](auto v) __attribute__((always_inline)) {
-        float* to = sums + r * PW + v * VL;
-        store(to, load(to) + scaled(r, v));
+      const float* input_sums = block.input_sums + i * R;
+      repeat<R>([&](auto r) __attribute__((always_inline)) {
+        repeat<2>([&](auto v) __attribute__((always_inline)) {
+          float* to = sums + r * PW + v * VL;
+          store(to, load(to) + scaled(numbers, products[r][v], input_sums[r], D::BASE, v));
+        });
       });
-    });
+    }
   }
 
   // Few rows: values are unpacked in registers. Many: a segment is unpacked once for all blocks.

@@ -35,6 +35,26 @@ uint32_t lane(const QuantizedShape& a, const uint8_t* row, long first, long end)
   return bits;
 }
 
+// A quarter of the largest sum of squares that weights of a burst have in any column of panel p, rounded up: see
+// quantized_narrow.h. The burst is steps `first` to `end` of group g.
+uint16_t bound_of(const QuantizedShape& a, const PackedLayout& layout, const uint8_t* values, long p, long g,
+                  long first, long end) {
+  const long begin = g * layout.group + first * layout.inputs;
+  const long until = std::min({(g + 1) * layout.group, a.in_features, g * layout.group + end * layout.inputs});
+  int32_t most = 0;
+  for (long c = 0; c < PW; ++c) {
+    const long row = PackedLayout::row(a, p, c);
+    if (row < 0) continue;
+    int32_t squares[2] = {};  // of inputs 0 and 1, and of 2 and 3, of each step
+    for (long i = begin; i < until; ++i) {
+      const int32_t value = (int8_t)values[row * a.in_features + i];
+      squares[(i - begin) % 4 / 2] += value * value;
+    }
+    most = std::max({most, squares[0], squares[1]});
+  }
+  return (uint16_t)std::max(1, (most + 3) / 4);
+}
+
 void pack_panel(const QuantizedShape& a, const PackedLayout& layout, const uint8_t* values, const float* scales,
                 const float* zeros, long p, uint8_t* out) {
   const long row_bytes = inputs_per_step(a.form) == 4 ? a.in_features : a.in_features / 2;
@@ -53,6 +73,10 @@ void pack_panel(const QuantizedShape& a, const PackedLayout& layout, const uint8
         lanes[s * PW] = lane(a, values + row * row_bytes, first, std::min(end, first + layout.inputs));
       }
     }
+    if (!PackedLayout::has_bounds(a)) continue;
+    uint16_t* bounds = (uint16_t*)(out + layout.bounds) + g * layout.group_bursts;
+    for (long s = 0; s < layout.steps(g); s += BURST)
+      *bounds++ = bound_of(a, layout, values, p, g, s, std::min(s + BURST, layout.steps(g)));
   }
 }
 
