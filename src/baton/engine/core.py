@@ -20,6 +20,7 @@ from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
 from baton.engine.runner.input_batch import LogitRows, build_batch
+from baton.engine.sample.native import crowded_team
 from baton.engine.sample.sampler import token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
@@ -114,10 +115,10 @@ class EngineCore:
         self._early: list[SequenceOutput] = []
         self._progressed = False
         self._arrivals = 0
-        self._prefill_tokens = 0
-        self._decode_tokens = 0
+        self._prefill_tokens = self._decode_tokens = 0
         self.grammars = grammars
-        self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size)
+        team = crowded_team(config)
+        self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size, team)
         self.speculator = None if drafter is None else Speculator(config, drafter, executor.vocab_size)
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len

@@ -248,7 +248,7 @@ _GRAMMAR_COUNTERS = {
 }
 _MASK_COUNTERS = {
     "masks": "Masks computed: one for each token under a grammar",
-    "mask_seconds": "Time in masks, beside forward passes",
+    "mask_seconds": "Time in masks, beside forward passes, or before them where these have all processors",
     "mask_wait_seconds": "Time in which steps waited for masks",
     "forced_tokens": "Tokens that grammars forced, which no forward pass was made for",
 }

@@ -1,4 +1,4 @@
-"""One sequence under a grammar, and the masks of a step, computed while its forward pass runs.
+"""One sequence under a grammar, and the masks of a step, computed beside its forward pass or before it.
 
 The mask wins over everything else that chooses tokens. What contradicts it means:
 
@@ -12,6 +12,7 @@ The mask wins over everything else that chooses tokens. What contradicts it mean
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
 from baton.errors import InvalidRequestError
 from baton.types import Grammar, TokenLogprob
+from baton_kernels.cpu.team import ThreadTeam
 from baton_kernels.token_mask import TokenMask, mask_words, pack_mask
 
 LONG_RUN = 64
@@ -32,6 +34,8 @@ USUAL_S = 0.0002
 SLOW_S = 0.002
 """What the masks of a step may take beside that before it is measured whose they are."""
 WATCHED_STEPS = 16
+COSTLY_S = 0.0001
+"""Masks whose last one took more are worth the interpreter's lock going from thread to thread."""
 MAX_EXTRA_S = 0.5
 """What the masks of one request may take beyond what is usual. All sequences of a step wait for each other's."""
 
@@ -55,13 +59,15 @@ class Constraint:
         cost: Shared by all forks.
         started: Whether the grammar applies yet.
         error: Why no token can be chosen any more; empty: one can.
+        mask_seconds: What its last mask took, where they are computed one by one.
     """
 
-    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
+    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "mask_seconds", "matcher", "started")
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
         self.cost = RequestCost()
+        self.mask_seconds = 0.0
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
@@ -77,7 +83,7 @@ class Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
-        copy.cost = self.cost
+        copy.cost, copy.mask_seconds = self.cost, self.mask_seconds
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
         return copy
 
@@ -134,12 +140,17 @@ class BannedTokens:
         bits = ~(np.uint32(1) << (tokens & 31).astype(np.uint32))
         np.bitwise_and.at(self._keep, np.searchsorted(self._words, tokens >> 5), bits)
 
-    def forbid(self, mask: TokenMask) -> None:
-        """Take the tokens out of a mask, in place; one that has no others stays as it is."""
-        before = mask[self._words]
-        mask[self._words] = before & self._keep
-        if not mask.any():
-            mask[self._words] = before
+    def forbid(self, masks: npt.NDArray[np.uint32], rows: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Take the tokens out of some rows of masks [R, words], in place; return what :meth:`give_back` needs."""
+        places = np.ix_(np.array(rows), self._words)
+        before: npt.NDArray[np.uint32] = masks[places]
+        masks[places] = before & self._keep
+        return before
+
+    def give_back(self, mask: TokenMask, before: npt.NDArray[np.uint32]) -> bool:
+        """Undo it for one row, whose mask has no other tokens; returns whether it had these."""
+        mask[self._words] = before
+        return bool(before.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,22 +167,28 @@ class MaskRow:
 
 
 class StepMasks:
-    """Computes the masks of one step after the other, each in a thread beside the forward pass.
+    """Computes the masks of one step after the other, in a thread beside the forward pass.
+
+    Where the forward pass has all processors, that thread would take one from it, and each operation waits for the
+    slowest of its threads: masks cost their time on one processor then, while the others wait. So does handing a cheap
+    mask over, which takes longer than the mask. There the engine's thread computes masks before the forward pass, the
+    costly ones together with that pass's other threads.
 
     Args:
         backend: Whose matchers the constraints have.
         vocab_size: Columns of the logits.
+        team: The threads of the forward pass, where it leaves no processor free.
 
     Attributes:
-        mask_seconds: Time in masks since start; most of it lies beside forward passes.
+        mask_seconds: Time in masks since start; without a team, most of it lies beside forward passes.
         mask_wait_seconds: Time in which steps waited for their masks.
         masks: Masks computed since start.
         forced_tokens: Tokens that were forced, and not sampled, since start.
         jump_forward: Whether forced tokens are appended at once; else their masks choose them, one per step.
     """
 
-    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
-        self._backend = backend
+    def __init__(self, backend: GrammarBackend, vocab_size: int, team: ThreadTeam | None = None) -> None:
+        self._backend, self._team = backend, team
         self._words = mask_words(vocab_size)
         self._memory = np.empty((0, self._words), np.uint32)
         self._vocab_size = vocab_size
@@ -195,13 +212,23 @@ class StepMasks:
                 yield TokenLogprob(token, 0.0, 1, ((token, 0.0),))
 
     def begin(self, rows: Sequence[MaskRow]) -> Future[list[TokenMask]]:
-        """Compute the masks of rows, parallel to them; they are valid until the next step's.
+        """Begin the masks of rows, parallel to them; they are valid until the next step's.
 
         A constraint whose grammar allows nothing has an ``error`` afterwards.
         """
         if len(rows) > len(self._memory):
             self._memory = np.empty((2 * len(rows), self._words), np.uint32)
-        return self._thread.submit(self._compute, rows, self._memory[: len(rows)])
+        memory = self._memory[: len(rows)]
+        if self._team is None:
+            return self._thread.submit(self._compute, rows, memory)
+        started = time.perf_counter()
+        done = Future[list[TokenMask]]()
+        try:
+            done.set_result(self._compute(rows, memory))
+        except Exception as error:
+            done.set_exception(error)
+        self.mask_wait_seconds += time.perf_counter() - started
+        return done
 
     def end(self, masks: Future[list[TokenMask]]) -> list[TokenMask]:
         """Wait for masks."""
@@ -212,11 +239,11 @@ class StepMasks:
 
     def _compute(self, rows: Sequence[MaskRow], memory: npt.NDArray[np.uint32]) -> list[TokenMask]:
         started = time.perf_counter()
-        guided = [row.constraint for row in rows if row.constraint.started]
+        guided = [row for row in rows if row.constraint.started]
+        masks = memory[: len(guided)]
         if guided:
-            self._fill(guided, memory)
-        some_of: list[bool] = np.any(memory[: len(guided)], axis=1).tolist()
-        filled = zip(memory, some_of, strict=False)
+            self._fill([row.constraint for row in guided], masks)
+        filled = zip(masks, _forbid(guided, masks), strict=True)
         found = list[TokenMask]()
         for row in rows:
             constraint = row.constraint
@@ -227,8 +254,6 @@ class StepMasks:
             constraint.error = constraint.error or constraint.matcher.error
             if not constraint.error and not some:
                 constraint.error = "no token may follow"
-            if row.banned is not None:
-                row.banned.forbid(mask)
             found.append(mask)
         self.mask_seconds += time.perf_counter() - started
         self.masks += len(guided)
@@ -239,7 +264,7 @@ class StepMasks:
         found = self._unended.get(token_ids)
         if found is None:
             found = self._unended[token_ids] = pack_mask(np.ones(self._vocab_size, np.bool_))
-            BannedTokens(token_ids).forbid(found)
+            BannedTokens(token_ids).forbid(found[None], [0])
         return found
 
     def _forced(self, constraint: Constraint) -> list[int]:
@@ -248,15 +273,14 @@ class StepMasks:
         _charge(constraint, time.thread_time() - begun - USUAL_S)
         return [] if constraint.error else found
 
-    def _fill(self, guided: Sequence[Constraint], memory: npt.NDArray[np.uint32]) -> None:
+    def _fill(self, guided: Sequence[Constraint], masks: npt.NDArray[np.uint32]) -> None:
         """Compute masks, and take note of what they cost: one by one for a while where they cost much."""
         begun = time.perf_counter()
-        if self._watched:
-            self._watched -= 1
-            for one, mask in zip(guided, memory, strict=False):
-                self._fill_measured(one, mask)
+        if self._watched or self._team is not None:
+            self._fill_one_by_one(guided, masks)
         else:
-            self._backend.fill_masks([one.matcher for one in guided], memory[: len(guided)])
+            self._backend.fill_masks([one.matcher for one in guided], masks)
+        self._watched = max(0, self._watched - 1)
         extra = time.perf_counter() - begun - USUAL_S * len(guided)
         if extra > 0 and not self._watched:
             for one in guided:
@@ -264,10 +288,44 @@ class StepMasks:
         if extra > SLOW_S:
             self._watched = WATCHED_STEPS
 
-    def _fill_measured(self, one: Constraint, mask: npt.NDArray[np.uint32]) -> None:
-        begun = time.thread_time()
-        self._backend.fill_mask(one.matcher, mask)
-        _charge(one, time.thread_time() - begun - USUAL_S)
+    def _fill_one_by_one(self, guided: Sequence[Constraint], masks: npt.NDArray[np.uint32]) -> None:
+        """Compute masks in this thread, and those that may be expected to cost much in the team's threads."""
+        left = deque(zip(guided, masks, strict=True))
+        costly = deque[tuple[Constraint, TokenMask]]()
+        if self._team is not None and self._team.threads > 1:
+            costly.extend(each for each in left if each[0].mask_seconds > COSTLY_S)
+        if self._team is not None and len(costly) > 1:
+            left = deque(each for each in left if each[0].mask_seconds <= COSTLY_S)
+            self._team.run(lambda: self._drain(costly))
+        self._drain(left)
+
+    def _drain(self, left: deque[tuple[Constraint, TokenMask]]) -> None:
+        """Compute what no other thread has taken."""
+        while left:
+            try:
+                one, mask = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            begun = time.thread_time()
+            self._backend.fill_mask(one.matcher, mask)
+            one.mask_seconds = time.thread_time() - begun
+            if self._watched:
+                _charge(one, one.mask_seconds - USUAL_S)
+
+
+def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool]:
+    """Take banned tokens out of masks that have others; return which masks have any token."""
+    groups: dict[BannedTokens, list[int]] = {}
+    for at, row in enumerate(rows):
+        if row.banned is not None:
+            groups.setdefault(row.banned, []).append(at)
+    before = {banned: banned.forbid(masks, members) for banned, members in groups.items()}
+    some: list[bool] = np.any(masks, axis=1).tolist()
+    for banned, members in groups.items():
+        for at, words in zip(members, before[banned], strict=True):
+            if not some[at]:
+                some[at] = banned.give_back(masks[at], words)
+    return some
 
 
 def _charge(one: Constraint, extra: float) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
+from baton_kernels.cpu.team import ThreadTeam
 from baton_kernels.sampling import CpuSampler, RowFilter
 from baton_kernels.token_mask import CpuTokenMask
 
@@ -66,3 +69,11 @@ def cpu_token_mask() -> CpuTokenMask | None:
     """Return the operator of this processor that masks logits, or ``None`` where it was not built."""
     library = _library()
     return None if library is None else CpuTokenMask(library)
+
+
+def crowded_team(config: EngineConfig) -> ThreadTeam | None:
+    """Return the threads of forward passes, if these leave no processor to another thread; ``None``: they do."""
+    used = config.threads * config.tp * config.pp
+    if not config.device.startswith("cpu") or used < len(os.sched_getaffinity(0)) or _library() is None:
+        return None
+    return ThreadTeam(config.threads)

@@ -17,6 +17,7 @@ of the key ``mix(seed + (position + 1) * GOLDEN)``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,13 @@ def _banned_tokens(
     """Return what is forbidden before ``min_tokens``, and from then on."""
     ends = constraint.eos_token_ids if params.ignore_eos else frozenset()
     early = ends.union(stop_ids) if params.min_tokens else ends
-    return BannedTokens(early) if early else None, BannedTokens(ends) if ends else None
+    return _banned(early), _banned(ends)
+
+
+@functools.lru_cache(maxsize=256)
+def _banned(token_ids: frozenset[int]) -> BannedTokens | None:
+    """Return what most sequences share, as they end alike: their masks are changed together."""
+    return BannedTokens(token_ids) if token_ids else None
 
 
 @dataclass(frozen=True, slots=True)
