@@ -161,11 +161,11 @@ def choose(options: bytes, pairs: bytes | None, draws: Sequence[float]) -> tuple
     Raises:
         ValueError: A score is not a number.
     """
-    found = bytes(_CHOICE.size)  # not shared yet: filled in place
+    found = ctypes.create_string_buffer(_CHOICE.size)
     need = _choose(options, pairs, *draws, found)
     if need < 0:
         raise ValueError("a policy's score is not a number")
-    return (need, *_CHOICE.unpack(found))
+    return (need, *_CHOICE.unpack_from(found))
 
 
 def prefill_order(options: bytes, pairs: bytes | None, decode: int, first: int, limit: int) -> list[int]:
