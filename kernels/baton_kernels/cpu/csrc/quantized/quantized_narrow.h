@@ -128,7 +128,12 @@ class Dot8 {
     return a.all_steps() + 2 * a.bursts + a.segments + 1 + 2 * most_rests(a);
   }
 
+  // One row is read from memory as fast by magnitudes and signs, and is only copied.
   static void lay(const PackedLayout& a, const int8_t* q, int r, int rows, uint32_t* out) {
+    if (rows == 1) {
+      std::memcpy(out, q, 4 * a.all_steps());
+      return;
+    }
     const Places to(a, out, rows);
     uint32_t *x = out + r, *shift = to.shifts + r, *square = to.squares, *end = to.ends + r;
     Rests rests(to.rests + r * 2 * most_rests(a), most_rests(a));
@@ -157,6 +162,7 @@ class Dot8 {
 
   template <int R>
   void add(const Segment& segment, long index, const vu* weights, Ahead ahead, vi (&sums)[R][2]) const {
+    if (R == 1) return add_signed<R>(at(segment), weights, segment.steps, ahead, sums);
     const long burst = segment.burst(layout_), whole = segment.steps / BURST, rest = segment.steps % BURST;
     const uint16_t* bound = (const uint16_t*)(panel_ + layout_.bounds) + burst;
     const uint32_t *square = places_.squares + burst, *shifts = places_.shifts + burst * R, *x = at(segment);
@@ -164,11 +170,10 @@ class Dot8 {
       if (bound[b] * (uint64_t)square[b] <= FITTING) {
         add_burst<R>(x, shifts, weights, ahead, sums);
       } else {
-        add_signed<R>(x, weights, BURST, sums);
-        ahead.at += BURST * ahead.step;
+        add_signed<R>(x, weights, BURST, ahead, sums);
       }
     }
-    if (rest) add_signed<R>(x, weights, rest, sums);
+    if (rest) add_signed<R>(x, weights, rest, ahead, sums);
     const uint32_t* ends = places_.ends + index * R;
     repeat<R>([&](auto r) __attribute__((always_inline)) {
       if (ends[r] < ends[R + r]) add_rests<R>(segment, (int)r, ends[r], ends[R + r], sums);
@@ -279,14 +284,22 @@ class Dot8 {
 
   // The same by magnitudes and signs, for any inputs.
   template <int R>
-  static __attribute__((noinline)) void add_signed(const uint32_t* x, const vu* weights, long steps, vi (&sums)[R][2]) {
+  static __attribute__((noinline)) void add_signed(const uint32_t* x, const vu* weights, long steps, Ahead& ahead,
+                                                   vi (&sums)[R][2]) {
     const vu ones = splat_word(0x00010001u);
-    for (long s = 0; s < steps; ++s, weights += 2, x += R)
-      for (int v = 0; v < 2; ++v) {
+    vi acc[R][2];
+    repeat<R>([&](auto r) __attribute__((always_inline)) { acc[r][0] = sums[r][0], acc[r][1] = sums[r][1]; });
+    for (long s = 0; s < steps; ++s, weights += 2, x += R) {
+      ahead.fetch();
+      repeat<2>([&](auto v) __attribute__((always_inline)) {
         const vu values = weights[v] ^ 0x80808080u, magnitudes = magnitude8(values);
-        for (int r = 0; r < R; ++r)
-          sums[r][v] += pairs_of_shorts(pairs_of_bytes(magnitudes, with_sign8(splat_word(x[r]), values)), ones);
-      }
+        repeat<R>([&](auto r) __attribute__((always_inline)) {
+          const vu inputs = with_sign8(splat_word(x[r]), values);
+          acc[r][v] += pairs_of_shorts(pairs_of_bytes(magnitudes, inputs), ones);
+        });
+      });
+    }
+    repeat<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = acc[r][0], sums[r][1] = acc[r][1]; });
   }
 
   // Rests `first` to `end` of row r, which are those of a segment.
