@@ -270,11 +270,16 @@ def begin_batch(engine: EngineCore, number: int, guided: int, tokens: int) -> No
         engine.step()
 
 
-def timed_step(engine: EngineCore) -> tuple[float, float] | None:
-    """Do one step; return its time and its CPU time in seconds, or ``None`` if a row has ended."""
-    began, cpu = time.perf_counter(), time.process_time()
+StepTime = tuple[float, float, float]
+"""Of one step: time, CPU time of all threads, and time in which it waited for its masks, in seconds."""
+
+
+def timed_step(engine: EngineCore) -> StepTime | None:
+    """Do one step; return what it took, or ``None`` if a row has ended."""
+    assert engine.masks is not None
+    began, cpu, waited = time.perf_counter(), time.process_time(), engine.masks.mask_wait_seconds
     outputs = engine.step()
-    found = time.perf_counter() - began, time.process_time() - cpu
+    found = time.perf_counter() - began, time.process_time() - cpu, engine.masks.mask_wait_seconds - waited
     if any(output.error for output in outputs):
         raise RuntimeError(next(output.error for output in outputs if output.error))
     return found if len(outputs) == ROWS and not any(output.finish_reason for output in outputs) else None
@@ -287,7 +292,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     for engine in engines.values():
         assert engine.masks is not None
         engine.masks.jump_forward = False
-    rounds: list[dict[str, tuple[float, float]]] = []
+    rounds: list[dict[str, StepTime]] = []
     for repeat in range(args.repeats + 1):  # the first warms up
         for name, engine in engines.items():
             begin_batch(engine, repeat, ways[name], args.steps + 2)
@@ -302,11 +307,12 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         for engine in engines.values():
             while engine.has_work():
                 engine.step()
-    wait = sum(e.masks.mask_wait_seconds for e in engines.values() if e.masks) / max(1, 2 * len(rounds))
+    before = any(engine.masks is not None and engine.masks.before_forward for engine in engines.values())
     median = {name: [statistics.median(one[name][at] for one in rounds) for at in (0, 1)] for name in ways}
     return {
         "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
         "steps": len(rounds),
+        "masks_are_computed": "before forward passes" if before else "beside forward passes",
         "step_ms": {name: round(1e3 * value, 3) for name, (value, _) in median.items()},
         "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},
         "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},
@@ -315,11 +321,11 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             for what, name in (("guided_loss", "guided"), ("cost_to_rows_beside", "half"))
             for at, unit in enumerate(("", "_cpu"))
         },
-        "mask_wait_ms_per_step": round(1e3 * wait, 3),
+        "mask_wait_ms": {name: milliseconds([one[name][2] for one in rounds]) for name in ("guided", "half")},
     }
 
 
-def loss(rounds: list[dict[str, tuple[float, float]]], name: str, at: int) -> dict[str, Any]:
+def loss(rounds: list[dict[str, StepTime]], name: str, at: int) -> dict[str, Any]:
     """Return the share of tokens/s lost against the free step beside: the median over steps, its quartiles, the mean.
 
     Rows of a batch begin together and their schemas have one shape, so they come to what is costly in the same steps:

@@ -200,6 +200,11 @@ class StepMasks:
         """Steps that are still to be measured row by row."""
         self.jump_forward = True
 
+    @property
+    def before_forward(self) -> bool:
+        """Whether masks are computed before forward passes, and not beside them."""
+        return self._team is not None
+
     def forced(self, constraint: Constraint) -> Iterator[TokenLogprob]:
         """Yield the tokens that must follow, with the log probability of what has no alternative.
 
