@@ -1,4 +1,4 @@
-"""A pytest plugin: what is known of a test process that died, and how much memory each has used.
+"""A pytest plugin: what is known of a test process that died, and how much memory each has used, for which tests.
 
 ``scripts/run_tests.py`` loads it and names the folder, in ``BATON_TEST_CRASHES``, where each process keeps a file: the
 stacks of its threads where it dies of a signal that Python can still write them after, nothing where it is killed
@@ -11,6 +11,7 @@ import faulthandler
 import os
 import resource
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,10 @@ import pytest
 
 FOLDER = "BATON_TEST_CRASHES"
 _STACKS = pytest.StashKey[IO[str]]()
-_PEAK = "peak_memory_kib"
+_PEAK, _RISES = "peak_memory_kib", "peak_memory_rises"
+_RISE_KIB = 256 * 1024
+"""By so much a test raises the peak of its process to be named."""
+_rises: list[str] = []
 
 
 @pytest.hookimpl(trylast=True)
@@ -37,11 +41,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         stacks.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note the tests for which this process took much memory that none before had needed."""
+    before = _peak()
+    try:
+        return (yield)
+    finally:
+        if (rise := _peak() - before) > _RISE_KIB:
+            _rises.append(f"+{rise / 2**20:.1f} GiB for {item.nodeid}")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that started this one how much memory it has used."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output[_PEAK] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        output[_PEAK], output[_RISES] = _peak(), _rises
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,11 +67,16 @@ def pytest_testnodedown(node: Any, error: object | None) -> None:
         return
     output = getattr(node, "workeroutput", None)
     if error is None and output is not None:
-        said = f"{name} used at most {output[_PEAK] / 2**20:.1f} GiB"
+        said = "\n  ".join([f"{name} used at most {output[_PEAK] / 2**20:.1f} GiB", *output[_RISES]])
     else:
         said = f"{name} died: {_status(node)}"
     with (Path(folder) / "ends.txt").open("a") as ends:
         ends.write(f"{said}\n")
+
+
+def _peak() -> int:
+    """Memory that this process has had at most, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _status(node: Any) -> str:

@@ -96,5 +96,20 @@ def test_a_worker_that_dies_leaves_its_stacks_and_its_signal(
     summary = capfd.readouterr().out.partition("==================== tests")[2]
     assert "Segmentation fault" in summary
     assert "in test_b" in summary
-    for said in ("died: signal 11", "died: signal 9", "used at most 0."):
+    for said in ("died: signal 11", "died: signal 9"):
         assert said in summary
+
+
+def test_each_worker_tells_its_peak_memory_and_which_tests_raised_it(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.crashes"]\n')
+    (tmp_path / "test_beside.py").write_text(
+        "def test_a(): assert len(bytes([1]) * (300 << 20)) > 0\ndef test_b(): pass\n"
+    )
+    script.main(["--workers", "2", "-m", "not alone"])
+    summary = capfd.readouterr().out.partition("==================== tests")[2]
+    assert summary.count("used at most 0.") == 2
+    assert "+0.3 GiB for test_beside.py::test_a" in summary
+    assert "test_beside.py::test_b" not in summary
