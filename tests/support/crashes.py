@@ -1,8 +1,8 @@
 """A pytest plugin: what is known of a test process that died, and how much memory each has used, for which tests.
 
-``scripts/run_tests.py`` loads it and names the folder, in ``BATON_TEST_CRASHES``, where each process keeps a file: the
-stacks of its threads where it dies of a signal that Python can still write them after, nothing where it is killed
-outright or ends itself. The report of a run that fails for it is all that is left where nobody can look at the machine.
+``scripts/run_tests.py`` names the folder, in ``BATON_TEST_CRASHES``, where each process keeps a file: the stacks of
+its threads where it dies of a signal that Python can still write them after, nothing where it is killed outright or
+ends itself. The report of a run that fails for it is all that is left where nobody can look at the machine.
 """
 
 from __future__ import annotations

@@ -81,18 +81,24 @@ def test_both_runs_end_in_one_summary(
     assert ("FAILED test_alone.py::test_b" in summary) == (status == 1)
 
 
-def test_a_worker_that_dies_leaves_its_stacks_and_its_signal(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def watched(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script over tests whose conftest loads the plugin."""
     monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.crashes"]\n')
+    return script
+
+
+def test_a_worker_that_dies_leaves_its_stacks_and_its_signal(
+    watched: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "test_beside.py").write_text(
         "import os, signal\n"
         "def test_a(): pass\n"
         "def test_b(): os.kill(os.getpid(), signal.SIGSEGV)\n"
         "def test_c(): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert script.main(["--workers", "2"]) == 1
+    assert watched.main(["--workers", "2"]) == 1
     summary = capfd.readouterr().out.partition("==================== tests")[2]
     assert "Segmentation fault" in summary
     assert "in test_b" in summary
@@ -101,14 +107,12 @@ def test_a_worker_that_dies_leaves_its_stacks_and_its_signal(
 
 
 def test_each_worker_tells_its_peak_memory_and_which_tests_raised_it(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    watched: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPT.parents[1]))
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.crashes"]\n')
     (tmp_path / "test_beside.py").write_text(
         "def test_a(): assert len(bytes([1]) * (300 << 20)) > 0\ndef test_b(): pass\n"
     )
-    script.main(["--workers", "2", "-m", "not alone"])
+    watched.main(["--workers", "2", "-m", "not alone"])
     summary = capfd.readouterr().out.partition("==================== tests")[2]
     assert summary.count("used at most 0.") == 2
     assert "+0.3 GiB for test_beside.py::test_a" in summary
