@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,24 @@ from tests.support.equality import References
 from tests.support.servers.warm import WarmProcess, WarmStarter
 
 from baton.engine.executor import multiprocess
+from baton.kv_transfer.connector.p2p import candidate_watch
+from baton.kv_transfer.connector.store.backend import StoreOptions
+from baton.rpc.redis.client import open_redis
+from baton.worker import connectors
+
+PATIENCE_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a service that lives may be late: what tests count on is waited for.
+
+    Those who want to see somebody given up say so themselves.
+    """
+    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", PATIENCE_S)
+    times = dict.fromkeys(("call_timeout_s", "load_timeout_s", "save_timeout_s"), PATIENCE_S)
+    monkeypatch.setattr(connectors, "StoreOptions", functools.partial(StoreOptions, **times))
+    monkeypatch.setitem(open_redis.__kwdefaults__, "timeout_s", PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,10 +19,11 @@ import pytest
 from tests.support.child_env import child_env
 
 from baton.bench.kv import records
+from baton.rpc.server import free_port
 
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "kv"]
 QUICK = ["--geometry", "baton-tiny", "--isl", "64", "--repeat", "2", "--no-reference"]
-LIMIT_S = 60
+LIMIT_S = 240
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys
@@ -244,8 +244,7 @@ def test_a_listener_and_its_token(tmp_path):
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(secrets.token_hex(), encoding="utf-8")  # weak ones are warned of
     wrong.write_text(secrets.token_hex(), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        wanted = f"127.0.0.1:{taken.getsockname()[1]}"
+    wanted = f"127.0.0.1:{free_port()}"
     command = ["-m", "baton.cli.main", "bench", "kv", "--listen", wanted, "--token-file", str(right)]
     with listener(*command) as address:
         assert address == wanted

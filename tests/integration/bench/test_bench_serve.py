@@ -28,7 +28,7 @@ from baton.types import Role
 
 MODEL = "models/baton-tiny"
 QUICK = ("--requests", "6", "--isl", "24", "--osl", "5", "--warmup", "1", "--vocab-size", "64")
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 Bench = Callable[..., Awaitable[tuple[int, str, str]]]
@@ -66,7 +66,7 @@ async def service() -> AsyncIterator[tuple[FakeWorker, str, str]]:
         await worker.start()
         stack.push_async_callback(worker.stop)
         process = await stack.enter_async_context(router("--decode", worker.address, "--reconnect-max-s", "0.2"))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=120))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240))
         async with asyncio.timeout(WAIT_S):
             while (await http.get("/v1/models")).status_code != 200:
                 await asyncio.sleep(0.02)
@@ -161,7 +161,7 @@ async def scripted(script: Script) -> AsyncIterator[OpenAITarget]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    options = ServeOptions(url=f"http://127.0.0.1:{port}", model="m", timeout_s=5.0)
+    options = ServeOptions(url=f"http://127.0.0.1:{port}", model="m", timeout_s=WAIT_S)
     target = OpenAITarget(options, AccessConfig())
     try:
         yield target

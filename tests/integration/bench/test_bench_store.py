@@ -21,7 +21,7 @@ from baton_kvstore.bench.plan import Options
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "store"]
 SMALL = ["--geometry", "baton-tiny", "--request-bytes", "196608", "--total-bytes", "8388608"]
 QUICK = [*SMALL, "--repeat", "2", "--warmup", "1", "--seconds", "0.03"]
-LIMIT_S = 100
+LIMIT_S = 240
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys

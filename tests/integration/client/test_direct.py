@@ -74,7 +74,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         process = await stack.enter_async_context(
             router("--decode", addresses, "--ticket-key-file", str(key), "--reconnect-max-s", "0.2")
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240))
         found = World(workers, process.grpc, http)
 
         async def ready() -> bool:
@@ -178,7 +178,7 @@ async def test_notices_open_and_close_no_breaker(world: World, tmp_path: Path) -
     async with contextlib.AsyncExitStack() as stack:
         flags = ("--decode", addresses, "--ticket-key-file", str(tmp_path / "key"), "--breaker-failures", "1")
         process = await stack.enter_async_context(router(*flags))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240))
         strict = World(world.workers, process.grpc, http)
 
         async def ready() -> bool:
@@ -204,7 +204,7 @@ async def test_one_that_cannot_be_placed_is_explained_too(world: World, tmp_path
     async with contextlib.AsyncExitStack() as stack:
         flags = ("--decode", addresses, "--ticket-key-file", str(tmp_path / "key"), "--max-in-flight", "1")
         narrow = await stack.enter_async_context(router(*flags))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{narrow.http}", timeout=60))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{narrow.http}", timeout=240))
 
         async def ready() -> bool:
             return (await http.get("/readyz")).status_code == 200
@@ -280,7 +280,7 @@ async def test_instances_refuse_what_the_ticket_is_not_for(world: World) -> None
         async def send(changed: worker_pb2.GenerateRequest, to: str = address) -> int:
             stub = worker_pb2_grpc.WorkerServiceStub(await stack.enter_async_context(open_channel(to)))
             try:
-                return len([x async for x in stub.Generate(changed, timeout=60)])
+                return len([x async for x in stub.Generate(changed, timeout=240)])
             except Exception as error:
                 raise from_rpc_error(error) from error  # type: ignore[arg-type]
 
@@ -374,13 +374,15 @@ async def test_a_real_decode_instance_wants_tickets_of_clients_and_none_of_route
     async with LocalCluster(engine, config, num_prefill=0) as cluster:
         (decode,) = cluster.decode
         request = worker_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=pack_ids(PROMPT), sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
+            request_id="r",
+            prompt_token_ids=pack_ids(PROMPT),
+            sampling=common_pb2.SamplingParams(max_tokens=4, n=1, temperature=0, ignore_eos=True),
         )
         async with open_channel(decode.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
 
             async def generate() -> list[int]:
-                return [t async for x in stub.Generate(request, timeout=60) for d in x.deltas for t in d.token_ids]
+                return [t async for x in stub.Generate(request, timeout=240) for d in x.deltas for t in d.token_ids]
 
             with pytest.raises(grpc.aio.AioRpcError, match="wants a placement ticket") as refused:
                 await generate()

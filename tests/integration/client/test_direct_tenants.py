@@ -53,7 +53,7 @@ async def world(folder: Path) -> AsyncIterator[tuple[FakeWorker, str]]:
         process = await stack.enter_async_context(
             router("--decode", worker.address, "--ticket-key-file", str(folder / "key"), *flags)
         )
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240))
 
         async def ready() -> bool:
             return (await http.get("/readyz")).status_code == 200
@@ -91,14 +91,16 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
         (decode,) = cluster.decode
         bearer = Bearer(decode.context.instance_id, decode.context.arena.epoch, decode.address)
         request = worker_pb2.GenerateRequest(
-            request_id="r", prompt_token_ids=pack_ids(PROMPT), sampling=common_pb2.SamplingParams(max_tokens=4, n=1)
+            request_id="r",
+            prompt_token_ids=pack_ids(PROMPT),
+            sampling=common_pb2.SamplingParams(max_tokens=4, n=1, temperature=0, ignore_eos=True),
         )
         async with open_channel(decode.address) as channel:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
 
             async def generate() -> int:
                 shown = ((HEADER, "Bearer an API key of the router"),)
-                stream = stub.Generate(request, timeout=60, metadata=shown)
+                stream = stub.Generate(request, timeout=240, metadata=shown)
                 return len([t async for x in stream for d in x.deltas for t in d.token_ids])
 
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -112,9 +114,9 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
             request.ClearField("tenant")
             assert await generate() == 4
             for call in (
-                stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60),
-                stub.Abort(worker_pb2.AbortRequest(request_id="r"), timeout=60),
-                stub.GenerateMany(iter([worker_pb2.GenerateManyRequest()]), timeout=60).read(),
+                stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=240),
+                stub.Abort(worker_pb2.AbortRequest(request_id="r"), timeout=240),
+                stub.GenerateMany(iter([worker_pb2.GenerateManyRequest()]), timeout=240).read(),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await call

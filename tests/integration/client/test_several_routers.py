@@ -44,7 +44,7 @@ async def world() -> AsyncIterator[World]:
         flags = ("--decode", worker.address, "--reconnect-max-s", "0.2")
         routers = [await stack.enter_async_context(router(*flags)) for _ in range(2)]
         for each in routers:
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{each.http}", timeout=60))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{each.http}", timeout=240))
             async with asyncio.timeout(240):
                 while (await http.get("/v1/models")).status_code != 200:
                     await asyncio.sleep(0.02)
@@ -54,7 +54,7 @@ async def world() -> AsyncIterator[World]:
 async def broken_after(world: World, tokens: int, prompt: Any, **options: Any) -> Any:
     """Begin a stream, kill the router that it runs through after some tokens, and return the whole answer."""
     world.worker.state.pause_after = tokens
-    async with AsyncClient(world.addresses, timeout=60) as client:
+    async with AsyncClient(world.addresses, timeout=240) as client:
         stream = await client.generate(prompt, stream=True, max_tokens=TOKENS, **options)
         async with stream:
             chunks = []
@@ -106,7 +106,7 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(world: Worl
 async def test_calls_move_on_and_one_router_alone_breaks(world: World) -> None:
     with pytest.raises(InvalidRequestError, match="address"):
         AsyncClient([])
-    async with AsyncClient(world.addresses, timeout=60) as client:
+    async with AsyncClient(world.addresses, timeout=240) as client:
         assert len(await client.list_instances()) == 1
         world.routers[0].process.kill()
         await world.routers[0].process.wait()
@@ -114,7 +114,7 @@ async def test_calls_move_on_and_one_router_alone_breaks(world: World) -> None:
         answer = await client.generate(PROMPT, max_tokens=4, seed=1)
         assert answer.token_ids == expected_tokens(PROMPT, 4, seed=1)
     world.worker.state.pause_after = 3
-    async with AsyncClient(world.addresses[1], timeout=60) as alone:
+    async with AsyncClient(world.addresses[1], timeout=240) as alone:
         stream = await alone.generate(PROMPT, stream=True, max_tokens=9, seed=1)
         await anext(stream)
         world.routers[1].process.kill()

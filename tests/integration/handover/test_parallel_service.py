@@ -24,7 +24,7 @@ from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 from baton_decode.main import main as decode_main
 
-READY_S = 120.0
+READY_S = 240.0
 PROMPT = [9, 10, 11, 12] * 9
 
 
@@ -104,7 +104,7 @@ async def test_idle_it_burns_no_core_listens_on_loopback_alone_and_dies_with_its
     ]
     assert len(listening) >= 4  # gRPC, tcp pipe, a gloo device per rank
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    for last in (False, False, True):  # what came before may have an end still to come
+    for last in (*[False] * 5, True):  # what came before may have an end still to come
         before = [sum(rank.cpu_times()[:2]) for rank in ranks]
         began = time.monotonic()
         await asyncio.sleep(2.0)  # what is measured: nothing happens
@@ -115,7 +115,7 @@ async def test_idle_it_burns_no_core_listens_on_loopback_alone_and_dies_with_its
     memory = segments()
     service.process.send_signal(signal.SIGKILL)
     assert service.process.wait() == -signal.SIGKILL
-    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks[1:]), 60.0)
+    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks[1:]), 240.0)
     assert left_behind(memory) == set()
 
 
@@ -124,7 +124,7 @@ async def test_it_ends_with_one_clear_line_when_a_follower_dies_while_idle(servi
     await generate(service.wait_ready())
     follower = service.ranks()[1]
     os.kill(follower.pid, signal.SIGKILL)
-    assert service.process.wait(60.0) == 1
+    assert service.process.wait(240.0) == 1
     lines = [line for line in service.output().splitlines() if "CRITICAL" in line or "Traceback" in line]
     assert len(lines) == 1
     assert re.search(rf"the engine stops: rank 1 \(.*process {follower.pid}\) was killed by SIGKILL", lines[0])

@@ -66,7 +66,7 @@ def use(kind: str, said: dict[str, Any]) -> None:
     source = source_of(kind, said)
     fetcher = BlockFetcher(target, fingerprint(LAYOUT), kinds=(kind,))
     ids = np.random.default_rng(0).permutation(64)
-    result = fetcher.fetch(source, ids, np.zeros(64, np.uint64), np.arange(64), deadline=soon(60))
+    result = fetcher.fetch(source, ids, np.zeros(64, np.uint64), np.arange(64), deadline=soon())
     assert result.pipe_kind == kind
     assert result.valid.all()
     assert (target.blocks == ids.astype(np.uint8)[:, None]).all()
@@ -76,7 +76,7 @@ def use(kind: str, said: dict[str, Any]) -> None:
 
 def end(owner: subprocess.Popen[str]) -> tuple[int, str]:
     """End a process by closing its standard input; returns its exit code and what it said on standard error."""
-    _, errors = owner.communicate(timeout=60)
+    _, errors = owner.communicate(timeout=240)
     return owner.returncode, errors
 
 
@@ -87,7 +87,7 @@ def test_an_idle_owner_burns_nothing_listens_where_asked_and_ends_cleanly(kind: 
     try:
         use(kind, said)
         process = psutil.Process(owner.pid)
-        for last in (False, False, True):  # what came before may have an end still to come
+        for last in (*[False] * 5, True):  # what came before may have an end still to come
             before = sum(process.cpu_times()[:2])
             owner.poll()
             time.sleep(1.0)  # what is measured
@@ -114,7 +114,7 @@ def test_nixl_works_over_whatever_ucx_has(transports: str) -> None:
     owner, said = start("nixl", UCX_TLS=transports)
     try:
         command = [sys.executable, "-c", code, json.dumps(said)]
-        reader = subprocess.run(command, capture_output=True, text=True, timeout=180, env=child_env())
+        reader = subprocess.run(command, capture_output=True, text=True, timeout=240, env=child_env())
         assert (reader.returncode, reader.stderr) == (0, "")
         assert end(owner) == (0, "")
     finally:

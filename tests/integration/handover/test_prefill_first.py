@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -24,6 +25,8 @@ from baton.types import SamplingParams
 from baton.worker.instance import WorkerInstance
 
 NEW_TOKENS = 6
+LEASE_S = 3600.0
+"""More than a test waits: what is given back before was not for the lease's end."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 PROMPT = mixed_prompts(3, 512, count=40, longest=160)[0:1][0] + list(range(8, 108))
 
@@ -56,9 +59,11 @@ async def first(rig: LocalCluster, prompt: list[int], name: str = "") -> worker_
 
 
 async def test_an_unclaimed_prompt_goes_by_its_lease_and_decode_computes_it(references, expected) -> None:
-    async with cluster(references, lease_s=0.3) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         prefilled = await first(rig, PROMPT)
         assert await active_blocks(rig.prefill[0]) == -(-len(PROMPT) // 16)
+        role: Any = rig.prefill[0]._role
+        role._unclaimed._buffer._clock = lambda: time.monotonic() + LEASE_S
         await until_free(rig.prefill[0])
         result = await rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=prefilled)
         assert result.token_ids == expected
@@ -73,7 +78,7 @@ async def test_the_first_token_does_not_wait_for_a_step_of_decode(references, ex
         forward = executor.forward
 
         def held_back(batch: ForwardBatch) -> ForwardOutput:
-            assert may_compute.wait(30)
+            assert may_compute.wait(240)
             return forward(batch)
 
         executor.forward = held_back  # type: ignore[method-assign]
@@ -88,7 +93,7 @@ async def test_the_first_token_does_not_wait_for_a_step_of_decode(references, ex
         try:
             async with open_channel(rig.decode[0].address) as channel:
                 messages = aiter(worker_pb2_grpc.WorkerServiceStub(channel).Generate(request))
-                response = await asyncio.wait_for(anext(messages), 20)
+                response = await asyncio.wait_for(anext(messages), 240)
                 (delta,) = response.deltas
                 assert (list(delta.token_ids), delta.logprobs[0].token_id) == (expected[:1], expected[0])
                 assert (response.trace.path, response.trace.ttft_us > 0) == (common_pb2.PREFILL_PATH_REMOTE, True)
@@ -102,13 +107,13 @@ async def test_the_first_token_does_not_wait_for_a_step_of_decode(references, ex
 
 async def test_what_waits_is_bounded(references) -> None:
     blocks = -(-len(PROMPT) // 16)
-    async with cluster(references, lease_s=60.0, unclaimed_share=(2 * blocks + 1) / 64) as rig:
+    async with cluster(references, lease_s=LEASE_S, unclaimed_share=(2 * blocks + 1) / 64) as rig:
         waiting = [await first(rig, [i + 8, *PROMPT[1:]]) for i in range(2)]
         third = asyncio.create_task(first(rig, PROMPT))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(third), 0.5)
         await rig.generate(rig.decode[0], [8, *PROMPT[1:]], GREEDY, prefilled=waiting[0])
-        prefilled = await asyncio.wait_for(third, 20)  # there is room now
+        prefilled = await asyncio.wait_for(third, 240)  # there is room now
         with pytest.raises(grpc.aio.AioRpcError, match="can never wait here"):
             await first(rig, PROMPT * 3)
         for prompt, where in (([9, *PROMPT[1:]], waiting[1]), (PROMPT, prefilled)):
@@ -120,7 +125,7 @@ async def test_what_waits_is_bounded(references) -> None:
 @pytest.mark.parametrize("change", ["salt", "seed", "prefix", "longer"])
 async def test_by_tokens_only_the_same_prompt_is_found(references, change: str) -> None:
     sampled = GREEDY.replace(temperature=1.0, seed=3)
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         where = await rig.prefill_first(rig.prefill[0], PROMPT, sampled)
         where.key = ""
         prompt = {"prefix": PROMPT[:-1], "longer": [*PROMPT, 9]}.get(change, PROMPT)
@@ -141,7 +146,7 @@ async def test_by_tokens_only_the_same_prompt_is_found(references, change: str) 
 
 
 async def test_a_prompt_is_claimed_once(references, expected) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         where = await first(rig, PROMPT)
         results = await asyncio.gather(
             *(rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=where) for _ in range(4))
@@ -152,7 +157,7 @@ async def test_a_prompt_is_claimed_once(references, expected) -> None:
 
 
 async def test_a_key_of_another_prompt_is_refused(references, expected) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         where = await first(rig, PROMPT)
         result = await rig.generate(rig.decode[0], [9, *PROMPT[1:]], GREEDY, candidates=(), prefilled=where)
         assert "names another prompt" in result.trace.failed_prefills[0]
@@ -163,7 +168,7 @@ async def test_a_key_of_another_prompt_is_refused(references, expected) -> None:
 
 
 async def test_a_claim_that_cannot_be_right_takes_nothing(references, expected) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         where = await first(rig, PROMPT)
         request = worker_pb2.PrefillRequest(
             request_id="it",
@@ -182,7 +187,7 @@ async def test_a_claim_that_cannot_be_right_takes_nothing(references, expected) 
 
 
 async def test_an_aborted_prompt_goes_at_once(references) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         await first(rig, PROMPT, "it")
         async with open_channel(rig.prefill[0].address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -193,7 +198,7 @@ async def test_an_aborted_prompt_goes_at_once(references) -> None:
 
 
 async def test_a_cancelled_computation_leaves_nothing(references) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         tasks = [asyncio.create_task(first(rig, PROMPT)) for _ in range(3)]
         async with asyncio.timeout(240):
             while not await active_blocks(rig.prefill[0]):
@@ -203,7 +208,7 @@ async def test_a_cancelled_computation_leaves_nothing(references) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         async with open_channel(rig.prefill[0].address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            await stub.Drain(worker_pb2.DrainRequest(timeout_ms=10_000))
+            await stub.Drain(worker_pb2.DrainRequest(timeout_ms=240_000))
         # A call that was answered just before it was cancelled goes by its lease, or by the router's word.
         rig.prefill[0].context.engine.wake()
         assert await active_blocks(rig.prefill[0]) % -(-len(PROMPT) // 16) == 0
@@ -211,7 +216,7 @@ async def test_a_cancelled_computation_leaves_nothing(references) -> None:
 
 @pytest.mark.parametrize("others", [0, 1])
 async def test_prefill_dies_between_its_answer_and_the_claim(references, expected, others: int) -> None:
-    async with cluster(references, num_prefill=1 + others, lease_s=60.0) as rig:
+    async with cluster(references, num_prefill=1 + others, lease_s=LEASE_S) as rig:
         where = await first(rig, PROMPT)
         dead = rig.prefill.pop(0)
         await dead.stop(0)
@@ -226,7 +231,7 @@ async def test_prefill_dies_between_its_answer_and_the_claim(references, expecte
 @pytest.mark.parametrize("claimed", [False, True])
 async def test_decode_leaves_before_or_after_its_claim(references, claimed: bool) -> None:
     """The same as its death: what it held on the prefill instance is its stream, or nothing at all."""
-    async with cluster(references, lease_s=1.0) as rig:
+    async with cluster(references, lease_s=LEASE_S if claimed else 1.0) as rig:
         where = await first(rig, PROMPT)
         if claimed:
             request = worker_pb2.PrefillRequest(
@@ -242,9 +247,7 @@ async def test_decode_leaves_before_or_after_its_claim(references, claimed: bool
                 assert kinds == ["accepted", "offer", "result"]
                 assert await active_blocks(rig.prefill[0])
                 call.cancel()
-        began = time.monotonic()
         await until_free(rig.prefill[0])
-        assert time.monotonic() - began < 10
         await rig.check_integrity()
 
 
@@ -257,7 +260,7 @@ async def info(instance: WorkerInstance) -> worker_pb2.GetInfoResponse:
 
 
 async def test_a_client_that_leaves_while_decode_fetches(references) -> None:
-    async with cluster(references, lease_s=60.0) as rig:
+    async with cluster(references, lease_s=LEASE_S) as rig:
         for _ in range(5):
             where = await first(rig, PROMPT)
             task = asyncio.create_task(rig.generate(rig.decode[0], PROMPT, GREEDY, prefilled=where))

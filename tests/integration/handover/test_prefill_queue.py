@@ -6,14 +6,15 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 from tests.support.equality import hf_greedy
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
+from tests.support.standstills import take_standstills_out
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
@@ -23,6 +24,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
+from baton.worker.instance import WorkerInstance
 
 TOKENS = 192  # three steps
 NUM_PROMPTS = 16
@@ -55,15 +57,38 @@ async def busy_cluster(path: str, **changes: float) -> AsyncIterator[LocalCluste
             return forward(*args)
 
         prefill.context.executor.forward = slow  # type: ignore[method-assign]
+        decode: Any = running.decode[0]._role
+        decode.connector._stall_s = 3600.0  # of copies: these tests are about words
         yield running
         await running.check_integrity()
 
 
-@pytest.mark.parametrize("wait_s", [60.0, 2.0])
+@contextmanager
+def held_back(instance: WorkerInstance, go_on: threading.Event) -> Iterator[threading.Event]:
+    """Have an instance's steps wait for ``go_on``; yields what is set when the first one does."""
+    begun = threading.Event()
+    executor: Any = instance.context.executor
+    forward = executor.forward
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(240)
+        return forward(*args)
+
+    executor.forward = held
+    try:
+        yield begun
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("wait_s", [3600.0, 2.0])
 async def test_no_prefill_is_thrown_away_under_overload(path: str, wait_s: float) -> None:
     async with busy_cluster(path, prefill_wait_s=wait_s) as cluster:
         prompts = [prompt(number) for number in range(NUM_PROMPTS)]
         decode, prefill = cluster.decode[0], cluster.prefill[0]
+        # A standstill of this process, in which both instances are, is no silence of one of them.
+        take_standstills_out(asyncio.get_running_loop(), most_s=0.5)
         results = await asyncio.gather(*(cluster.generate(decode, each, GREEDY) for each in prompts))
         assert [result.token_ids for result in results] == hf_greedy(path, prompts, 4)
         remote = [x.trace for x in results if x.trace.path == common_pb2.PREFILL_PATH_REMOTE]
@@ -123,10 +148,12 @@ async def test_a_silent_instance_is_left_when_a_router_says_so_and_one_that_is_h
             assert (trace.path, len(trace.failed_prefills)) == (common_pb2.PREFILL_PATH_REMOTE, 1)
             # From now on nobody waits for it at all; and the word of one router costs nothing that is heard here.
             silent.addresses.append(prefill.address)
-            busy = [asyncio.create_task(cluster.generate(decode, prompt(10 + at), GREEDY)) for at in range(10)]
-            while len(role.connector.watch._waiting.get(prefill.address, ())) < 10:
-                await asyncio.sleep(0.01)
-            requests.put_nowait(worker_pb2.GenerateManyRequest(silent=silent))
+            go_on = threading.Event()
+            with held_back(prefill, go_on):  # else the first is done before the last has come
+                busy = [asyncio.create_task(cluster.generate(decode, prompt(10 + at), GREEDY)) for at in range(10)]
+                while len(role.connector.watch._waiting.get(prefill.address, ())) < 10:
+                    await asyncio.sleep(0.01)
+                requests.put_nowait(worker_pb2.GenerateManyRequest(silent=silent))
             assert {x.trace.path for x in await asyncio.gather(*busy)} == {common_pb2.PREFILL_PATH_REMOTE}
             late = await cluster.generate(decode, prompt(2), GREEDY, candidates=[address])
             assert late.trace.failed_prefills == [f"{address}: it does not answer a router"]
@@ -139,7 +166,8 @@ async def test_a_silent_instance_is_left_when_a_router_says_so_and_one_that_is_h
 async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_later_ones_go_there_first(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidate_watch, "REST_S", 600.0)
+    monkeypatch.setattr(candidate_watch, "REST_S", 3600.0)
+    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 1.0)
     async with busy_cluster(path) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]
         role: Any = decode._role
@@ -148,12 +176,12 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
         with socket.create_server(("127.0.0.1", 0)) as hung:
             address = f"127.0.0.1:{hung.getsockname()[1]}"
             async with asyncio.timeout(240):
-                traces = [
-                    (await cluster.generate(decode, prompt(at), GREEDY, candidates=[address, prefill.address])).trace
-                    for at in range(2)
-                ]
+                both = [address, prefill.address]
+                traces = [(await cluster.generate(decode, prompt(0), GREEDY, candidates=both)).trace]
+                monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 3600.0)  # the one that lives has its time
+                traces.append((await cluster.generate(decode, prompt(1), GREEDY, candidates=both)).trace)
                 assert {trace.path for trace in traces} == {common_pb2.PREFILL_PATH_REMOTE}
-                late = f"{address}: it did not acknowledge the call within {candidate_watch.ACKNOWLEDGE_S:g} s"
+                late = f"{address}: it did not acknowledge the call within 1 s"
                 assert [trace.failed_prefills for trace in traces] == [[late], []]
                 # Nobody else could compute it: there is as much patience as ever.
                 alone = asyncio.create_task(cluster.generate(decode, prompt(2), GREEDY, candidates=[address]))
@@ -167,23 +195,14 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
 async def test_an_instance_in_the_middle_of_a_step_acknowledges_a_call(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 20.0)
+    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 240.0)
     async with busy_cluster(path) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]
         role: Any = decode._role
         watch = role.connector.watch
         watch._stall_s = 600.0
-        begun, go_on = threading.Event(), threading.Event()
-        executor: Any = prefill.context.executor
-        forward = executor.forward
-
-        def blocked(*args: Any) -> Any:
-            begun.set()
-            go_on.wait(60)
-            return forward(*args)
-
-        executor.forward = blocked
-        with socket.create_server(("127.0.0.1", 0)) as hung:
+        go_on = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as hung, held_back(prefill, go_on) as begun:
             other = f"127.0.0.1:{hung.getsockname()[1]}"
             first = asyncio.create_task(cluster.generate(decode, prompt(1), GREEDY))
             async with asyncio.timeout(240):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.support.servers.cluster import slow_steps
 
 from baton import AsyncClient
 from baton.client.scaling import plan_switches, switch
@@ -43,7 +44,7 @@ async def fleet(roles: dict[str, Role]) -> AsyncIterator[tuple[AsyncClient, Rout
             await instance.start()
             stack.push_async_callback(instance.stop, 0)
             instances.append(instance)
-        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{app.grpc_port}", timeout=120, retries=0))
+        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{app.grpc_port}", timeout=240, retries=0))
         async with asyncio.timeout(240):
             while ready(app) != Counter(roles.values()):
                 await app.registry.wait_changed(0.05)
@@ -105,8 +106,9 @@ async def test_the_ratio_changes_under_load() -> None:
 
 async def test_what_runs_goes_on_elsewhere_when_the_time_is_up() -> None:
     async with fleet({"d0": D, "d1": D}) as (client, _, instances):
-        alone = (await client.generate(prompt(0), max_tokens=400, temperature=0)).token_ids
-        stream = await client.generate(prompt(0), max_tokens=400, temperature=0, stream=True)
+        alone = (await client.generate(prompt(0), max_tokens=400, temperature=0, ignore_eos=True)).token_ids
+        slow = slow_steps(*instances)
+        stream = await client.generate(prompt(0), max_tokens=400, temperature=0, ignore_eos=True, stream=True)
         chunks = [await anext(stream)]
         owner = next(x for x in instances if x.context.admission.active)
         name = owner.context.instance_id
@@ -115,6 +117,7 @@ async def test_what_runs_goes_on_elsewhere_when_the_time_is_up() -> None:
         with pytest.raises(ConfigError):
             await scale(client, {P: 2}, 0.0)
         assert await client.drain(name, wait=0.0, migrate=True) == 0
+        slow.clear()
         await client.set_role(name, P)
         chunks += [chunk async for chunk in stream]
         assert [token for chunk in chunks for token in chunk.token_ids] == alone
@@ -132,4 +135,5 @@ async def test_a_drained_instance_is_opened_again_in_its_own_role() -> None:
         async with asyncio.timeout(240):
             while any(each.load.draining for each in await client.list_instances()):  # the router hears of it
                 await asyncio.sleep(0.05)
-        assert len((await client.generate(prompt(1), max_tokens=3)).token_ids) == 3
+        answer = await client.generate(prompt(1), max_tokens=3, temperature=0, ignore_eos=True)
+        assert len(answer.token_ids) == 3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -61,8 +62,9 @@ ROW = (
 )
 
 
-def wait(driver: Chrome, condition: Callable[[Chrome], Any], seconds: float = 30) -> Any:
-    return WebDriverWait(driver, seconds, poll_frequency=0.1).until(condition)
+def wait(driver: Chrome, condition: Callable[[Chrome], Any], seconds: float = 240) -> Any:
+    redrawn = [StaleElementReferenceException]
+    return WebDriverWait(driver, seconds, poll_frequency=0.1, ignored_exceptions=redrawn).until(condition)
 
 
 def sign_in(driver: Chrome, url: str) -> None:
@@ -101,12 +103,13 @@ async def test_an_instance_that_dies_and_one_that_leaves(watched: Watched, brows
     await watched.workers[-1].stop()
 
     def look() -> None:
-        card = wait(browser, lambda d: d.find_element(By.CSS_SELECTOR, "#decode .card.out"))
-        assert "d1" in card.text
-        assert "Down" in card.text
+        script = "return document.querySelector('#decode .card.out')?.innerText"  # at once: cards are drawn anew
+        card = wait(browser, lambda d: d.execute_script(script))
+        assert "d1" in card
+        assert "Down" in card
         wait(browser, lambda d: "d1 is down" in d.find_element(By.ID, "news").get_attribute("textContent"))
         wait(browser, lambda d: "Stale" in d.execute_script(ROW, "d1"))
-        assert "1 of 2 ready" in browser.find_element(By.ID, "decode-count").text
+        wait(browser, lambda d: "1 of 2 ready" in d.find_element(By.ID, "decode-count").text)
 
     await asyncio.to_thread(look)
 

@@ -60,22 +60,22 @@ class Served:
             lifespan="off",
             proxy_headers=False,
             timeout_graceful_shutdown=2,
-            timeout_keep_alive=120,  # more than a test waits: what ends sooner is ended by a limit of our own
+            timeout_keep_alive=600,  # more than a test waits: what ends sooner is ended by a limit of our own
         )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> Served:
         self.thread.start()
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[1], max_retries=0, timeout=60)
-        self.http = httpx.Client(base_url=self.url, timeout=60, headers={"authorization": f"Bearer {KEYS[0]}"})
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEYS[1], max_retries=0, timeout=240)
+        self.http = httpx.Client(base_url=self.url, timeout=240, headers={"authorization": f"Bearer {KEYS[0]}"})
         return self
 
     def __exit__(self, *args: object) -> None:
         self.client.close()
         self.http.close()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(240)
         self.socket.close()
         assert not self.thread.is_alive()
 
@@ -97,7 +97,7 @@ class Served:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
 
-    def wait_until(self, condition: Any, seconds: float = 30.0) -> None:
+    def wait_until(self, condition: Any, seconds: float = 240.0) -> None:
         """Poll the server's side, which lives in another thread."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -463,12 +463,12 @@ def test_strict_fields_and_api_keys() -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "zzz")
         assert api.post("/tokenize", {"prompt": "x", "zzz": 1}).status_code == 400
         for wrong in ("", "Bearer", "Bearer nope", f"Basic {KEYS[0]}", f"Bearer {KEYS[0]}x"):
-            refused = httpx.get(f"{api.url}/v1/models", headers={"authorization": wrong} if wrong else {}, timeout=60)
+            refused = httpx.get(f"{api.url}/v1/models", headers={"authorization": wrong} if wrong else {}, timeout=240)
             assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        assert httpx.post(f"{api.url}/tokenize", json={}, timeout=60).status_code == 401
-        assert httpx.get(f"{api.url}/health", timeout=60).status_code == 200
-        assert httpx.get(f"{api.url}/readyz", timeout=60).status_code == 200
-        assert httpx.get(f"{api.url}/metrics", timeout=60).status_code == 401
+        assert httpx.post(f"{api.url}/tokenize", json={}, timeout=240).status_code == 401
+        assert httpx.get(f"{api.url}/health", timeout=240).status_code == 200
+        assert httpx.get(f"{api.url}/readyz", timeout=240).status_code == 200
+        assert httpx.get(f"{api.url}/metrics", timeout=240).status_code == 401
         refused = api.http.get("/metrics")  # counters that another tenant moves
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         with pytest.raises(openai.AuthenticationError):
@@ -523,7 +523,7 @@ def test_an_error_of_ours_leaves_the_connection_usable(
     """A whole answer promises that the connection takes the next request, whatever went wrong behind it."""
     api.dispatcher.fail_after, api.dispatcher.error = fail_after, RuntimeError("secret detail")
     body = json.dumps({"prompt": "x", "stream": stream, "temperature": 0})
-    with contextlib.closing(http.client.HTTPConnection(*api.socket.getsockname()[:2], timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(*api.socket.getsockname()[:2], timeout=240)) as connection:
         connection.request(
             "POST", "/v1/completions", body, {"x-request-id": "which", "content-type": "application/json"}
         )
@@ -697,19 +697,23 @@ def test_closing_the_sdks_stream_cancels(api: Served) -> None:
 
 
 def test_time_limits() -> None:
-    with Served(request_timeout_s=1.0, send_timeout_s=5.0, body_timeout_s=1.0) as api:
+    with Served(request_timeout_s=1.0) as api:
+        # Once it has loaded its tokenizer, which may take longer than that.
+        api.wait_until(lambda: api.post("/v1/completions", {"prompt": "x"}).status_code == 200)
         api.dispatcher.hang_after = 0
         assert api.post("/v1/completions", {"prompt": "x"}).status_code == 504
         api.dispatcher.hang_after = 2
         text = api.post("/v1/completions", {"prompt": "x", "stream": True}).text
         assert json.loads(text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        api.wait_until(lambda: api.dispatcher.open_streams == 0)
+    with Served(body_timeout_s=1.0) as api:
         with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2])) as client:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
                 b"host: x\r\ncontent-length: 10\r\n\r\n{"
             )
             assert client.recv(100).startswith(b"HTTP/1.1 408")
-        api.wait_until(lambda: api.dispatcher.open_streams == 0)
+        assert not api.dispatcher.requests
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
@@ -737,7 +741,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 def raw(api: Served, data: bytes) -> bytes:
     """Send bytes and return everything that comes until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=240) as connection:
         connection.sendall(data)
         received = bytearray()
         while piece := connection.recv(65536):
@@ -807,8 +811,8 @@ def test_a_client_that_leaves_ends_what_its_text_waits_for(monkeypatch: pytest.M
                 b"POST /tokenize HTTP/1.1\r\ncontent-type: application/json\r\n"
                 b'host: x\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}'
             )
-            assert begun.wait(20)
-        assert ended.wait(20)
+            assert begun.wait(240)
+        assert ended.wait(240)
         monkeypatch.undo()
         assert api.post("/tokenize", {"prompt": "x"}).status_code == 200
 
@@ -883,7 +887,7 @@ def test_an_offer_of_another_protocol_is_ignored(api: Served, step: int) -> None
         + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, close\r\nupgrade: h2c\r\n\r\n"
     )  # fmt: skip
     received = bytearray()
-    with socket.create_connection(api.socket.getsockname()[:2], timeout=60) as connection:
+    with socket.create_connection(api.socket.getsockname()[:2], timeout=240) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(0, len(data), step):
             connection.sendall(data[at : at + step])
@@ -916,7 +920,7 @@ def test_a_request_head_must_come_in_time() -> None:
         assert second.count(b"HTTP/1.1") == 1
         # A body may take longer than that.
         body = b'{"prompt": "def", "max_tokens": 1}'
-        with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", api.socket.getsockname()[1]), timeout=240) as connection:
             kind = b"content-type: application/json\r\n"
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (kind, len(body))
             connection.sendall(head + body[:5])
@@ -928,7 +932,7 @@ def test_a_request_head_must_come_in_time() -> None:
 @contextlib.contextmanager
 def begun(api: Served, head: bytes) -> Iterator[socket.socket]:
     """A connection on which a request's head was sent, and whatever belongs to it."""
-    with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2], timeout=60)) as client:
+    with contextlib.closing(socket.create_connection(api.socket.getsockname()[:2], timeout=240)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nhost: x\r\n" + head)
         yield client
 
@@ -973,7 +977,7 @@ def test_a_client_that_leaves_amid_its_body_is_counted_as_gone(api: Served) -> N
     with begun(api, b"content-length: 100\r\n\r\n{"):
         api.wait_until(lambda: seen("baton_http_in_flight", {}) == 1)
     api.wait_until(lambda: seen("baton_http_requests_total", {"status": "499"}) == before + 1)
-    assert seen("baton_http_in_flight", {}) == 0
+    api.wait_until(lambda: seen("baton_http_in_flight", {}) == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1024,15 +1028,15 @@ def test_preflight_requests_need_no_key_and_allow_what_the_endpoints_take() -> N
         "access-control-request-headers": "authorization,content-type,x-baton-session",
     }
     with Served(accounts=Accounts.of_keys(*KEYS), cors_origins=("https://ui.example",)) as api:
-        preflight = httpx.options(f"{api.url}/v1/completions", headers=asked, timeout=60)
+        preflight = httpx.options(f"{api.url}/v1/completions", headers=asked, timeout=240)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://ui.example"
         assert preflight.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
         assert "POST" in preflight.headers["access-control-allow-methods"]
-        refused = httpx.options(f"{api.url}/v1/completions", headers={**asked, "origin": "https://x"}, timeout=60)
+        refused = httpx.options(f"{api.url}/v1/completions", headers={**asked, "origin": "https://x"}, timeout=240)
         assert refused.status_code == 400
         assert "access-control-allow-origin" not in refused.headers
-        wrong = httpx.post(f"{api.url}/v1/completions", headers={"origin": "https://ui.example"}, json={}, timeout=60)
+        wrong = httpx.post(f"{api.url}/v1/completions", headers={"origin": "https://ui.example"}, json={}, timeout=240)
         assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (401, "https://ui.example")
     with Served(cors_origins=("*",)) as anybody:
         headers = anybody.post("/v1/completions", {"prompt": "def"}, headers={"origin": "https://x"}).headers

@@ -52,7 +52,7 @@ def test_pages_of_allowed_origins_post_without_a_body_and_no_others_do() -> None
 
 def ask(served: Served, method: str, path: str, host: str | None) -> tuple[int, bytes]:
     address: tuple[str, int] = served.socket.getsockname()
-    with closing(http.client.HTTPConnection(*address, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(*address, timeout=240)) as connection:
         connection.putrequest(method, path, skip_host=True)
         if host is not None:
             connection.putheader("host", host)

@@ -64,7 +64,7 @@ def connect(api: Served, *, buffer: int = 0) -> contextlib.closing[socket.socket
     client = socket.socket()
     if buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    client.settimeout(20)
+    client.settimeout(240)
     client.connect(api.socket.getsockname()[:2])
     return contextlib.closing(client)
 
@@ -122,12 +122,12 @@ def test_many_requests_in_line_are_answered_in_their_order(api: Served) -> None:
 
 
 def test_who_has_not_taken_the_answer_before_is_cut_off_too() -> None:
-    with Served(send_timeout_s=0.3) as api:
+    with Served(send_timeout_s=2.0) as api:
         generate_much(api)
         body = {"prompt": "def", "max_tokens": 10**5}
         with connect(api, buffer=4096) as client:
             client.sendall(post(body))
-            api.wait_until(lambda: len(api.dispatcher.requests) == 1 and api.dispatcher.open_streams == 0, 20)
+            api.wait_until(lambda: len(api.dispatcher.requests) == 1 and api.dispatcher.open_streams == 0)
             client.sendall(post({**body, "stream": True}))
             api.wait_until(lambda: api.dispatcher.closed_early == 1)
             api.wait_until(lambda: not api.server.server_state.connections)
@@ -142,16 +142,16 @@ def test_the_socket_of_a_client_that_reads_nothing_does_not_stay(stream: bool) -
             client.sendall(post({"prompt": "def", "stream": stream, "max_tokens": 10**5}))
             api.wait_until(lambda: len(api.dispatcher.requests) == 1)
             api.wait_until(lambda: not api.server.server_state.connections)
-            assert api.dispatcher.open_streams == 0
+            api.wait_until(lambda: api.dispatcher.open_streams == 0)
 
 
 def test_a_client_that_reads_an_answer_slowly_gets_all_of_it(noted: type[Noted]) -> None:
-    with Served(send_timeout_s=0.5, protocol=noted) as api:
+    with Served(send_timeout_s=1.5, protocol=noted) as api:
         generate_much(api)
         with connect(api, buffer=4096) as client:
             client.sendall(post({"prompt": "def", "max_tokens": 10**5}, b"connection: close"))
             received = bytearray()
-            for _ in range(4):  # each time it has taken something when its time would have been over
+            for _ in range(2):  # each time it has taken something when its time would have been over
                 api.wait_until(lambda: bool(noted.made) and noted.made[0].flow.write_paused)
                 waiting = noted.made[0]._send_timer
                 received += client.recv(65536)
@@ -309,7 +309,7 @@ class Impatient(HttpProtocol):
     drain_s = 0.5
 
 
-def drip(client: socket.socket, piece: bytes, seconds: float = 15.0) -> bytes:
+def drip(client: socket.socket, piece: bytes, seconds: float = 240.0) -> bytes:
     """Send a piece now and then until the server closes; return what came."""
     received, end = bytearray(), time.monotonic() + seconds
     client.settimeout(0.1)
@@ -320,6 +320,9 @@ def drip(client: socket.socket, piece: bytes, seconds: float = 15.0) -> bytes:
         except TimeoutError:
             continue
         except OSError:
+            with contextlib.suppress(OSError):  # what came before the connection was reset
+                while more := client.recv(65536):
+                    received += more
             return bytes(received)
         received += more
         if not more:  # it may be closed for one direction only
@@ -378,10 +381,15 @@ def test_what_follows_an_answer_is_dropped_and_the_connection_stays(api: Served)
         assert received.startswith(b"HTTP/1.1 200")
 
 
+class Unhurried(HttpProtocol):
+    """Waits for what follows an answer for longer than any client of these tests."""
+
+    drain_s = 3600.0
+
+
 @pytest.mark.parametrize("length", [b"content-length: 250000", b"transfer-encoding: chunked"])
-def test_a_body_that_is_too_long_is_refused_at_once(api: Served, length: bytes) -> None:
-    begun = time.monotonic()
-    with connect(api) as client:
+def test_a_body_that_is_too_long_is_refused_at_once(length: bytes) -> None:
+    with Served(protocol=Unhurried, max_body_bytes=200_000, body_timeout_s=3600.0) as api, connect(api) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\nhost: x\r\n" + length + b"\r\n\r\n"
         )
@@ -391,4 +399,3 @@ def test_a_body_that_is_too_long_is_refused_at_once(api: Served, length: bytes) 
             received += piece
     assert received.startswith(b"HTTP/1.1 413")
     assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "payload_too_large"
-    assert time.monotonic() - begun < 3.0

@@ -308,13 +308,13 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
     assert served.dispatcher.requests == []
 
 
-@pytest.mark.timeout(60)  # minutes, where each turn copies what those before it said
+@pytest.mark.timeout(240)  # many minutes, where each turn copies what those before it said
 def test_turns_of_one_role_take_their_length_in_time() -> None:
-    turns: list[Any] = [{"role": "user", "content": "a" * 40}] * 150_000
-    blocks: list[Any] = [{"type": "thinking", "thinking": "a" * 40}] * 150_000
+    turns: list[Any] = [{"role": "user", "content": "a" * 40}] * 300_000
+    blocks: list[Any] = [{"type": "thinking", "thinking": "a" * 40}] * 300_000
     made = chat_messages(None, [*turns, {"role": "assistant", "content": blocks}], [])
-    assert [len(message["content"]) for message in made] == [150_000 * 41 - 1, 0]
-    assert len(made[1]["reasoning_content"]) == 150_000 * 40
+    assert [len(message["content"]) for message in made] == [300_000 * 41 - 1, 0]
+    assert len(made[1]["reasoning_content"]) == 300_000 * 40
 
 
 def test_errors_have_anthropics_shape(served: Served, client: anthropic.Anthropic) -> None:

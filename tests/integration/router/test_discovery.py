@@ -114,7 +114,10 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(
     assert len(known(registry)) == 2
     await until(lambda: "Redis answers again, the instances are followed" in caplog.text)
     told = [x.getMessage() for x in caplog.records if x.levelno > logging.INFO and "the instances" in x.getMessage()]
-    assert len(told) == 2, told
+    assert len(told) % 2 == 0, told
+    # In turns: a Redis that is slow on a busy machine may be away more than once, but each time is told once.
+    assert all("Redis is away" in x for x in told[::2]), told
+    assert all("Redis answers again" in x for x in told[1::2]), told
     assert registry._metrics.discovery_failures.labels("redis").value > 0
     await registrations[1].stop()
     await until(lambda: known(registry) == {workers[0].address})

@@ -34,6 +34,8 @@ from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 
 CUT_S = 10.0
+STALE: dict[str, object] = {"index_stale_limit_s": 3600.0}
+"""However long a cut takes: what is known is not given up for its age."""
 SAMPLING = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=2))
 
 
@@ -88,14 +90,14 @@ class Worker:
                 request = worker_pb2.GenerateRequest(
                     request_id=str(self.num_requests), prompt_token_ids=pack_ids(prompt), sampling=SAMPLING
                 )
-                async for _ in stub.Generate(request, timeout=120):
+                async for _ in stub.Generate(request, timeout=240):
                     pass
                 self.asked.append(prompt)
 
     async def truth(self) -> set[bytes]:
         """Return what it holds."""
         async with self.stub() as stub:
-            async for answer in stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest(), timeout=120):
+            async for answer in stub.StreamKvEvents(worker_pb2.StreamKvEventsRequest(), timeout=240):
                 assert answer.batch.snapshot
                 return {item for event in answer.batch.events for item in event.stored.block_hashes}
         raise AssertionError("no snapshot came")
@@ -106,7 +108,7 @@ class Router:
 
     def __init__(self, port: int, **options: object) -> None:
         self.metrics = CollectorRegistry()
-        values: dict[str, object] = {"decode": (f"127.0.0.1:{port}",), "reconnect_max_s": 0.2, **options}
+        values: dict[str, object] = {"decode": (f"127.0.0.1:{port}",), "reconnect_max_s": 0.2, **STALE, **options}
         self.registry = Registry(RouterConfig(**values), self.metrics)  # type: ignore[arg-type]
         self.registry.start()
 
@@ -129,7 +131,7 @@ class Router:
         )
         return float(found[1]) if found else 0.0
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await self.registry.wait_changed(0.02)

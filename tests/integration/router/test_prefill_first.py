@@ -145,7 +145,7 @@ async def test_a_prefill_instance_that_hangs_is_found_out_by_probes(world: World
     prefill, decode = (await world.prefills(1))[0], (await world.decodes(1))[0]
     proxy = await world.proxy(prefill)
     router = await world.router(
-        prefill=(f"127.0.0.1:{proxy.port}",), decode=(decode.address,), probe_timeout_s=0.2, probe_failures=2, **FIRST
+        prefill=(f"127.0.0.1:{proxy.port}",), decode=(decode.address,), probe_timeout_s=1.0, probe_failures=2, **FIRST
     )
     await router.ready(prefill, decode)
     prefill.state.hold_prefills = True
@@ -296,7 +296,7 @@ async def test_a_grpc_call_and_the_sdk_can_say_the_order() -> None:
             stack.push_async_callback(x.stop)
         flags = ("--prefill", workers[0].address, "--decode", workers[1].address, "--remote-prefill-threshold", "1")
         process = await stack.enter_async_context(router_process(*flags))
-        client = await stack.enter_async_context(AsyncClient(process.grpc, timeout=20.0))
+        client = await stack.enter_async_context(AsyncClient(process.grpc, timeout=240))
         async with asyncio.timeout(240):
             while [x.healthy for x in await client.list_instances()] != [True, True]:
                 await asyncio.sleep(0.02)
@@ -305,7 +305,7 @@ async def test_a_grpc_call_and_the_sdk_can_say_the_order() -> None:
             assert answer.trace is not None
             assert answer.trace.order == order
         assert len(workers[0].state.unclaimed) == 2
-        with Client(process.grpc, timeout=20.0) as sync:
+        with Client(process.grpc, timeout=240) as sync:
             prompt = [*range(300, 340)]
             stream = await asyncio.to_thread(sync.generate, prompt, max_tokens=4, stream=True, order="prefill_first")
             await asyncio.to_thread(stream.collect)
@@ -314,5 +314,5 @@ async def test_a_grpc_call_and_the_sdk_can_say_the_order() -> None:
         async with open_channel(process.grpc) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="decode_first or prefill_first") as caught:
-                await stub.Generate(generate_request(4), metadata=(("x-baton-order", "both"),), timeout=60).read()
+                await stub.Generate(generate_request(4), metadata=(("x-baton-order", "both"),), timeout=240).read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

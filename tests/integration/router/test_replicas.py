@@ -23,6 +23,8 @@ from baton.types import Role
 pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
 CAPACITY = 6
 TOKENS = 12
+PATIENT = ("--no-instance-wait-s", "240", "--queue-timeout-s", "3600")
+"""What waits while others are held is neither given up nor foreseen to wait for too long."""
 
 
 class Replica:
@@ -45,7 +47,7 @@ class Replica:
             sampling=common_pb2.SamplingParams(max_tokens=TOKENS, seed=number),
         )
         found = []
-        async for message in self.stub.Generate(request, timeout=60):
+        async for message in self.stub.Generate(request, timeout=240):
             found += [token for delta in message.deltas for token in delta.token_ids]
         assert found == expected_tokens(prompt, TOKENS, seed=number)
         return found
@@ -68,16 +70,16 @@ async def replicas(count: int, redis: RedisServer, *flags: str) -> AsyncIterator
 
         async def one(number: int) -> Replica:
             process = await stack.enter_async_context(
-                router("--redis", redis.url, "--replica-name", f"r{number}", "--no-instance-wait-s", "30", *flags)
+                router("--redis", redis.url, "--replica-name", f"r{number}", *PATIENT, *flags)
             )
             channel = await stack.enter_async_context(open_channel(process.grpc))
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60))
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240))
             return Replica(process, router_pb2_grpc.RouterServiceStub(channel), http)
 
         yield list(await asyncio.gather(*map(one, range(count))))
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 240.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)
@@ -116,7 +118,7 @@ async def test_three_replicas_never_place_more_than_the_capacity_while_redis_die
                 for worker in decodes:
                     worker.state.pause_after = 2
                 for worker in decodes:
-                    await worker.wait_until(lambda worker=worker: len(worker.state.running) == count, 30)
+                    await worker.wait_until(lambda worker=worker: len(worker.state.running) == count)
                 for worker in decodes:
                     worker.state.pause_after = None
                     worker.changed()

@@ -90,7 +90,7 @@ CLASSES = ("high", "normal", "low")
 async def serving(*flags: str, decode: FakeWorker) -> AsyncIterator[tuple[Process, Client]]:
     async with (
         router("--decode", decode.address, *flags) as process,
-        httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http,
+        httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240) as http,
     ):
         async with asyncio.timeout(240):
             while (await http.get("/readyz")).status_code != 200:
@@ -125,14 +125,15 @@ def order_of(decode: FakeWorker) -> list[str]:
 
 
 async def test_what_has_no_room_waits_by_priority_and_deadline_and_in_turns() -> None:
-    async with worker() as decode, serving(*ONE_SLOT, decode=decode) as (_, client):
+    # It waits longer than any deadline of these.
+    async with worker() as decode, serving(*ONE_SLOT, "--queue-timeout-s", "3600", decode=decode) as (_, client):
         first = await occupied(client, decode)
         tasks = [client.start(f"greedy{i}", user="greedy", prompt=long(i)) for i in range(12)]
         await client.queued(12)
         tasks.append(client.start("low", user="low", priority=5))
         tasks.append(client.start("modest", user="modest", prompt=long(20)))
         tasks.append(client.start("mine", user="mine"))
-        tasks.append(client.start("mysoon", user="mine", ttft_ms=20_000))
+        tasks.append(client.start("mysoon", user="mine", ttft_ms=600_000))
         tasks.append(client.start("high", {"x-baton-priority": "-1"}, user="greedy", priority=7))
         await client.queued(17)
         assert await client.metric('baton_router_queue_requests{priority="high"}') == 1
@@ -172,7 +173,7 @@ async def test_a_full_queue_answers_at_once_and_says_when_to_come_back() -> None
         full = await client.send("late", user="late", priority=9)
         assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
         important = client.start("important", user="late", priority=-1)
-        done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        done, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
         (pushed,) = done  # of who has most, and not of who asked for less
         assert pushed.result().status_code == 429
         assert "more right" in pushed.result().json()["error"]["message"]
@@ -186,21 +187,21 @@ async def test_a_full_queue_answers_at_once_and_says_when_to_come_back() -> None
 
 
 async def test_overload_is_said_before_it_is_waited_for() -> None:
-    async with worker() as decode, serving(*ONE_SLOT, "--queue-timeout-s", "0.2", decode=decode) as (_, client):
+    async with worker() as decode, serving(*ONE_SLOT, "--queue-timeout-s", "1", decode=decode) as (_, client):
         first = await occupied(client, decode)
         # Nothing was served yet, so nothing is known of the time that a request takes: it waits, in vain.
         unlucky = await client.send("unlucky")
         assert (unlucky.status_code, unlucky.json()["error"]["code"]) == (503, "overloaded")
         assert await client.metric('baton_router_admission_refusals_total{reason="expired"}') == 1
-        await asyncio.sleep(0.3)  # which is what the first one takes
-        go_on(decode)
+        go_on(decode)  # the first one has taken longer than that
         assert (await first).status_code == 200
         first = await occupied(client, decode)
         answers = await asyncio.gather(*(client.send(f"r{i}", user=f"u{i}", max_tokens=100) for i in range(10)))
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.json()["error"]["code"] for answer in answers} == {"overloaded"}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
-        assert "of work wait ahead" in answers[-1].json()["error"]["message"]
+        messages = [answer.json()["error"]["message"] for answer in answers]
+        assert sum("of work wait ahead" in message for message in messages) >= 8  # the others came first, and waited
         assert await client.metric('baton_router_admission_refusals_total{reason="overloaded"}') >= 8
         go_on(decode)
         assert (await first).status_code == 200
@@ -241,7 +242,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_then() -> None:
         for i in range(3):
             await client.send(f"quick{i}")  # so short requests that the wait looks short too
         first = await occupied(client, decode)
-        late = await client.send("late", ttft_ms=1000)
+        late = await client.send("late", ttft_ms=3000)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "slo_unattainable")
         assert late.headers["retry-after"]
         assert "had any more: it waited" in late.json()["error"]["message"]
@@ -266,7 +267,7 @@ async def test_a_client_that_leaves_leaves_the_queue() -> None:
 
 
 async def test_the_queue_drains_when_an_instance_comes_back() -> None:
-    async with worker() as decode, serving(*ONE_SLOT, "--no-instance-wait-s", "20", decode=decode) as (_, client):
+    async with worker() as decode, serving(*ONE_SLOT, "--no-instance-wait-s", "240", decode=decode) as (_, client):
         first = await occupied(client, decode)
         waiting = [client.start(f"w{i}") for i in range(5)]
         await client.queued(5)

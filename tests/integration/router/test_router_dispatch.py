@@ -121,8 +121,8 @@ class World:
             "probe_interval_s": 0.1,
             "probe_timeout_s": 2.0,
             "reconnect_max_s": 0.2,
-            "no_instance_wait_s": 20.0,
-            "request_timeout_s": 30.0,
+            "no_instance_wait_s": 240.0,
+            "request_timeout_s": 480.0,
             "index_heartbeat_ms": 0,  # fake instances gather no events: nothing counts beyond its request's end
         }
         config = RouterConfig(**{**defaults, **options})  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ async def test_two_instances_die_one_after_the_other(world: World) -> None:
 async def test_right_answers_while_instances_die_and_come_back(world: World, seed: int) -> None:
     rng = random.Random(seed)
     decodes = await world.decodes(3)
-    router = await world.cluster([], decodes, max_retries=1000, retry_budget=1000.0, no_instance_wait_s=20.0)
+    router = await world.cluster([], decodes, max_retries=1000, retry_budget=1000.0)
     requests = [
         make_request(f"r{i}", prompt=[*range(i % 7, i % 7 + rng.randint(8, 40))], max_tokens=rng.randint(200, 900))
         for i in range(40)
@@ -415,7 +415,7 @@ async def test_a_hung_instance_is_found_out_by_probes(world: World) -> None:
     decodes = await world.decodes(2)
     proxies = {w.instance_id: await world.proxy(w) for w in decodes}
     router = await world.router(
-        decode=tuple(f"127.0.0.1:{p.port}" for p in proxies.values()), probe_timeout_s=0.5, probe_failures=2
+        decode=tuple(f"127.0.0.1:{p.port}" for p in proxies.values()), probe_timeout_s=1.0, probe_failures=2
     )
     await router.ready(*decodes)
     for worker in decodes:
@@ -450,7 +450,7 @@ async def test_decode_instances_hear_which_prefill_instances_are_silent(world: W
         while decode.state.silent_prefills != {hung}:
             await asyncio.sleep(0.01)
     # No new prompt is sent there, as long as there is another; a stream that is opened now hears of it too.
-    assert [x.address for x in router.registry.ready(Role.PREFILL)] == [well]
+    await router.until(lambda: [x.address for x in router.registry.ready(Role.PREFILL)] == [well])
     await decode.restart()
     decode.state.silent_prefills = frozenset()
     request = make_request("again", prompt=[*range(30)])
@@ -462,7 +462,7 @@ async def test_decode_instances_hear_which_prefill_instances_are_silent(world: W
     async with asyncio.timeout(240):
         while decode.state.silent_prefills:
             await asyncio.sleep(0.01)
-    assert {x.address for x in router.registry.ready(Role.PREFILL)} == {hung, well}
+    await router.until(lambda: {x.address for x in router.registry.ready(Role.PREFILL)} == {hung, well})
     router.assert_nothing_held()
 
 
@@ -511,7 +511,7 @@ async def test_a_request_that_fails_everywhere_ends_with_its_error(world: World)
     router = await world.cluster([], decodes)
     for worker in decodes:
         worker.state.abort_all = InternalError("poisoned")
-    async with asyncio.timeout(15):  # it does not wait for others: nobody new could come
+    async with asyncio.timeout(200):  # it does not wait for others: nobody new could come
         with pytest.raises(InternalError, match="poisoned"):
             await run(router, make_request())
     assert [len(w.state.requests) for w in decodes] == [1, 1]
@@ -750,7 +750,7 @@ async def test_a_running_request_outlives_its_instances_registration(world: Worl
 async def test_an_instance_that_left_and_hangs_keeps_no_request(world: World, expires: bool) -> None:
     """Leases may run out before enough probes are missed; nobody probed the instance then, and its streams stood."""
     decodes = await world.decodes(2)
-    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=0.5)
+    router = await world.router(lease_ttl_s=10.0, probe_timeout_s=1.0)
     proxies = {w.instance_id: await world.proxy(w) for w in decodes}
     leases = {}
     for worker in decodes:

@@ -94,12 +94,12 @@ async def honest(role: Role, name: str, token_file: str) -> AsyncIterator[FakeWo
 
 
 async def metrics(process: Process) -> str:
-    async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
+    async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240) as http:
         return (await http.get("/metrics")).text
 
 
 async def complete(process: Process) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=60) as http:
+    async with httpx.AsyncClient(base_url=f"http://{process.http}", timeout=240) as http:
         body = {"prompt": [1, 2, 3, 4] * 8, "max_tokens": 4}
         return await http.post("/v1/completions", json=body)
 
@@ -194,7 +194,7 @@ async def test_signed_registrations_are_found_and_can_be_neither_moved_nor_chang
         stub: Any = router_pb2_grpc.RouterServiceStub(
             await stack.enter_async_context(open_channel(process.grpc, token=read_token(token_file)))
         )
-        known = await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=60)
+        known = await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=240)
         assert [x.address for x in known.instances] == [worker.address]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.integration.store.test_kvstore_service import KIND, WAIT_S, _scrape, connected, eventually, names, store
-from tests.integration.store.test_kvstore_tiers import load
+from tests.integration.store.test_kvstore_tiers import LOOKUPS, load
 
 from baton.api.v1 import kvstore_pb2
 from baton.errors import ConfigError
@@ -83,7 +83,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_registered")
 async def test_blocks_come_back_from_a_tier_of_another_package() -> None:
-    settings: dict[str, Any] = {"tiers": ("disk", "shelf"), "tier_options": ("shelf.name=a",), "lookup_again_s": 0.0}
+    settings: dict[str, Any] = {"tiers": ("disk", "shelf"), "tier_options": ("shelf.name=a",), **LOOKUPS}
     async with store(**settings) as first, connected(first) as instance:
         await instance.put(1, 2, 3)
         await eventually(lambda: len(SHELVES["a"]) == 3)

@@ -41,7 +41,7 @@ from baton_kvstore.server import KVStoreServer
 LAYOUT = KVLayout((LayerShape(2, 32, 32), LayerShape(2, 32, 32)), 16, "float32")
 KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
 BLOCK = KIND.block_bytes
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def names(*labels: object) -> list[bytes]:

@@ -31,7 +31,8 @@ from baton_kvstore.main import main
 from baton_kvstore.server import KVStoreServer
 from baton_kvstore.tiers.remote.tier import RemoteTier
 
-LOOKUPS: dict[str, Any] = {"lookup_again_s": 0.0, "lookup_timeout_s": WAIT_S}
+LOOKUPS: dict[str, Any] = {"lookup_again_s": 0.0, "lookup_timeout_s": WAIT_S, "redis_timeout_s": WAIT_S}
+"""A tier that is slow, as all is on a busy machine, is none that has nothing."""
 
 
 def tier_of(server: KVStoreServer, name: str) -> RemoteTier:
@@ -78,7 +79,7 @@ async def test_stores_that_share_a_redis_find_what_the_others_wrote() -> None:
 async def test_a_redis_killed_under_load_costs_misses_and_nothing_else() -> None:
     """Of a store whose memory holds 20 of 240 blocks; Redis is killed and started again, empty, four times."""
     async with RedisServer() as redis:
-        shared = {"redis_url": redis.url, "redis_timeout_s": 0.5, **LOOKUPS}
+        shared = {"redis_url": redis.url, **LOOKUPS, "redis_timeout_s": 0.5}
         async with store(capacity_bytes=20 * BLOCK, **shared) as server:
             tier_of(server, "redis").breaker._cooldown_s = 0.02
             stop = asyncio.Event()
@@ -142,7 +143,7 @@ async def test_a_damaged_value_in_redis_is_a_miss_and_is_mended_by_the_next_put(
 async def test_a_deletion_that_redis_did_not_hear_of_is_an_error() -> None:
     async with (
         RedisServer() as redis,
-        store(redis_url=redis.url, redis_write="all") as server,
+        store(redis_url=redis.url, redis_write="all", **LOOKUPS) as server,
         connected(server) as instance,
     ):
         await instance.put(1)

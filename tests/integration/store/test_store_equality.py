@@ -36,8 +36,8 @@ from baton.types import BlockHash, SamplingParams
 BS = 16
 NEW_TOKENS = 8
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-START_S = 120.0
-WAIT_S = 60.0
+START_S = 240.0
+WAIT_S = 240.0
 STORE = ("--capacity-bytes", str(64 << 20))
 ENGINE_FLAGS = ("--dtype", "float32", "--kv-blocks", "700", "--prefill-chunk", "64")
 

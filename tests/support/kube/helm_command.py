@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-WAIT_S = 60
+WAIT_S = 240
 
 
 def helm(kubeconfig: str, folder: Path, command: str) -> str:

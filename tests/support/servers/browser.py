@@ -64,7 +64,7 @@ def open_browser(width: int = 1280, height: int = 800, *, dark: bool = False) ->
             options.add_argument("--no-sandbox")  # Chromium refuses to run as root with it
         driver = webdriver.Chrome(options=options, service=Service(driver_path))
         try:
-            driver.set_page_load_timeout(30)
+            driver.set_page_load_timeout(240)
             _command(
                 driver,
                 "Emulation.setDeviceMetricsOverride",

@@ -172,7 +172,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         old, self._changed = self._changed, asyncio.Event()
         old.set()
 
-    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         """Wait until something that this worker sees has come true.
 
         Raises:

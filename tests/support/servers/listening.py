@@ -12,7 +12,7 @@ from typing import Self
 
 from baton.rpc.server import free_port
 
-_START_S = 60.0
+_START_S = 240.0
 
 
 class ListeningProcess(ABC):

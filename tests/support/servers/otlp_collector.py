@@ -13,7 +13,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-_WAIT_S = 60.0
+_WAIT_S = 240.0
 
 
 @dataclass(frozen=True)

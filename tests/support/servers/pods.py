@@ -32,7 +32,7 @@ from baton.rpc.channel import check_health
 _SLICE, _SERVICE = BY_NAME["discovery.k8s.io/v1", "EndpointSlice"], BY_NAME["v1", "Service"]
 _DOMAIN = ".svc.cluster.local"
 _PROBE_S = 0.2
-_START_S = 180.0
+_START_S = 240.0
 
 
 def in_image(command: list[str]) -> list[str]:
@@ -73,11 +73,11 @@ class LocalPod:
         probe = self.container[kind]
         if "grpc" in probe:
             address = f"{self.ip}:{probe['grpc']['port']}"
-            return await check_health(address, service=probe["grpc"].get("service", ""), timeout_s=5)
+            return await check_health(address, service=probe["grpc"].get("service", ""), timeout_s=60)
         get = probe["httpGet"]
         url = f"{get['scheme'].lower()}://{self.ip}:{self.port(get['port'])}{get['path']}"
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
                 return (await client.get(url)).status_code < 400
         except httpx.HTTPError:
             return False
@@ -107,7 +107,8 @@ class LocalKubernetes:
     async def __aenter__(self) -> Self:
         """Start everything and wait until it is ready."""
         self._ips, self._names, self._turns = itertools.count(2), itertools.count(), itertools.count()
-        self._net = 20 + os.getpid() % 200
+        # Of this process alone: others beside it may have pods, too.
+        self._net, self._part = 20 + os.getpid() % 200, os.getpid() // 200 % 60
         self._addresses: dict[str, str] = {}
         account = self.folder / "account"
         account.mkdir()
@@ -254,7 +255,7 @@ class LocalKubernetes:
 
     def _new_ip(self) -> str:
         number = next(self._ips)
-        return f"127.{self._net}.{number // 250}.{number % 250 + 1}"
+        return f"127.{self._net}.{4 * self._part + number // 250}.{number % 250 + 1}"
 
     def _start(self, owner: str, index: int) -> LocalPod:
         parent = self._owner(owner)

@@ -21,7 +21,7 @@ MAKE_UPS = [
     "object",
     pytest.param("chain", marks=needs_redis),
 ]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 class RedisThread:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 _FOLDER = Path("/dev/shm")
-_PATIENCE_S = 20.0
+_PATIENCE_S = 240.0
 
 
 def segments() -> set[str]:

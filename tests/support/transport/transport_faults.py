@@ -24,7 +24,7 @@ from baton.types import Epoch, InstanceId
 FAULTS = ("cut", "delay", "stall", "corrupt", "truncate")
 STALL_S = 0.4
 """Patience of who reads; a stall lasts longer, a delay half as long at most."""
-_STALLED_S = 10.0
+_STALLED_S = 480.0
 
 Change = Callable[[int, bytes], bytes]
 
@@ -62,7 +62,7 @@ def fingerprint(layout: KVLayout) -> Fingerprint:
     return Fingerprint.of(model="m", model_digest="d", rope="r", layout=layout)
 
 
-def soon(seconds: float = 20.0) -> float:
+def soon(seconds: float = 240.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -91,7 +91,7 @@ class Process:
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(60)
+        self.popen.wait(240)
 
     def stop(self) -> None:
         if self.popen.poll() is None:
@@ -169,7 +169,7 @@ class Proxy:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
 
 

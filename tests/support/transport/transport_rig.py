@@ -54,13 +54,13 @@ class Media:
         with MessageListener(max_message_bytes=limit) as listener:
             accepted = in_thread(lambda: listener.accept(deadline=soon()))
             mine = TcpMessagePipe.connect(listener.address, deadline=soon(), max_message_bytes=limit)
-            return mine, accepted.result(60)
+            return mine, accepted.result(240)
 
 
 MEDIA = ["memory", "tcp"]
 
 
-def soon(seconds: float = 20.0) -> float:
+def soon(seconds: float = 240.0) -> float:
     return time.monotonic() + seconds
 
 

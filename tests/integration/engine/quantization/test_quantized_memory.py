@@ -21,7 +21,7 @@ allocator keeps. A plain copy in bfloat16 would be 50 MB."""
 def loaded(tiny: Path, folder: Path, **options: str) -> dict[str, Any]:
     arguments = [str(tiny), str(folder), *(f"{name}={value}" for name, value in options.items())]
     command = [sys.executable, "-m", "tests.support.models.load_memory", *arguments]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=child_env(), timeout=120).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=child_env(), timeout=480).stdout
     found: dict[str, Any] = json.loads(output)
     return found
 

@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from baton.kv_transfer.blocks import BlockSource, Endpoint
 
 SEEDS = 40
-DEADLINE_S = 10.0
+DEADLINE_S = 240.0
 IDS = np.array([3, 4, 5, 20, 9, 30])
 PLACES = np.arange(len(IDS))
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,18 +162,17 @@ def test_a_garbled_control_byte_never_makes_a_wrong_block_valid(
 def test_a_stalled_connection_ends_at_the_deadline(
     server: BlockServer, fetcher: BlockFetcher, target: HostArena, where: int
 ) -> None:
-    release = threading.Event()
+    release, gone_on = threading.Event(), threading.Event()
 
     def stall(at: int, data: bytes) -> bytes:
-        if at + len(data) > where:
-            release.wait(60)
+        if at + len(data) > where and not release.wait(240):
+            gone_on.set()
         return data
 
     proxy = Proxy(server.endpoints[0].address, stall)
-    start = time.monotonic()
     with pytest.raises(DeadlineError):
         fetch(fetcher, proxy.source(server.source), deadline=soon(0.2))
-    assert time.monotonic() - start < 30, "it waited for the connection"
+    assert not gone_on.is_set(), "it waited for the connection"
     target.blocks[:] = 0xEE
     release.set()  # what comes late goes nowhere
     proxy.close()
@@ -188,7 +186,7 @@ def test_a_cancelled_fetch_stops_writing(server: BlockServer, fetcher: BlockFetc
     def stall(at: int, data: bytes) -> bytes:
         if at + len(data) > 100_000:
             reached.set()
-            release.wait(60)
+            release.wait(240)
         return data
 
     proxy = Proxy(server.endpoints[0].address, stall)
@@ -202,9 +200,9 @@ def test_a_cancelled_fetch_stops_writing(server: BlockServer, fetcher: BlockFetc
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(240)
     flag.set()
-    thread.join(30)
+    thread.join(240)
     assert [type(e) for e in errors] == [CancelledError]
     target.blocks[:] = 0xEE
     release.set()
@@ -364,8 +362,10 @@ def test_an_address_where_something_else_answers(fetcher: BlockFetcher, server: 
 
         def answer() -> None:
             client, _ = other.accept()
-            with client:
+            with client, contextlib.suppress(ConnectionError):
                 client.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                while client.recv(4096):  # closed before, it would be reset, maybe before the answer is read
+                    continue
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -374,4 +374,4 @@ def test_an_address_where_something_else_answers(fetcher: BlockFetcher, server: 
         elsewhere = BlockSource(source.instance_id, source.epoch, (endpoint,), source.fingerprint, source.num_blocks)
         with pytest.raises(TransferError, match="does not speak"):
             fetch(fetcher, elsewhere)
-        thread.join(30)
+        thread.join(240)

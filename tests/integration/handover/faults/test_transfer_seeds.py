@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -19,6 +18,7 @@ from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster, Result
 from tests.support.transport.shared_memory import left_behind, segments
 from tests.support.transport.transport_faults import STALL_S, Fault, Proxy, counting_proxy
+from tests.support.transport.transport_rig import lets_go, open_fds
 
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
@@ -26,7 +26,7 @@ from baton.kv_transfer.blocks import Endpoint
 from baton.types import SamplingParams
 
 SEEDS = 200
-DEADLINE_S = 10.0
+DEADLINE_S = 240.0
 RIGS = 3
 """Side by side: two fifths of the faults cost a stall's time, and nothing else."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -40,8 +40,13 @@ class Rig:
             model=str(model), dtype="float32", kv_blocks=64, prefix_caching=False, prefill_chunk=64,
             kv_load_failure=policy,
         )  # fmt: skip
-        config = WorkerConfig(prefill_stall_s=STALL_S, kv_streams=1)
+        config = WorkerConfig(prefill_stall_s=DEADLINE_S, kv_streams=1)
         self.cluster = LocalCluster(engine, config, decode_pipes=[("tcp",)])
+
+    def lose_patience(self) -> None:
+        """Give a hand-over up from now on that stalls."""
+        role: Any = self.cluster.decode[0]._role
+        role.connector._stall_s = role.connector.watch._stall_s = STALL_S
 
     def through(self, proxy: Proxy) -> None:
         endpoints = self.cluster.prefill[0].context.block_server.endpoints
@@ -118,8 +123,8 @@ async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Se
         targets = [rig.served for rig in rigs]
         for rig, target in zip(rigs, targets, strict=True):
             work.size = await sizes(rig, target, max(prompts, key=len))
-        gc.collect()
-        fds = len(os.listdir("/proc/self/fd"))
+            rig.lose_patience()
+        fds = open_fds()
 
         async def some(at: int) -> None:
             for seed in seeds[at::RIGS]:
@@ -130,8 +135,7 @@ async def test_right_tokens_or_a_clear_error(model: Path, policy: str, seeds: Se
                 group.create_task(some(at))
         for rig in rigs:
             await rig.cluster.check_integrity()
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) <= fds + 8 * RIGS, "descriptors leak"
+        assert lets_go(fds + 8 * RIGS), "descriptors leak"
     assert left_behind(memory) == set()
     assert sum(work.outcomes.values()) == len(seeds)
     if len(set(seeds)) > 1:  # the one that is repeated may cut every stream

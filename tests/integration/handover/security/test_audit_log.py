@@ -71,7 +71,7 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
     try:
         url = f"http://127.0.0.1:{app.http_port}"
         failed = {"event": "authentication_failed", "over": "http", "peer": "127.0.0.1"}
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=240) as client:
 
             async def get(path: str, key: str) -> int:
                 return (await client.get(path, headers={"authorization": f"Bearer {key}"})).status_code
@@ -97,16 +97,16 @@ async def test_a_router_notes_wrong_keys_administrators_reads_and_new_keys(lines
             async with open_channel(f"127.0.0.1:{app.grpc_port}") as channel:
                 stub: Any = router_pb2_grpc.RouterServiceStub(channel)
                 key, wrong = (((HEADER, f"Bearer {x}"),) for x in (ADMIN, WRONG))
-                await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=60, metadata=key)
+                await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=240, metadata=key)
                 with pytest.raises(grpc.RpcError):
-                    await stub.Register(router_pb2.RegisterRequest(), timeout=60, metadata=wrong)
+                    await stub.Register(router_pb2.RegisterRequest(), timeout=240, metadata=wrong)
                 forged = ((HEADER, f"Baton {base64.urlsafe_b64encode(bytes(88)).decode()}"),)  # as long as a true one
                 with pytest.raises(grpc.RpcError):
-                    await stub.Heartbeat(router_pb2.HeartbeatRequest(), timeout=60, metadata=forged)
+                    await stub.Heartbeat(router_pb2.HeartbeatRequest(), timeout=240, metadata=forged)
             async with open_channel(f"127.0.0.1:{app.grpc_port}", token=Token(WRONG)) as channel:
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
-                    await stub.Register(router_pb2.RegisterRequest(), timeout=60)
+                    await stub.Register(router_pb2.RegisterRequest(), timeout=240)
             assert told(lines) == [
                 {"event": "admin_read", "over": "grpc", "account": "boss", "method": "ListInstances"}
                 | {"peer": "ipv4:127.0.0.1"},
@@ -133,7 +133,7 @@ async def test_a_store_notes_what_is_deleted(lines: list[str]) -> None:
     try:
         async with open_channel(server.address) as channel:
             stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-            await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=60)
+            await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=240)
     finally:
         await server.stop(0)
     assert told(lines) == [{"event": "deleted", "what": "tenant acme", "blocks": 0, "peer": "ipv4:127.0.0.1"}]
@@ -168,7 +168,7 @@ def test_who_knocks_at_a_pipe_again_and_again_does_not_fill_the_log(caplog: pyte
         for at in range(50):
             with (
                 contextlib.suppress(ConnectionResetError),
-                socket.create_connection((host, int(port)), timeout=60) as sock,
+                socket.create_connection((host, int(port)), timeout=240) as sock,
             ):
                 sock.sendall(bytes([at]) * 64)
                 while sock.recv(4096):  # until it is sent away

@@ -72,7 +72,7 @@ async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> None:
     channel = grpc.aio.insecure_channel(address) if insecure else grpc.aio.secure_channel(address, credentials)
     async with channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=240)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -90,7 +90,7 @@ async def test_only_those_with_a_certificate_of_the_authority_get_through(
     port = await server.start()
     await server.set_serving(True)
     try:
-        assert await check_health(f"127.0.0.1:{port}", tls=tls(ours), timeout_s=10)
+        assert await check_health(f"127.0.0.1:{port}", tls=tls(ours), timeout_s=240)
         assert not await check_health(f"127.0.0.1:{port}", timeout_s=10)
         for credentials, reason in (
             (None, "does it want a certificate"),
@@ -123,7 +123,7 @@ async def test_one_name_for_all_hosts(authority: Authority, ours: Certificate) -
     port = await server.start()
     await server.set_serving(True)
     try:
-        assert await check_health(f"127.0.0.1:{port}", tls=tls(ours, name="baton"), timeout_s=10)
+        assert await check_health(f"127.0.0.1:{port}", tls=tls(ours, name="baton"), timeout_s=240)
         with pytest.raises(UnavailableError, match=r"[Hh]ostname|127\.0\.0\.1|verif"):
             await ask(port, tls(ours).channel_credentials()[1])
     finally:
@@ -196,13 +196,13 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(authority: Auth
     try:
         assert subject() == content(first.cert)
         put(second)
-        assert await check_health(f"127.0.0.1:{port}", tls=tls(first), timeout_s=10)
+        assert await check_health(f"127.0.0.1:{port}", tls=tls(first), timeout_s=240)
         assert subject() == content(second.cert)
         assert shown.generation == 1
         shown.renew(context)
         spoil(files.cert)
         assert not shown.refresh()
-        assert await check_health(f"127.0.0.1:{port}", tls=tls(first), timeout_s=10)
+        assert await check_health(f"127.0.0.1:{port}", tls=tls(first), timeout_s=240)
     finally:
         await server.stop(0)
 
@@ -212,7 +212,7 @@ def peer_certificate(port: int, certificate: Certificate) -> bytes:
     context = ssl.create_default_context(cafile=certificate.ca)
     context.load_cert_chain(certificate.cert, certificate.key)
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=240) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as secure,
     ):
         shown = secure.getpeercert(binary_form=True)
@@ -231,7 +231,7 @@ async def test_token_and_certificate_go_together(ours: Certificate, tmp_path: Pa
         async with open_channel(server.address, **access) as channel:
             stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
             try:
-                await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=60)
+                await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=240)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from error
 
@@ -253,11 +253,11 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     await app.start()
     try:
         url = f"https://127.0.0.1:{app.http_port}/health"
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca), timeout=60) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=ours.ca), timeout=240) as client:
             assert (await client.get(url)).status_code == 200
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(url.replace("https:", "http:"))
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca), timeout=60) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=theirs.ca), timeout=240) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(url)
     finally:
@@ -265,7 +265,7 @@ async def test_http_over_tls_wants_no_certificate_of_clients(ours: Certificate, 
     plain = RouterApp(RouterConfig(port=0, grpc_port=0, http_tls=False, **flags))
     await plain.start()
     try:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             assert (await client.get(f"http://127.0.0.1:{plain.http_port}/health")).status_code == 200
     finally:
         await plain.stop()

@@ -61,7 +61,7 @@ async def call(address: str, certificate: Certificate, make: Any, name: str, req
     """
     async with open_channel(address, tls=tls(certificate)) as channel:
         try:
-            done = getattr(make(channel), name)(request, timeout=20)
+            done = getattr(make(channel), name)(request, timeout=240)
             if hasattr(done, "read"):
                 await done.read()
             else:
@@ -97,7 +97,7 @@ async def test_a_store_lets_each_role_do_its_part(
         await call(server.address, shown("router"), stub, "StreamStoreEvents", events)
         with pytest.raises(PermissionDeniedError):
             await call(server.address, shown("decode"), stub, "StreamStoreEvents", events)
-        assert await check_health(server.address, tls=tls(shown("none")), timeout_s=20)
+        assert await check_health(server.address, tls=tls(shown("none")), timeout_s=240)
     finally:
         await server.stop(0)
     denied = [json.loads(line) for line in lines if '"denied"' in line]
@@ -238,7 +238,7 @@ async def test_a_certificate_that_does_not_count_now_gets_through_no_handshake(
             async with grpc.aio.secure_channel(server.address, credentials) as channel:
                 stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=60)
+                    await stub.Delete(kvstore_pb2.DeleteRequest(tenant="acme"), timeout=240)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await server.stop(0)
