@@ -149,7 +149,7 @@ async def test_it_names_every_endpoint_and_a_fuzzer_finds_nothing(tmp_path: Path
                 "--max-examples",
                 "5",
                 "--request-timeout",
-                "60",
+                "240",
             ),
             *("--generation-deterministic", "--no-color"),
             # What one field means for another one is said by errors that name the field, not by schemas.
