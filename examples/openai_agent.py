@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
     given = parser.parse_args()
-    with OpenAI(base_url=given.url, api_key=given.api_key, max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=given.url, api_key=given.api_key, max_retries=0) as client:
         model = client.models.list().data[0].id
         for question in QUESTIONS:
             print(json.dumps(answer(client, model, question)))

@@ -50,13 +50,13 @@ def conversation(client: OpenAI, model: str) -> None:
     """Have the model call a tool, and go on from that response by its id."""
     first = client.responses.create(
         model=model, input="Will it rain in Cologne?", tools=TOOLS, tool_choice="required",
-        parallel_tool_calls=False, max_output_tokens=96,
+        parallel_tool_calls=False, max_output_tokens=96, temperature=0,
     )  # fmt: skip
     (call,) = (item for item in first.output if item.type == "function_call")
     show("call", name=call.name, arguments=call.arguments, status=first.status)
     days = json.loads(call.arguments)["days"]
     second = client.responses.create(
-        model=model, previous_response_id=first.id, max_output_tokens=24,
+        model=model, previous_response_id=first.id, max_output_tokens=24, temperature=0,
         input=[{"type": "function_call_output", "call_id": call.call_id, "output": f"rain for {days} days"}],
     )  # fmt: skip
     cached = second.usage.input_tokens_details.cached_tokens if second.usage else 0
@@ -71,7 +71,7 @@ def streamed(client: OpenAI, model: str) -> None:
     kinds: list[str] = []
     with client.responses.stream(
         model=model, input="Will it rain in Oslo?", tools=TOOLS, tool_choice="required",
-        parallel_tool_calls=False, max_output_tokens=96,
+        parallel_tool_calls=False, max_output_tokens=96, temperature=0,
     ) as stream:  # fmt: skip
         for event in stream:
             if event.type not in kinds:
@@ -85,7 +85,7 @@ def parsed(client: OpenAI, model: str) -> None:
     """Have the answer as an object of a class."""
     answer = client.responses.parse(
         model=model, instructions="You are a forecaster.", input="Will it rain?", text_format=Forecast,
-        max_output_tokens=64, store=False,
+        max_output_tokens=64, temperature=0, store=False,
     )  # fmt: skip
     show("parsed", kind=type(answer.output_parsed).__name__, value=answer.output_text)
 

@@ -68,13 +68,16 @@ def conversation(client: OpenAI, model: str) -> None:
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=96,
+        temperature=0,
     )
     message = first.choices[0].message
     show("required", calls=calls_of(message), finish=first.choices[0].finish_reason)
     (call,) = message.tool_calls or []
     result = {"role": "tool", "tool_call_id": call.id, "content": get_weather(**json.loads(call.function.arguments))}
     history = [*QUESTION, message, result]
-    then = client.chat.completions.create(model=model, messages=history, tools=TOOLS, tool_choice="none", max_tokens=16)
+    then = client.chat.completions.create(
+        model=model, messages=history, tools=TOOLS, tool_choice="none", max_tokens=16, temperature=0
+    )
     show("answer", content=then.choices[0].message.content, finish=then.choices[0].finish_reason)
 
 
@@ -82,7 +85,13 @@ def named(client: OpenAI, model: str) -> None:
     """Say which tool is to be called."""
     choice: Any = {"type": "function", "function": {"name": "get_time"}}
     answer = client.chat.completions.create(
-        model=model, messages=QUESTION, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=96
+        model=model,
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=96,
+        temperature=0,
     )
     show("named", calls=calls_of(answer.choices[0].message), finish=answer.choices[0].finish_reason)
 
@@ -121,6 +130,7 @@ def strict(client: OpenAI, model: str) -> None:
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=96,
+        temperature=0,
     )
     (call,) = answer.choices[0].message.tool_calls or []
     parsed = call.function.parsed_arguments
@@ -129,7 +139,7 @@ def strict(client: OpenAI, model: str) -> None:
 
 def auto(client: OpenAI, model: str) -> None:
     """Leave it to the model."""
-    answer = client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS, max_tokens=16)
+    answer = client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS, max_tokens=16, temperature=0)
     show("auto", content=answer.choices[0].message.content, finish=answer.choices[0].finish_reason)
 
 
@@ -139,7 +149,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
     given = parser.parse_args()
-    with OpenAI(base_url=given.url, api_key=given.api_key, max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=given.url, api_key=given.api_key, max_retries=0) as client:
         model = client.models.list().data[0].id
         for step in (conversation, named, streamed, strict, auto):
             step(client, model)

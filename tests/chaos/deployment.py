@@ -42,7 +42,7 @@ from baton.rpc.server import free_ports
 PEERS = "127.0.0.2"
 REDIS = "redis"
 KV_BLOCKS = 400
-SETTLED_S = 120.0
+SETTLED_S = 240.0
 SLACK_DESCRIPTORS, SLACK_THREADS, SLACK_BYTES = 40, 24, 192 << 20
 """What a process may have beyond what it had after some work: pools grow to their bounds, and then no more."""
 _CLOCK_SLOTS = 32768

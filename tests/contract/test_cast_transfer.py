@@ -156,10 +156,10 @@ def test_layers_arrive_as_they_are_computed(kind: tuple[str, int], source: Shape
         assert not job.done()
         progress.advance(100 + layer + 1)
         if layer == 0:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while np.array_equal(before, arena.blocks):  # the first layer comes without waiting for the others
                 assert time.monotonic() < deadline
-    assert job.result(60).valid.all()
+    assert job.result(240).valid.all()
     assert pair.right()
     pair.close()
 
@@ -173,7 +173,7 @@ def test_waiting_for_layers_ends_with_the_deadline_or_the_flag(pair: Pair) -> No
     )
     flag.set()
     with pytest.raises(CancelledError):
-        job.result(60)
+        job.result(240)
     assert pair.fetch().valid.all()
     assert pair.fetcher._staging.num_free() == pair.fetcher._staging.num_areas
 
@@ -211,7 +211,7 @@ def test_a_way_that_garbles_or_breaks_never_makes_a_wrong_block_valid(seed: int)
 def test_many_fetches_share_few_areas(kind: tuple[str, int]) -> None:
     pair = Pair(*kind)
     jobs = [in_thread(pair.fetch) for _ in range(MAX_AREAS + 4)]
-    assert all(job.result(60).valid.all() for job in jobs)
+    assert all(job.result(240).valid.all() for job in jobs)
     assert pair.right()
     staging = pair.fetcher._staging
     assert staging.num_free() == staging.num_areas <= MAX_AREAS
@@ -227,7 +227,7 @@ def test_areas_are_bounded_lent_once_and_used_again() -> None:
         with pytest.raises(DeadlineError), staging.area(Wait(soon(0.05)), 3):
             pass
         waiting = in_thread(lambda: _address(staging))
-    assert waiting.result(60) in (first.ctypes.data, second.ctypes.data)
+    assert waiting.result(240) in (first.ctypes.data, second.ctypes.data)
     assert staging.num_areas == 2
 
 

@@ -21,7 +21,7 @@ def test_targets_and_sources_that_come_and_go() -> None:
             local = np.zeros((4, size), np.uint8)
             reads = BlockReads.of([4, 1, 2], [turn, turn, turn + 1], [0, 3, 1])
             getattr(reads, name).flags.writeable = False
-            valid = reader.read(local, reads, Wait(time.monotonic() + 10))
+            valid = reader.read(local, reads, Wait(time.monotonic() + 240))
             assert valid.tolist() == [True, True, False]
             assert (local[[0, 3]] == remote[[4, 1]]).all()
             assert not local[1:3].any()
@@ -31,4 +31,4 @@ def test_targets_and_sources_that_come_and_go() -> None:
 def test_no_blocks() -> None:
     local = np.zeros((1, 8), np.uint8)
     reads, reader = BlockReads.of([], [], []), BlockReader(local.copy(), np.zeros(1, np.uint64))
-    assert len(reader.read(local, reads, Wait(time.monotonic() + 10))) == 0
+    assert len(reader.read(local, reads, Wait(time.monotonic() + 240))) == 0

@@ -79,7 +79,7 @@ def test_layers_are_followed_as_they_are_computed(way: Any) -> None:
     for layer in range(1, len(layers) + 1):
         assert not call.done()
         progress.advance(layer)
-    assert call.result(30).valid.all()
+    assert call.result(240).valid.all()
     assert pair.right()
     pair.close()
 
@@ -130,7 +130,7 @@ def test_a_cancelled_fetch_leaves_no_staging_area_behind(way: Any) -> None:
     )
     flag.set()
     with pytest.raises(BatonError):
-        call.result(30)
+        call.result(240)
     staging = pair.fetcher._device_staging
     assert staging.num_free() == staging.num_areas
     pair.close()

@@ -48,9 +48,9 @@ def test_bytes_and_checksums_however_the_spans_are_cut(size: int) -> None:
         sent = PieceHasher(sizes)
         came = PieceHasher(sizes)
         mine, theirs = cut(data, rng, pieces), cut(target, rng, pieces)
-        sending = in_thread(functools.partial(send_spans, out, mine, Wait(soon()), sent, stall_s=10.0))
+        sending = in_thread(functools.partial(send_spans, out, mine, Wait(soon()), sent, stall_s=240.0))
         recv_spans(back, theirs, Wait(soon()), came)
-        sending.result(60)
+        sending.result(240)
         assert (target == data).all()
         assert sent.sums.tolist() == came.sums.tolist() == wanted
     out.close()
@@ -79,7 +79,7 @@ def test_words_after_the_bytes_are_left_and_short_ones_wake(hashed: bool) -> Non
     assert (target == data).all()
     assert back.recv_exact(3, Wait(soon()), "receiving") == b"end"
     assert back.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
-    sending.result(60)
+    sending.result(240)
     out.close()
     back.close()
 

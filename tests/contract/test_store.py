@@ -36,7 +36,7 @@ BS = 16
 LAYOUT = KVLayout((LayerShape(1, 16, 16),), BS, "float32")
 KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
 BLOCK = KIND.block_bytes
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Host:

@@ -38,7 +38,7 @@ WHOLE = whole_kv(GEOMETRY, COUNT * BS)
 TOKENS = list(range(COUNT * BS))
 HASHES = block_hashes(TOKENS, BS, root_hash(KIND.content_key()))
 REQUEST = RequestId("r")
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 class Prefill:

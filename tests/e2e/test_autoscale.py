@@ -69,7 +69,7 @@ async def load(client: AsyncClient, model: str) -> AsyncIterator[Counter[str]]:
 
 async def test_processes_come_change_and_go_under_load(supervisor: Supervisor, model: str) -> None:
     address = supervisor.plan.grpc_address
-    async with AsyncClient(address, timeout=120, retries=0) as client, load(client, model) as found:
+    async with AsyncClient(address, timeout=240, retries=0) as client, load(client, model) as found:
         fleet = ProcessFleet(client, supervisor, 5.0)
         assert await fleet.add(Role.DECODE) == "decode-1 is up"
         before = found["done"]
@@ -95,12 +95,11 @@ async def test_processes_come_change_and_go_under_load(supervisor: Supervisor, m
         gone = (await fleet.remove(Role.PREFILL)).removesuffix(" has ended")
         await until(client, {name: role for name, role in now.items() if name != gone})
         assert gone not in supervisor.processes
-        before = found["done"]
+        wanted = max(found["done"] + 8, 21)
         async with asyncio.timeout(240):
-            while found["done"] < before + 8:
+            while found["done"] < wanted:
                 await asyncio.sleep(0.05)
     assert found["wrong"] == 0
-    assert found["done"] > 20
 
 
 def test_up_changes_the_ratio_by_itself(model: str) -> None:
@@ -120,7 +119,7 @@ def test_up_changes_the_ratio_by_itself(model: str) -> None:
                 prompt = [rng.randrange(20, 500) for _ in range(1200)]
                 assert len((await client.generate(prompt, max_tokens=2, ignore_eos=True)).token_ids) == 2
 
-        async with AsyncClient(running.grpc, timeout=120, retries=0) as client, asyncio.TaskGroup() as group:
+        async with AsyncClient(running.grpc, timeout=240, retries=0) as client, asyncio.TaskGroup() as group:
             for _ in range(8):
                 group.create_task(keep_asking(client))
             try:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -47,8 +48,10 @@ def page(up: Running) -> Iterator[Chrome]:
         yield driver
 
 
-def wait(driver: Chrome, condition: Callable[[Chrome], Any], seconds: float = 60) -> Any:
-    return WebDriverWait(driver, seconds, poll_frequency=0.1).until(condition)
+def wait(driver: Chrome, condition: Callable[[Chrome], Any]) -> Any:
+    """Wait until something is there; the page may replace it while it is looked at."""
+    gone = (NoSuchElementException, StaleElementReferenceException)
+    return WebDriverWait(driver, 240, poll_frequency=0.1, ignored_exceptions=gone).until(condition)
 
 
 def row_of(driver: Chrome, name: str) -> Any:
@@ -114,7 +117,7 @@ def test_an_instance_dies_and_comes_back(up: Running, page: Chrome) -> None:
     name = child.cmdline()[child.cmdline().index("--instance-id") + 1]
     child.kill()
     wait(page, lambda d: name in d.find_element(By.CSS_SELECTOR, "#decode .card.out").text)
-    wait(page, lambda d: len(d.find_elements(By.CSS_SELECTOR, "#decode .card:not(.out)")) == 2, 120)
+    wait(page, lambda d: len(d.find_elements(By.CSS_SELECTOR, "#decode .card:not(.out)")) == 2)
     assert "2 of 2 ready" in page.find_element(By.ID, "decode-count").text
 
 

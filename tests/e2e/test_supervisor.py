@@ -86,7 +86,7 @@ async def test_a_process_that_ends_at_once_is_told_with_its_status():
     process = ManagedProcess(spec, lambda _, line: lines.append(line))
     await process.start({"PATH": sys.exec_prefix})
     with pytest.raises(UnavailableError, match="broken ended with status 1"):
-        await process.wait_ready(30)
+        await process.wait_ready(240)
     assert any("no_such_module_of_ours" in line for line in lines)
 
 

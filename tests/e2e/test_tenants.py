@@ -76,9 +76,9 @@ class World:
         return {use.tenant: use for use in asyncio.run(ask()).tenants}
 
     def indexed(self) -> int:
-        """How many blocks the router knows of on one instance, at most."""
+        """How many blocks the router knows of on each instance, at least."""
         with self.http(ADMIN) as client:
-            return max(row["blocks"] for row in client.get("/debug/index").json()["instances"])
+            return min(row["blocks"] for row in client.get("/debug/index").json()["instances"])
 
     def stored(self, tenant: str) -> int:
         """How many blocks of a tenant have come, whether they are still there or not."""
@@ -93,7 +93,7 @@ class World:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.05)
@@ -206,7 +206,7 @@ def test_what_services_do_is_not_for_tenants(world: World) -> None:
         for key in (A, ""):
             with pytest.raises(grpc.RpcError) as caught:
                 stub.ListInstances(
-                    router_pb2.ListInstancesRequest(), metadata=(("authorization", f"Bearer {key}"),), timeout=20
+                    router_pb2.ListInstancesRequest(), metadata=(("authorization", f"Bearer {key}"),), timeout=240
                 )
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", f"Bearer {ADMIN}"),)
@@ -218,7 +218,7 @@ def test_what_services_do_is_not_for_tenants(world: World) -> None:
         store = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             store.ListTenants(
-                kvstore_pb2.ListTenantsRequest(), metadata=(("authorization", f"Bearer {A}"),), timeout=20
+                kvstore_pb2.ListTenantsRequest(), metadata=(("authorization", f"Bearer {A}"),), timeout=240
             )
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     with grpc.insecure_channel(world.address("kvstore")) as channel, pytest.raises(grpc.RpcError) as caught:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -16,6 +18,7 @@ from baton.rpc.server import free_port
 
 pytestmark = pytest.mark.slow
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+CHAIN = ("request", "generate", "remote_prefill", "prefill")
 ARGS = ("--ratio", "1P1D", "--dtype", "float32", "--router-args", "--remote-prefill-threshold 64")
 
 
@@ -44,6 +47,20 @@ def complete(running: Running, prompt: str, traceparent: str = "") -> str:
     return answer.json()["choices"][0]["text"]
 
 
+def until_saved(running: Running) -> None:
+    """Wait until no instance holds blocks of what it has answered, for the store to take them."""
+    addresses = re.findall(r"metrics (127\.0\.0\.1:\d+/metrics)", "".join(running.lines))
+    ends = time.monotonic() + 240
+    while True:
+        text = "".join(httpx.get(f"http://{address}", timeout=240).text for address in addresses)
+        held = re.findall(r"^baton_engine_blocks_active (\S+)$", text, re.MULTILINE)
+        assert len(held) == 2
+        if not any(map(float, held)):
+            return
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
 def new_trace() -> tuple[str, str, str]:
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     return f"00-{trace_id}-{span_id}-01", trace_id, span_id
@@ -51,7 +68,7 @@ def new_trace() -> tuple[str, str, str]:
 
 def check_way(spans: dict[str, CollectedSpan], parent: str) -> None:
     """Router, decode, the call of prefill, prefill: each the parent of the next, and within its time."""
-    chain = [spans[name] for name in ("request", "generate", "remote_prefill", "prefill")]
+    chain = [spans[name] for name in CHAIN]
     assert [span.parent for span in chain] == [parent, *(span.span_id for span in chain[:-1])]
     assert [span.service for span in chain] == ["baton-router", "baton-decode", "baton-decode", "baton-prefill"]
     assert [span.kind for span in chain] == ["server", "server", "client", "server"]
@@ -78,12 +95,13 @@ def check_way(spans: dict[str, CollectedSpan], parent: str) -> None:
 
 
 def test_a_request_shows_its_way_through_all_services(traced: Running, collector: OtlpCollector) -> None:
-    names = ("request", "generate", "remote_prefill", "prefill", "kv_transfer", "kv_store", "kvstore.Get")
+    names = (*CHAIN, "kv_transfer", "kv_store", "kvstore.Get")
     traceparent, trace_id, caller = new_trace()
     first = complete(traced, LONG, traceparent)
     spans = collector.of_trace(trace_id, *names)
     check_way(spans, caller)
     # Then from the store: with the caches of the instances gone it is the only one that has the prompt.
+    until_saved(traced)
     assert httpx.post(f"{traced.url}/reset_prefix_cache", timeout=240).status_code == 200
     traceparent, trace_id, caller = new_trace()
     assert complete(traced, LONG, traceparent) == first
@@ -123,7 +141,7 @@ def test_a_collector_that_is_away_or_refuses_loses_no_request(model: str) -> Non
             collector.gate.set()
             traceparent, trace_id, caller = new_trace()
             complete(running, "# another\n" + LONG, traceparent)
-            check_way(collector.of_trace(trace_id, "request", "generate", "remote_prefill", "prefill"), caller)
+            check_way(collector.of_trace(trace_id, *CHAIN, "kv_transfer"), caller)
         stop(running)  # with the collector gone once more
     finally:
         running.process.kill()

@@ -19,7 +19,7 @@ import pytest
 BENCH = [sys.executable, "-m", "baton.cli.main", "bench", "kv"]
 SOURCES, TARGETS = "10.211.77.1", "10.211.77.2"
 PORT = 7100
-LIMIT_S = 90
+LIMIT_S = 240
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

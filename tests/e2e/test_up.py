@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ import pytest
 from tests.support.equality import hf_greedy
 
 import baton
-from baton.rpc.server import free_port
+from baton.rpc.server import free_ports
 from baton.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -41,12 +43,12 @@ class Running:
         """Wait for its end by itself and return what it wrote."""
         assert self.reader is not None
         self.process.wait(240)
-        self.reader.join(60)
+        self.reader.join(240)
         return "".join(self.lines)
 
 
 def start(*args: str, env: dict[str, str] | None = None, ready_s: float = READY_S) -> Running:
-    port, grpc = free_port(), free_port()
+    port, grpc = free_ports(2)
     command = [sys.executable, "-m", "baton.cli.main", "up", "--port", str(port), "--grpc-port", str(grpc), *args]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
@@ -139,7 +141,7 @@ def test_tokens_are_those_of_hugging_face(client, model):
 
 
 def test_headers_tell_how_the_request_went(client):
-    prompt = f"# {os.urandom(8).hex()}\n" + LONG
+    prompt = "# headers\n" + LONG
     raw = client.completions.with_raw_response.create(model=NAME, prompt=prompt, temperature=0, max_tokens=4)
     headers = raw.headers
     assert headers["x-baton-prefill-instance"] == "prefill-0"
@@ -256,7 +258,7 @@ def test_health_and_tokenize(up):
     assert httpx.get(f"{up.url}/health", timeout=240).status_code == 200
     assert httpx.get(f"{up.url}/readyz", timeout=240).status_code == 200
     tokens = httpx.post(
-        f"{up.url}/tokenize", json={"prompt": "naïve 🙂", "add_special_tokens": False}, timeout=20
+        f"{up.url}/tokenize", json={"prompt": "naïve 🙂", "add_special_tokens": False}, timeout=240
     ).json()["tokens"]
     assert httpx.post(f"{up.url}/detokenize", json={"tokens": tokens}, timeout=240).json()["prompt"] == "naïve 🙂"
 
@@ -307,16 +309,27 @@ def test_a_second_ctrl_c_kills(model):
     running = start("--ratio", "0P1D", "--model", model, "--router-args=--drain-timeout-s 60")
     children = psutil.Process(running.process.pid).children(recursive=True)
     body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=240) as stream:
-        next(stream.iter_lines())
-        for child in children:  # whatever happens now, it does not drain
-            child.suspend()
-        running.process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            running.process.wait(1.0)
-        running.process.send_signal(signal.SIGINT)
-        running.process.wait(40)
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    try:
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=240) as stream:
+            next(stream.iter_lines())
+            for child in children:  # whatever happens now, it does not drain
+                child.suspend()
+            running.process.send_signal(signal.SIGINT)
+            ends = time.monotonic() + 240
+            while not any("Ctrl-C again kills" in line for line in running.lines):
+                assert time.monotonic() < ends
+                time.sleep(0.02)
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.process.wait(1.0)
+            running.process.send_signal(signal.SIGINT)
+            running.process.wait(240)
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        running.process.kill()
+        running.end()
 
 
 def test_json_tells_programs_when_it_is_up_and_where(model):
@@ -324,13 +337,17 @@ def test_json_tells_programs_when_it_is_up_and_where(model):
     with subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         events = []
-        for line in process.stdout:
-            events.append(json.loads(line))
-            if events[-1]["event"] == "up":
+        with contextlib.ExitStack() as stack:
+            stack.callback(process.kill)  # or leaving would wait for it, whatever fails here
+            for line in process.stdout:
+                events.append(json.loads(line))
+                if events[-1]["event"] != "up":
+                    continue
                 with baton.Client(events[-1]["grpc"]) as client:
-                    assert client.generate("def main():\n", max_tokens=3).token_ids
+                    assert client.generate("def main():\n", max_tokens=3, temperature=0).token_ids
                     assert client.health() == {events[-1]["grpc"]: True}
                 process.send_signal(signal.SIGINT)
+            process.wait(240)
     assert process.returncode == 0
     states = [(each["process"], each["state"]) for each in events if each["event"] == "process"]
     assert states == [(name, state) for name in ("router", "decode-0") for state in ("starts", "ready")]

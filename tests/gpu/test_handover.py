@@ -62,6 +62,6 @@ async def test_a_killed_prefill_instance_costs_no_answer_and_no_memory(reference
         supervisor.kill("prefill-0")
         results = await asyncio.gather(*calls)
     assert [each.token_ids for each in results] == expected
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while torch.cuda.mem_get_info(0)[0] < before - (64 << 20):
             await asyncio.sleep(0.1)

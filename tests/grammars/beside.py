@@ -103,16 +103,23 @@ async def streams(client: httpx.AsyncClient, tokens: int = TOKENS) -> tuple[list
 
 
 async def streams_beside(
-    client: httpx.AsyncClient, numbers: Iterator[int], tokens: int = TOKENS
+    client: httpx.AsyncClient, numbers: Iterator[int], tokens: int = TOKENS, names: Iterator[str] | None = None
 ) -> tuple[list[str], list[float], Counter[str]]:
-    """Have the same answers streamed while costly schemas go in, one after the other; and count these."""
+    """Have the same answers streamed while costly schemas go in, one after the other; and count these.
+
+    Args:
+        client: Of the router.
+        numbers: What the schemas are made from.
+        tokens: Of each answer.
+        names: Which schemas; default: all of them in turn.
+    """
     running = asyncio.ensure_future(streams(client, tokens))
     sent = Counter[str]()
-    for name in itertools.cycle(COSTLY):
-        if running.done():
-            break
+    for name in names or itertools.cycle(COSTLY):
         await send_costly(client, name, next(numbers))
         sent[name] += 1
+        if running.done():
+            break
     texts, gaps = await running
     return texts, gaps, sent
 

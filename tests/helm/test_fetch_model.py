@@ -38,7 +38,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 def fetch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHART / "files/fetch_model.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_model_is_fetched_once_whole_or_without_weights(served: tuple[str, str], tmp_path: Path) -> None:

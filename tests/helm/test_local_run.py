@@ -94,7 +94,7 @@ class Load:
     async def more(self) -> None:
         """Wait until as many answers more have come as there are streams."""
         wanted = self.answered + STREAMS
-        async with asyncio.timeout(180):
+        async with asyncio.timeout(240):
             while self.answered < wanted:
                 assert not self.failures
                 await asyncio.sleep(0.02)

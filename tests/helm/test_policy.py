@@ -45,7 +45,7 @@ def scan(folder: Path) -> list[tuple[str, str]]:
         "-o",
         "json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     report = json.loads(done.stdout)
     assert report["summary"]["parsing_errors"] == 0
     assert report["summary"]["resource_count"] > 1

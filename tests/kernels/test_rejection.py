@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from baton_kernels.gpu.rejection import TritonRejectionSampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB, K, DRAWS = 5, 2, 1_000_000
+VOCAB, K, DRAWS, AT_ONCE = 5, 2, 1_000_000, 50_000
 CHI_SQUARE_LIMIT = 60.0
 """With 24 degrees of freedom: once in 14,000 tries."""
 
@@ -36,26 +36,36 @@ def draws(seed: int, *, drawn: bool) -> float:
     first[1] = 0.0
     first /= first.sum()
     following, draft_following = rng.dirichlet(np.ones(VOCAB), VOCAB), rng.dirichlet(np.ones(VOCAB), VOCAB)
-    drafts = np.zeros((DRAWS, K), np.int64)
-    drafts[:, 0] = rng.choice(VOCAB, DRAWS, p=draft_first) if drawn else 2
+    pairs = np.zeros((VOCAB, VOCAB))
+    for _ in range(DRAWS // AT_ONCE):
+        tokens = pairs_of(rng, first, following, (draft_first, draft_following) if drawn else None)
+        np.add.at(pairs, (tokens[:, 0], tokens[:, 1]), 1)
+    return statistic(pairs, DRAWS * first[:, None] * following)
+
+
+def pairs_of(
+    rng: np.random.Generator,
+    first: np.ndarray,
+    following: np.ndarray,
+    drafted: tuple[np.ndarray, np.ndarray] | None,
+) -> np.ndarray:
+    """Draw the first two tokens, of the target's distributions and the drafter's (``None``: it says what it says)."""
+    drafts = np.zeros((AT_ONCE, K), np.int64)
+    drafts[:, 0] = 2 if drafted is None else rng.choice(VOCAB, AT_ONCE, p=drafted[0])
     for token in range(VOCAB):
         mine = drafts[:, 0] == token
-        drafts[mine, 1] = rng.choice(VOCAB, int(mine.sum()), p=draft_following[token]) if drawn else 0
-    target = np.stack([np.broadcast_to(first, (DRAWS, VOCAB)), following[drafts[:, 0]]], 1).astype(np.float32)
-    draft = np.stack([np.broadcast_to(draft_first, (DRAWS, VOCAB)), draft_following[drafts[:, 0]]], 1)
-    keys = rng.integers(0, 2**63, (DRAWS, K), dtype=np.uint64)
-    tokens, _ = rejection_sample(
-        target, draft[:, :1].astype(np.float32) if drawn else None, drafts[:, :1], np.full(DRAWS, 1), keys
-    )
+        drafts[mine, 1] = 0 if drafted is None else rng.choice(VOCAB, int(mine.sum()), p=drafted[1][token])
+    target = np.stack([np.broadcast_to(first, (AT_ONCE, VOCAB)), following[drafts[:, 0]]], 1).astype(np.float32)
+    draft = None if drafted is None else np.broadcast_to(drafted[0].astype(np.float32), (AT_ONCE, 1, VOCAB))
+    keys = rng.integers(0, 2**63, (AT_ONCE, K), dtype=np.uint64)
+    tokens, _ = rejection_sample(target, draft, drafts[:, :1], np.full(AT_ONCE, 1), keys)
     # Behind a draft that was refused the target has to be asked again: with what it would say there.
     again = tokens[:, 1] < 0
     behind = following[tokens[again, 0]][:, None].astype(np.float32)
     tokens[again, 1] = rejection_sample(
         behind, None, np.zeros((len(behind), 0), np.int64), np.zeros(len(behind), np.int64), keys[again, 1:]
     )[0][:, 0]
-    pairs = np.zeros((VOCAB, VOCAB))
-    np.add.at(pairs, (tokens[:, 0], tokens[:, 1]), 1)
-    return statistic(pairs, DRAWS * first[:, None] * following)
+    return tokens
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "given"])

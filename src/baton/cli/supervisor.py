@@ -366,7 +366,8 @@ class Supervisor:
             ):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
-                    answer = readable(await stub.ListInstances(router_pb2.ListInstancesRequest(), timeout=5.0))
+                    # No time of its own: on a machine on which everything begins at once an answer may take seconds.
+                    answer = readable(await stub.ListInstances(router_pb2.ListInstancesRequest()))
                     for item in answer.instances:
                         if item.refused:
                             name = names.get(item.address, item.instance_id)

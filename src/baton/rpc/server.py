@@ -8,6 +8,7 @@ import functools
 import logging
 import random
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from baton.rpc.auth import HEADER, Admits, require_safe_bind
 from baton.rpc.connections import ConnectionGuard, max_connections
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
 from baton.rpc.health import HealthServicer
+from baton.rpc.ports import promised_ports
 from baton.rpc.proof import SCHEME, ProofServicer
 from baton.rpc.proof import SERVICE as PROOFS
 from baton.rpc.roles import CertificateRoles
@@ -191,17 +193,20 @@ def free_ports(count: int) -> list[int]:
     """Return distinct ports of 127.0.0.1 that are free now.
 
     They lie below those that the system gives to outgoing connections: between this call and the process that listens,
-    a connection would take one of them sooner or later. Where too few of them are free the system's own are taken.
+    a connection would take one of them sooner or later. Nor does another process of this user get one of them from here
+    meanwhile. Where too few of them are free the system's own are taken.
     """
     first = _first_ephemeral()
-    with ExitStack() as held:
+    with ExitStack() as held, promised_ports() as promised:
         ports: list[int] = []
         for _ in range(_PORT_TRIES):
             if len(ports) == count:
                 break
-            port = _bound(held, random.randrange(_LOWEST_PORT, first)) if first > _LOWEST_PORT else None
+            wanted = random.randrange(_LOWEST_PORT, first) if first > _LOWEST_PORT else 0
+            port = _bound(held, wanted) if wanted and wanted not in promised else None
             if port is not None:
                 ports.append(port)
+                promised[port] = time.time()
         while len(ports) < count:
             port = _bound(held, 0)
             assert port is not None  # the system finds one, or raises another error

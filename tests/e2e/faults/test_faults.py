@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 ROUNDS = 20
 NEW_TOKENS = 80
 LONG = 500
-SETTLED_S = 180.0
-LEASE_S = 20.0
-SEED = int(os.environ.get("BATON_TEST_FAULTS_SEED") or random.SystemRandom().randrange(10**6))
-"""Of victims and moments; a failure names it, and the variable repeats it."""
+SETTLED_S = 240.0
+LEASE_S = 40.0
+SEED = int(os.environ.get("BATON_TEST_FAULTS_SEED") or 7)
+"""Of victims and moments: the same each time; the variable gives others."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def expected(model, prompts) -> list[list[int]]:
 async def deployment(model, starter):
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
     decode = ("--remote-prefill-threshold", "32", "--prefill-stall-s", "4")
-    extra = ExtraArgs(worker=worker, prefill=("--lease-s", f"{LEASE_S:g}"), decode=decode)
+    # What is stopped on purpose is not to be taken for lost before its test is over, however slow the machine is.
+    router = ("--probe-failures", "40")
+    extra = ExtraArgs(worker=worker, prefill=("--lease-s", f"{LEASE_S:g}"), decode=decode, router=router)
     plan = make_plan(ratio=Ratio(2, 3), port=0, extra=extra)
     async with supervised(plan, starter) as supervisor:
         yield supervisor
@@ -90,7 +92,7 @@ class Round:
         begun = self.rng.randrange(len(self.prompts))
         tokens = self.rng.randrange(9 * sum(map(len, self.expected)) // 10)
         async with (
-            AsyncClient(self.supervisor.plan.grpc_address, timeout=120.0, retries=0) as client,
+            AsyncClient(self.supervisor.plan.grpc_address, timeout=400.0, retries=0) as client,
             asyncio.TaskGroup() as group,
         ):
             for (i, streamed), salt in zip(jobs, salts, strict=True):
@@ -186,7 +188,7 @@ async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(depl
     process = deployment.processes["prefill-0"]
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        async with AsyncClient(deployment.plan.grpc_address, timeout=120.0) as client:
+        async with AsyncClient(deployment.plan.grpc_address, timeout=400.0) as client:
             # Where prompts go is the router's choice: as many as it takes until one met the instance that stands still.
             for attempt in range(20):
                 answers = await asyncio.gather(
@@ -233,7 +235,7 @@ class Waiting:
 
     def __init__(self, supervisor: Supervisor, prompts: list[list[int]], salt: str) -> None:
         self.supervisor, self.prompts, self.salt = supervisor, prompts, salt
-        self.client = AsyncClient(supervisor.plan.grpc_address, timeout=120.0, retries=0)
+        self.client = AsyncClient(supervisor.plan.grpc_address, timeout=400.0, retries=0)
         decodes = [spec.name for spec in supervisor.plan.workers if spec.role == Role.DECODE.value]
         self.stopped = {name: supervisor.processes[name].pid for name in decodes}
 
@@ -301,7 +303,7 @@ async def test_prompts_that_nobody_claims_go_by_their_lease(deployment, prompts,
             while sum((await waiting.num_leases()).values()):
                 await asyncio.sleep(0.1)
     await settle(deployment)
-    async with AsyncClient(deployment.plan.grpc_address, timeout=120.0) as client:
+    async with AsyncClient(deployment.plan.grpc_address, timeout=400.0) as client:
         again = await client.generate(prompts[3], temperature=0.0, max_tokens=NEW_TOKENS, order="prefill_first")
     assert again.token_ids == expected[3]
 

@@ -96,7 +96,7 @@ async def call_tools(supervisor: Supervisor, i: int, *, streamed: bool, salt: st
     job = dict(TOOL_JOBS[i])
     messages: list[Any] = [{"role": "user", "content": job.pop("text")}]
     async with openai.AsyncOpenAI(
-        base_url=f"http://{supervisor.plan.http_address}/v1", api_key="none", max_retries=0, timeout=120
+        base_url=f"http://{supervisor.plan.http_address}/v1", api_key="none", max_retries=0, timeout=240
     ) as api:
         fields = {"messages": messages, "tools": FUNCTIONS, "max_tokens": NEW_TOKENS, "parallel_tool_calls": False}
         body = {"extra_body": {"cache_salt": salt} if salt else {}}

@@ -102,8 +102,11 @@ async def test_a_stopped_prefill_instance_holds_up_those_alone_that_wait_for_it(
             assert {answer.trace.path for answer in quick} == {PrefillPath.LOCAL}
             assert sum(not answer.done() for answer in answers) == waiting
             assert sum(await metric(supervisor, "baton_engine_num_loading")) == waiting
-            # A thread that waits for the stopped one, and one that has just copied from the other: not one per load.
-            assert all(now <= before + 4 for before, now in zip(threads, num_threads(supervisor), strict=True))
+            # A thread that waits for the stopped one, and one that has just copied from the other, and what gRPC starts
+            # where it finds its own busy: not one per load.
+            assert all(
+                now < before + waiting // 2 for before, now in zip(threads, num_threads(supervisor), strict=True)
+            )
         finally:
             os.kill(stopped, signal.SIGCONT)
         late = await asyncio.wait_for(asyncio.gather(*answers), LIMIT_S)

@@ -330,7 +330,7 @@ async def _server(choices: Choices) -> None:
     if leaves:
         reader.cancel()
     told.put_nowait(None)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         (outcome,) = await asyncio.gather(reader, return_exceptions=True)
     assert engine.running == 0
     whole = not (leaves or broken)

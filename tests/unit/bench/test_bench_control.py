@@ -17,7 +17,7 @@ from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token
 
-S = 10.0
+S = 240.0
 
 
 def soon() -> float:

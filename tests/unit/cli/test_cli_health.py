@@ -30,11 +30,11 @@ def test_nobody_there(capsys):
 async def test_what_the_service_says(serving, status, capsys):
     """Without a token, although the server wants one: probes have none."""
     server = GrpcServer(host="127.0.0.1", port=0, services=["test"], token=Token("secret"))
-    port = await server.start()
+    port, patient = await server.start(), ["--timeout-s", "240"]
     try:
         await server.set_serving(serving)
-        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}"]) == status
-        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}", "--service", "liveness"]) == 0
+        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}", *patient]) == status
+        assert await asyncio.to_thread(main, ["health", f"127.0.0.1:{port}", "--service", "liveness", *patient]) == 0
     finally:
         await server.stop(0)
     assert ("not serving" in capsys.readouterr().out.splitlines()[0]) is not serving

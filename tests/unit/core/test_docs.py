@@ -361,7 +361,7 @@ def test_documents_are_found():
 def test_light_images_need_not_have_what_they_leave_out(module):
     """The images of router and KV store are built without these."""
     code = f"import sys; sys.modules.update(torch=None, transformers=None); import {module}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_images_take_what_is_there():

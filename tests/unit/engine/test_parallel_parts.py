@@ -38,7 +38,7 @@ from baton_kernels.paged_attention import AttentionSpec, TokenTrees
 
 
 def soon() -> float:
-    return time.monotonic() + 60.0
+    return time.monotonic() + 240.0
 
 
 # Messages
@@ -80,7 +80,9 @@ def test_what_is_no_message_is_refused_and_leaks_no_descriptor(body: bytes) -> N
         socket.send_fds(ours, [body], [0])
         with pytest.raises(InternalError, match="no message"):
             recv_message(theirs, deadline=soon())
-        assert len(os.listdir("/proc/self/fd")) <= before
+        ends = soon()
+        while len(os.listdir("/proc/self/fd")) > before:  # what tests before left may open one for a moment
+            assert time.monotonic() < ends
 
 
 def test_bounds_of_messages_and_waits() -> None:
@@ -292,7 +294,7 @@ def test_peers_add_up_hand_over_and_wake_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(240)
         assert not thread.is_alive()
     # 0 + 1 and 1 + 1 make 3 in the first stage; (3 + 1) twice makes 8 in the second.
     assert torch.equal(results["logits"], torch.full((3, 8), 8.0))

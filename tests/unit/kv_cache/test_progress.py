@@ -14,7 +14,7 @@ from tests.support.transport.transport_rig import in_thread
 
 from baton.kv_cache.arena import Progress
 
-FOREVER_S = 60.0
+FOREVER_S = 240.0
 """Longer than any test waits, and short enough for the threads of one that failed to end."""
 
 
@@ -28,7 +28,7 @@ def test_all_who_wait_are_woken_however_far_the_counter_jumps(seed: int) -> None
     jobs = [(value, in_thread(lambda value=value: progress.wait(value, FOREVER_S))) for value in range(1, 120, 7)]
     while progress.value < 120:
         progress.advance(progress.value + rng.choice([1, 1, 1, 2, 5, 31, 32, 33, 70]))
-    assert all(job.result(20) >= value for value, job in jobs)
+    assert all(job.result(240) >= value for value, job in jobs)
 
 
 def test_a_wait_for_what_is_there_or_for_too_long_returns_the_counter() -> None:
@@ -56,11 +56,11 @@ def test_steps_on_the_way_wake_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(progress, "_futex", futex)
     job = in_thread(wait)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not waiter or Path(f"/proc/self/task/{waiter[0]}/stat").read_text(encoding="ascii").rsplit(")")[1][1] != "S":
         assert time.monotonic() < deadline
     for value in range(1, 9):
         progress.advance(value)
     assert sum(woken) == 0
     progress.advance(9)
-    assert job.result(20) == 9
+    assert job.result(240) == 9

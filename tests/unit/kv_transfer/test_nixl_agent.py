@@ -56,7 +56,7 @@ def test_one_agent_reads_anothers_memory_while_that_attends() -> None:
     reader.read(owner.name, rows(target, source, 1 << 20), target, mine, Wait(soon()))
     assert np.array_equal(target.memories[0], source.memories[0])
     mine.send_all([b"."], Wait(soon()), "saying so")
-    attending.join(60)
+    attending.join(240)
     assert not attending.is_alive()
     elsewhere = np.array([[4096, 100, 0]], np.uint64)
     with pytest.raises(PipeClosedError, match="cannot be read"):
@@ -135,7 +135,7 @@ def read_that_never_ends() -> None:
 def test_over_sockets(what: str) -> None:
     code = f"from tests.unit.kv_transfer.test_nixl_agent import {what}; {what}()"
     env = child_env(UCX_TLS="tcp")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -24,7 +24,7 @@ from baton.types import BlockId, InstanceId, RequestId, SamplingParams
 
 BS = 16
 KIND = Fingerprint.of(model="m", model_digest="d", rope="", layout=KVLayout((LayerShape(1, 16, 16),), BS, "float32"))
-WAIT_S = 20.0
+WAIT_S = 240.0
 FIRST = Offer(0, (0, 1), (0, 0), 2 * BS)
 EARLY = Offer(0, (0, 1), (0, 0), 2 * BS, ready=0)
 OTHERS = Offer(0, (2, 3), (0, 0), 2 * BS)

@@ -65,10 +65,10 @@ def test_a_large_read_is_not_overtaken_for_ever() -> None:
     with ThreadPoolExecutor(2) as pool:
         with room.take(5):
             large = pool.submit(take, "large", 10)
-            assert waiting.wait(20)
+            assert waiting.wait(240)
             waiting.clear()
             small = pool.submit(take, "small", 1)  # there would be room for it
-            assert waiting.wait(20)
-        large.result(20)
-        small.result(20)
+            assert waiting.wait(240)
+        large.result(240)
+        small.result(240)
     assert order == ["large", "small"]

@@ -21,7 +21,7 @@ from baton.types import BlockId, RequestId
 REQUEST = RequestId("r")
 HASHES = block_hashes(list(range(64)), 16, root_hash(b"kind"))
 IDS = [BlockId(i) for i in range(4)]
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 class Backend:

@@ -43,7 +43,7 @@ def test_copy_is_indexing(data: st.DataObject) -> None:
     local = np.full((blocks + 3, size), 0xEE, dtype=np.uint8)
     expected = local.copy()
     expected[local_ids] = remote[remote_ids]
-    copy(local, remote, (remote_ids, local_ids), Wait(time.monotonic() + 60))
+    copy(local, remote, (remote_ids, local_ids), Wait(time.monotonic() + 240))
     assert np.array_equal(local, expected)
 
 
@@ -52,7 +52,7 @@ def test_many_small_blocks() -> None:
     remote = rng.integers(0, 256, (5000, 96), dtype=np.uint8)
     local = np.zeros_like(remote)
     there, here = rng.permutation(5000), rng.permutation(5000)
-    copy(local, remote, (there, here), Wait(time.monotonic() + 60))
+    copy(local, remote, (there, here), Wait(time.monotonic() + 240))
     assert np.array_equal(local[here], remote[there])
 
 
@@ -71,7 +71,7 @@ def test_segments_go_where_they_say(data: st.DataObject) -> None:
     expected = local.copy()
     for begin, to, size in kept:
         expected[here, to : to + size] = remote[there, begin : begin + size]
-    copy(local, remote, (there, here), Wait(time.monotonic() + 60), np.array(kept, dtype=np.int64))
+    copy(local, remote, (there, here), Wait(time.monotonic() + 240), np.array(kept, dtype=np.int64))
     assert np.array_equal(local, expected)
 
 
@@ -79,7 +79,7 @@ def test_blocks_of_another_generation_are_not_copied() -> None:
     remote, local = np.ones((6, 64), dtype=np.uint8), np.zeros((6, 64), dtype=np.uint8)
     generations, ids = np.full(6, 3, dtype=np.uint64), np.arange(6)
     wanted = np.array([3, 2, 3, 3, 4, 3], dtype=np.uint64)
-    valid = BlockReader(remote, generations).read(local, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 60))
+    valid = BlockReader(remote, generations).read(local, BlockReads(ids, wanted, ids), Wait(time.monotonic() + 240))
     assert valid.tolist() == [True, False, True, True, False, True]
     assert local[:, 0].tolist() == [1, 0, 1, 1, 0, 1]
 
@@ -101,7 +101,7 @@ def test_a_block_that_changes_during_the_copy_is_not_valid() -> None:
             return False
 
     reads = BlockReads(ids, generations.copy(), ids)
-    valid = BlockReader(remote, generations).read(local, reads, Wait(time.monotonic() + 60, Writer()))
+    valid = BlockReader(remote, generations).read(local, reads, Wait(time.monotonic() + 240, Writer()))
     assert valid[0]  # checked after its own batch, before the change
     assert np.flatnonzero(~valid).tolist() == [blocks - 1]
 
@@ -112,7 +112,7 @@ def test_nothing_is_valid_once_the_owner_has_hung_up(last_words: bytes) -> None:
     remote, local, ids = np.ones((2, 64), dtype=np.uint8), np.zeros((2, 64), dtype=np.uint8), np.arange(2)
     stream = Stream(mine, peer="owner")
     reader = BlockReader(remote, np.zeros(2, dtype=np.uint64), Line(stream))
-    reads, wait = BlockReads(ids, np.zeros(2, dtype=np.uint64), ids), Wait(time.monotonic() + 60)
+    reads, wait = BlockReads(ids, np.zeros(2, dtype=np.uint64), ids), Wait(time.monotonic() + 240)
     assert reader.read(local, reads, wait).all()
     assert reader.holds()
     theirs.send(last_words)
@@ -131,7 +131,7 @@ def test_a_stream_closed_on_this_side_ends_reads_and_leaves_no_descriptor() -> N
     reader = BlockReader(remote, np.zeros(1, dtype=np.uint64), Line(stream))
     stream.close()
     with pytest.raises(PipeClosedError):
-        reader.read(local, BlockReads(ids, np.zeros(1, dtype=np.uint64), ids), Wait(time.monotonic() + 60))
+        reader.read(local, BlockReads(ids, np.zeros(1, dtype=np.uint64), ids), Wait(time.monotonic() + 240))
     assert theirs.recv(1) == b""  # it is told at once
     theirs.close()
     del reader
@@ -155,13 +155,13 @@ def test_long_copies_look_at_the_flag_and_the_clock() -> None:
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     ids = np.arange(blocks)
     with pytest.raises(CancelledError):
-        copy(local, remote, (ids, ids), Wait(time.monotonic() + 60, Countdown(2)))
+        copy(local, remote, (ids, ids), Wait(time.monotonic() + 240, Countdown(2)))
     copied = int(local[:, 0].sum())
     assert 0 < copied < blocks
     with pytest.raises(DeadlineError):
         copy(local, remote, (ids, ids), Wait(time.monotonic() - 1))
     flag = threading.Event()
-    copy(local, remote, (ids, ids), Wait(time.monotonic() + 60, flag))
+    copy(local, remote, (ids, ids), Wait(time.monotonic() + 240, flag))
     assert local.all()
 
 

@@ -76,7 +76,7 @@ def test_only_connections_within_a_host_are_bounded_and_unpaced(address: str, su
         for streams, size in ((1, 1 << 20), (4, 256 << 10), (1, 1 << 20)):
             reads = BlockReads.of([0, 1], [1, 1], [1, 0])
             options = TcpOptions(streams=streams)
-            assert request_blocks(client, reads, local, Wait(time.monotonic() + 60), options=options).all()
+            assert request_blocks(client, reads, local, Wait(time.monotonic() + 240), options=options).all()
             if suited:
                 buffer = min(size, int(Path("/proc/sys/net/core/wmem_max").read_text()))
                 assert settings() == (2 * buffer, b"reno")  # the kernel doubles what is asked for, for its own books
@@ -85,7 +85,7 @@ def test_only_connections_within_a_host_are_bounded_and_unpaced(address: str, su
         assert (local == 7).all()
     finally:
         client.close()
-        serving.join(60)
+        serving.join(240)
         server.close()
         shards.close()
     assert not serving.is_alive()

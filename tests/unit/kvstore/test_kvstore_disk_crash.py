@@ -25,7 +25,7 @@ from tests.support.transport.disk_crash_writer import (
 )
 
 ROUNDS = 100
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @dataclass

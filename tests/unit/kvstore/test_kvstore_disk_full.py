@@ -23,7 +23,7 @@ from baton_kvstore.tiers.disk.segment import Segment
 from baton_kvstore.tiers.disk.tier import DiskTier
 
 KIND = KINDS[0]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def open_tier(folder: Path, *, max_bytes: int = 64 << 20) -> DiskTier:

@@ -35,7 +35,7 @@ from baton_kvstore.types import KvFormat
 BLOCK = 5000
 KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
 OTHER = KvFormat(b"o" * 32, b"c" * 32, 300)
-WAIT_S = 60.0
+WAIT_S = 240.0
 needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
 PLACES = [
     pytest.param("redis", marks=needs_redis),

@@ -22,7 +22,7 @@ from baton_kvstore.tiers.tier import LowerTier, TierStats
 from baton_kvstore.types import KvFormat, TierCounters, TierListener
 
 BLOCK = KIND.block_bytes
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 class Tier(LowerTier):

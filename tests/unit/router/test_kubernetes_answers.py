@@ -66,7 +66,7 @@ async def test_a_version_that_fits_into_no_url_does_not_end_discovery(
 
     discovery, _ = await discovery_of(answer, tmp_path, monkeypatch)
     discovery.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await twice.wait()
     await discovery.close()
 
@@ -90,7 +90,7 @@ async def test_an_api_server_that_is_away_is_told_once_and_once_that_it_is_back(
 
     discovery, instances = await discovery_of(answer, tmp_path, monkeypatch)
     discovery.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await answered.wait()
     await discovery.close()
     assert instances.failures == 8

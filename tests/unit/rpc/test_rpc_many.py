@@ -53,7 +53,7 @@ class Engine:
                 future.set_result(None)
 
     async def until_waiting(self, count: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(self.waiting) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -78,7 +78,7 @@ class Stream:
         self.requests.put_nowait(message)
 
     async def next(self) -> worker_pb2.GenerateManyResponse:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             return await anext(self.answers)
 
 
@@ -139,7 +139,7 @@ async def test_a_call_that_is_cancelled_before_it_began_is_forgotten() -> None:
     message.starts.add(call=1, request=worker_pb2.GenerateRequest(request_id="a"))
     stream.requests.put_nowait(message)
     stream.requests.put_nowait(None)
-    async with asyncio.timeout(60):  # the stream ends when the last call has
+    async with asyncio.timeout(240):  # the stream ends when the last call has
         assert [message async for message in stream.answers] == []
 
 
@@ -168,7 +168,7 @@ async def test_a_caller_that_reads_nothing_is_told_the_bound(
             yield await requests.get()
 
     stream = generate_many(generate, sent(), None)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await anext(stream)  # and takes no more
         await ended.wait()
         with pytest.raises(QueueFullError, match="more than 100000 bytes"):
@@ -191,7 +191,7 @@ async def test_when_requests_cannot_be_read_any_more_the_stream_ends_and_its_cal
     first = asyncio.ensure_future(anext(answers))
     await engine.until_waiting(1)
     begun.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         (end,) = (await first).ends  # instead of a caller that waits for calls which were never read
         assert _code(end.code).name == "CANCELLED"
         with pytest.raises(ValueError, match="not a message"):

@@ -24,7 +24,7 @@ from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.redis.registrations import read_registration, sign_registration
-from baton.rpc.server import GrpcServer
+from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.tls import Tls
 
@@ -61,7 +61,7 @@ async def route(channel: grpc.aio.Channel, method: str = "Route", **options: Any
     stub: Any = router_pb2_grpc.RouterServiceStub(channel)
     request = router_pb2.RouteRequest() if method == "Route" else router_pb2.ListModelsRequest()
     try:
-        await getattr(stub, method)(request, timeout=30, **options)
+        await getattr(stub, method)(request, timeout=240, **options)
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
     return None
@@ -124,13 +124,13 @@ async def test_a_credential_counts_for_its_method_its_process_and_a_while(monkey
 
 
 async def test_a_service_that_comes_back_without_the_token_gets_no_call() -> None:
-    async with service(Token(OLD)) as (_, address):
+    port = free_port()  # none that a connection could take meanwhile
+    async with service(Token(OLD), port) as (_, address):
         channel = open_channel(address, token=Token(OLD))
         assert await route(channel) is None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while channel.get_state() is grpc.ChannelConnectivity.READY:
             await asyncio.sleep(0.01)
-    port = int(address.rpartition(":")[2])
     async with service(None, port) as (servicer, _):
         assert isinstance(await route(channel, wait_for_ready=True), UnauthenticatedError)
         assert servicer.shown == []

@@ -79,7 +79,7 @@ async def server():
 async def call(address: str, token: Token | None = TOKEN) -> BatonError | None:
     async with open_channel(address, token=token) as channel:
         try:
-            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=60)
+            await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=240)
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
     return None
@@ -135,7 +135,7 @@ async def test_a_bug_in_a_handler_is_internal(server, caplog):
 async def test_without_the_token_nothing_is_answered_but_health(server, token):
     _, address, _ = server
     assert isinstance(await call(address, token), UnauthenticatedError)
-    assert await check_health(address)
+    assert await check_health(address, timeout_s=240)
 
 
 def frame_types(stream: bytes) -> list[int]:
@@ -164,7 +164,7 @@ async def test_messages_are_answered_with_no_pings(server):
         async with open_channel(f"127.0.0.1:{port}", token=TOKEN) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             for _ in range(20):
-                await stub.Route(router_pb2.RouteRequest(), timeout=60)
+                await stub.Route(router_pb2.RouteRequest(), timeout=240)
     finally:
         await proxy.stop()
     for end in sent.values():
@@ -175,10 +175,10 @@ async def test_messages_are_answered_with_no_pings(server):
 
 async def test_health_follows_set_serving(server):
     _, address, made = server
-    assert await check_health(address)
+    assert await check_health(address, timeout_s=240)
     await made.set_serving(False)
-    assert not await check_health(address)
-    assert await check_health(address, service="liveness")
+    assert not await check_health(address, timeout_s=240)
+    assert await check_health(address, service="liveness", timeout_s=240)
 
 
 async def test_who_watches_health_is_bounded(server):
@@ -190,11 +190,11 @@ async def test_who_watches_health_is_bounded(server):
         for call in calls:
             assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(stub.Watch(request).read(), 30)
+            await asyncio.wait_for(stub.Watch(request).read(), 240)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         calls.pop().cancel()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while True:  # room again, as soon as the server has heard of it
                 calls.append(stub.Watch(request))
                 try:

@@ -81,7 +81,7 @@ async def test_an_instance_goes_on_registering(peer: tuple[str, _Garbage]) -> No
     identity = Identity("127.0.0.1:1", InstanceId("i"), Role.DECODE, Epoch(b"e" * 16))
     registration = Registration(peer[0], identity, None)
     registration.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while peer[1].calls.count("Register") < 2:
             await asyncio.sleep(0.01)
     await registration.stop()

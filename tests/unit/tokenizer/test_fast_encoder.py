@@ -313,7 +313,7 @@ def test_several_threads_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert not wrong
 
 

@@ -30,16 +30,17 @@ async def test_requests_of_an_engine_that_lost_a_process_may_go_on_elsewhere(
     error: BatonError, told: type[BatonError]
 ) -> None:
     """A router goes on at once where an instance went away; a bug may come with the request, so that costs budget."""
-    runner, failed = ToyRunner(), asyncio.Event()
-    core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(32))
+    runner, failed = ToyRunner(max_model_len=40_000), asyncio.Event()
+    core = EngineCore(EngineConfig(model="toy", block_size=4), runner, runner.make_arena(10_000))
     engine = EngineThread(core, asyncio.get_running_loop(), failed.set)
     engine.start()
     try:
-        request = EngineRequest("r", [3, 4, 5], SamplingParams(max_tokens=60, ignore_eos=True, seed=1))
+        # So long that it does not end before it fails, however late this thread gets a processor.
+        request = EngineRequest("r", [3, 4, 5], SamplingParams(max_tokens=39_000, ignore_eos=True, seed=1))
         stream = await engine.submit(request)
         engine.fail(error)
         with pytest.raises(told, match=error.message) as end:
-            await asyncio.wait_for(read_on(stream), 20)
+            await asyncio.wait_for(read_on(stream), 240)
         assert type(end.value) is told
         assert failed.is_set()
     finally:
@@ -56,10 +57,10 @@ async def test_calls_that_come_amid_the_engines_end_are_answered(how: str) -> No
 
     def last() -> None:
         begun.set()
-        go_on.wait(20)
+        go_on.wait(240)
 
     running = asyncio.create_task(engine.call(last))
-    await asyncio.to_thread(begun.wait, 20)
+    await asyncio.to_thread(begun.wait, 240)
     if how == "fails":
         engine.fail(InternalError("a bug"))
         late = asyncio.create_task(engine.call(lambda: 1))
@@ -69,11 +70,11 @@ async def test_calls_that_come_amid_the_engines_end_are_answered(how: str) -> No
     ended = asyncio.create_task(engine.stop()) if how == "stops" else asyncio.create_task(failed.wait())
     await asyncio.sleep(0)
     go_on.set()
-    await asyncio.wait_for(ended, 20)
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(ended, 240)
+    await asyncio.wait_for(running, 240)
     if how == "fails":
         with pytest.raises(UnavailableError):
-            await asyncio.wait_for(late, 20)
+            await asyncio.wait_for(late, 240)
     else:
         assert isinstance((await asyncio.gather(late, return_exceptions=True))[0], int | UnavailableError)
     await engine.stop()

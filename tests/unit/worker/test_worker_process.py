@@ -51,7 +51,7 @@ def test_the_first_signal_asks_for_an_end_and_the_second_one_ends(number: signal
         process.send_signal(number)
         assert process.stdout.readline() == "stopping\n"
         process.send_signal(number)
-        assert process.wait(30) == -number
+        assert process.wait(240) == -number
 
 
 def test_metrics_are_served_until_their_end_and_a_taken_port_is_named() -> None:
@@ -59,7 +59,7 @@ def test_metrics_are_served_until_their_end_and_a_taken_port_is_named() -> None:
     Counter("seen", "Things", registry=registry).inc()
     close = serve_metrics("127.0.0.1", port, registry)
     try:
-        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240).read().decode()
         assert "seen_total 1.0" in page
         with pytest.raises(ConfigError, match=str(port)) as caught:
             serve_metrics("127.0.0.1", port, registry)
@@ -75,7 +75,7 @@ def test_a_page_whose_name_was_made_to_lead_here_reads_no_metrics() -> None:
     close = serve_metrics("127.0.0.1", port, registry)
 
     def ask(host: str) -> tuple[int, bytes]:
-        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=240)) as connection:
             connection.request("GET", "/metrics", headers={"Host": host})
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -116,7 +116,7 @@ def test_what_clients_send_makes_no_lines_in_the_log(monkeypatch: pytest.MonkeyP
     assert "\x1b" not in written.getvalue()
 
 
-@pytest.mark.parametrize(("most", "timeout_s"), [(16, 600.0), (10**6, 0.2)], ids=["bound", "timeout"])
+@pytest.mark.parametrize(("most", "timeout_s"), [(16, 600.0), (10**6, 2.0)], ids=["bound", "timeout"])
 def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes(
     monkeypatch: pytest.MonkeyPatch, most: int, timeout_s: float
 ) -> None:
@@ -131,9 +131,9 @@ def test_connections_that_say_nothing_keep_neither_threads_nor_scrapes(
                 silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
                 if number % 2:
                     silent.sendall(b"GET /metrics HTTP/1.1\r\nhost:")
-            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240).read().decode()
             assert "seen_total 1.0" in page
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while threading.active_count() > threads + 20:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -206,7 +206,7 @@ async def _ends_at_once(config: KVStoreConfig) -> int:
 def test_a_password_on_the_command_line_is_warned_of_and_not_repeated() -> None:
     for words, warned in ((["--redis", "redis://:s3cr3t@host"], True), (["--redis", "redis://host"], False)):
         done = subprocess.run(
-            [sys.executable, "-c", SERVES, *words], input="", capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", SERVES, *words], input="", capture_output=True, text=True, timeout=240, check=True
         )
         assert ("password in --redis" in done.stderr) is warned
         assert "s3cr3t" not in done.stderr
@@ -239,6 +239,6 @@ starter.join()
 def test_a_process_ends_when_a_thread_finds_no_memory_to_start():
     """``Thread.start`` never returns then: whoever accepts connections would accept none any more."""
     command = [sys.executable, "-c", THREAD_WITHOUT_MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done
     assert "no memory to start baton-lost" in done.stderr

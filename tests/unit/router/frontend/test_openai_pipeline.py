@@ -199,7 +199,7 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
 
     def slowly(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
         begun.release()
-        assert go_on.acquire(timeout=60)
+        assert go_on.acquire(timeout=240)
         return token_ids([1])
 
     monkeypatch.setattr("baton_router.processor.input_processor._tokenize", slowly)
@@ -207,11 +207,12 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
     text = pipeline(ScriptedDispatcher())
     info = text.model_info()
     first = asyncio.create_task(text.tokenize(TextRequest("x" * 300_000, GREEDY), info))
-    assert await asyncio.to_thread(begun.acquire, timeout=60)
+    assert await asyncio.to_thread(begun.acquire, timeout=240)
     with pytest.raises(UnavailableError):
         await text.tokenize(TextRequest("x" * 300_000, GREEDY), info)
+    monkeypatch.setattr("baton_router.processor.input_processor._LARGE_WAIT_S", 240.0)
     shorter = asyncio.create_task(text.tokenize(TextRequest("x" * 200_000, GREEDY), info))
-    assert await asyncio.to_thread(begun.acquire, timeout=60), "shorter ones don't wait for it"
+    assert await asyncio.to_thread(begun.acquire, timeout=240), "shorter ones don't wait for it"
     go_on.release(2)
     assert await first == await shorter == token_ids([1])
     go_on.release()
@@ -224,7 +225,7 @@ async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatc
 
     def slowly(model: TextModel, request: TextRequest, info: ModelInfo, limit: int | None) -> TokenIds:
         begun.append(request.user)
-        assert go_on.acquire(timeout=60)
+        assert go_on.acquire(timeout=240)
         return token_ids([1])
 
     monkeypatch.setattr("baton_router.processor.input_processor._tokenize", slowly)
@@ -236,7 +237,7 @@ async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatc
         return asyncio.create_task(text.tokenize(TextRequest("x" * size, GREEDY, user=user), info))
 
     greedy = [send("greedy") for _ in range(24)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not begun:
             await asyncio.sleep(0.001)
     modest = send("modest")
@@ -244,12 +245,12 @@ async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatc
         task.cancel()  # also of one that runs: its thread keeps its turn until it ends
     await asyncio.sleep(0.05)
     go_on.release(4)
-    await asyncio.wait_for(modest, 60)
+    await asyncio.wait_for(modest, 240)
     assert "modest" in begun[:5]
     go_on.release(100)
     results = await asyncio.gather(*greedy, return_exceptions=True)
     assert sum(not isinstance(x, BaseException) for x in results) == 10
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (text._large._free, text._turns._free) != (1, 2):
             await asyncio.sleep(0.001)
     assert not text._large._waiting

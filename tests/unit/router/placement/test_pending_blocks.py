@@ -459,7 +459,7 @@ async def test_without_any_entry_chains_end_with_the_instance_and_with_a_replica
     ticking = asyncio.create_task(replica._tick())
 
     async def counted(number: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(replica.remote_pending) != number:
                 await asyncio.sleep(0)
 
