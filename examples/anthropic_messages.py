@@ -50,7 +50,7 @@ def conversation(client: Anthropic, model: str) -> None:
     """Have the model call a tool, answer the call, and have it go on."""
     fields: dict[str, Any] = {"model": model, "system": "You are a forecaster.", "tools": TOOLS}
     first = client.messages.create(
-        **fields, messages=QUESTION, max_tokens=96, temperature=0,
+        **fields, messages=QUESTION, max_tokens=96,
         tool_choice={"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
     )  # fmt: skip
     (call,) = (block for block in first.content if block.type == "tool_use")
@@ -62,9 +62,7 @@ def conversation(client: Anthropic, model: str) -> None:
         {"role": "user", "content": [result]},
     ]
     tokens = client.messages.count_tokens(**fields, messages=messages).input_tokens
-    second = client.messages.create(
-        **fields, messages=messages, max_tokens=24, temperature=0, tool_choice={"type": "none"}
-    )
+    second = client.messages.create(**fields, messages=messages, max_tokens=24, tool_choice={"type": "none"})
     usage = second.usage
     prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
     show(
@@ -76,7 +74,7 @@ def streamed(client: Anthropic, model: str) -> None:
     """Watch a call being written."""
     pieces: list[str] = []
     with client.messages.stream(
-        model=model, messages=QUESTION, tools=TOOLS[:1], max_tokens=96, temperature=0,
+        model=model, messages=QUESTION, tools=TOOLS[:1], max_tokens=96,
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     ) as stream:  # fmt: skip
         for event in stream:
@@ -89,7 +87,7 @@ def streamed(client: Anthropic, model: str) -> None:
 
 def parsed(client: Anthropic, model: str) -> None:
     """Have the answer as an object of a class."""
-    answer = client.messages.parse(model=model, messages=QUESTION, max_tokens=64, temperature=0, output_format=Forecast)
+    answer = client.messages.parse(model=model, messages=QUESTION, max_tokens=64, output_format=Forecast)
     show("parsed", kind=type(answer.parsed_output).__name__)
 
 

@@ -162,8 +162,8 @@ def test_many_threads_send_and_receive_without_mixing(pipes: tuple[MessagePipe, 
 
 
 def test_a_sender_waits_for_its_receiver_and_then_gives_up(media: Media) -> None:
-    a, b = media.pair(limit=50 << 20)
-    message = [WireTensor("uint8", (12 << 20,), memoryview(bytearray(12 << 20)))]
+    a, b = media.pair(limit=200 << 20)
+    message = [WireTensor("uint8", (48 << 20,), memoryview(bytearray(48 << 20)))]
 
     def send_all() -> None:
         for _ in range(4):
@@ -213,8 +213,8 @@ def test_close_wakes_whoever_is_blocked(media: Media, who: str) -> None:
 
 
 def test_close_wakes_a_blocked_sender(media: Media) -> None:
-    a, b = media.pair(limit=50 << 20)
-    message = [WireTensor("uint8", (12 << 20,), memoryview(bytearray(12 << 20)))]
+    a, b = media.pair(limit=200 << 20)
+    message = [WireTensor("uint8", (48 << 20,), memoryview(bytearray(48 << 20)))]
 
     def send_for_ever() -> None:
         while True:

@@ -68,7 +68,7 @@ def test_reasoning_ends_and_the_answer_follows(up: Running, model: str, budget: 
 def test_anthropics_budget_is_the_same(up: Running) -> None:
     with anthropic.Anthropic(base_url=up.url, api_key="none", max_retries=0, timeout=240) as client:
         message = client.messages.create(
-            model="baton-tiny", messages=MESSAGES, max_tokens=64, temperature=0,
+            model="baton-tiny", messages=MESSAGES, max_tokens=64, extra_body={"temperature": 0},
             thinking={"type": "enabled", "budget_tokens": 9},
             output_config={"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}},
         )  # fmt: skip

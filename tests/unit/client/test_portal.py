@@ -19,8 +19,18 @@ from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 WAIT_S = 240.0
 
 
+_others: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _only_own_threads() -> None:
+    """A client that a test before has not closed is not this one's."""
+    _others.clear()
+    _others.update(threading.enumerate())
+
+
 def loops() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "baton client"]
+    return [thread for thread in threading.enumerate() if thread.name == "baton client" and thread not in _others]
 
 
 async def value(result: int) -> int:
