@@ -8,8 +8,14 @@ thread, the fastest of ``--repeats``, in turns; what a step reads of the experts
 
 from __future__ import annotations
 
-import argparse
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # The root, and not this file's folder: its http.py would hide the standard library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
 import time
 from collections.abc import Callable
 

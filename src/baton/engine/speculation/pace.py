@@ -31,6 +31,9 @@ _OWN = 0.1
 """... and in what is known of its own size."""
 _OUTLIER = 1.0
 """A step that took e times what was expected, or more, counts as that."""
+_SURE = 4
+"""Steps of a size after which its time is believed: the first one is often slow, and with drafts turned off because of
+it there would be few others to put that right."""
 _PLATEAU = 8.0
 """Before it is known: a step of n rows takes as long as n plus so many would, were its time proportional."""
 
@@ -41,6 +44,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._common = math.nan
         self._own: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
         self._rows: npt.NDArray[np.float64] = np.empty(0)
         self._logs: npt.NDArray[np.float64] = np.empty(0)
 
@@ -48,10 +52,15 @@ class StepTimes:
         """Whether a step of about so many rows was observed."""
         return _size(rows) in self._own
 
+    def doubtful(self, rows: int) -> bool:
+        """Whether so few were observed that what is known of their time cannot be relied on."""
+        return self._seen.get(_size(rows), 0) < _SURE
+
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step."""
         size = _size(rows)
         took = math.log(max(seconds, 1e-7))
+        self._seen[size] = seen = self._seen.get(size, 0) + 1
         if not self._own:
             self._common, self._own[size] = took, 0.0
         elif size not in self._own:
@@ -59,8 +68,9 @@ class StepTimes:
         else:
             error = took - self._common - self._own[size]
             error = max(-_OUTLIER, min(_OUTLIER, error))
-            self._common += _COMMON * error
-            self._own[size] += _OWN * error
+            if seen > _SURE:
+                self._common += _COMMON * error
+            self._own[size] += max(_OWN, 1.0 / (seen - 0.5)) * error
         sizes = sorted(self._own)
         self._rows = np.array([_rows_of(each) for each in sizes])
         self._logs = np.array([self._own[each] for each in sizes]) - np.log(self._rows + _PLATEAU)
@@ -121,8 +131,11 @@ class Pace:
                 return best
             return 0 if self._drafted % (2 * TRIAL) else min(len(chances), 2 * best)
         self._vain += 1
-        if self._vain % RARE_TRIAL == 0:
-            return min(len(chances), sequences)
+        trial = min(len(chances), sequences)
+        expected = tokens[trial] * (rows + _PLATEAU) / (rows + trial + _PLATEAU)
+        again = self.times.doubtful(rows + trial) and expected >= GAIN * sequences
+        if again or self._vain % RARE_TRIAL == 0:
+            return trial
         self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
         self._pause = self._next_pause
         return 0

@@ -23,9 +23,27 @@ def zen4(rows: float) -> float:
     return float(np.interp(rows, [1, 4, 6, 8, 16, 32, 288], [1.25, 1.56, 2.03, 2.5, 3.4, 6.1, 49.3]))
 
 
-def run(time_of: Callable[[float], float], sequences: int, rate: float, steps: int = 400) -> tuple[float, float]:
-    """Simulate steps with drafts of 16 tokens; returns tokens per time relative to none, and draft tokens per step."""
-    pace, rng = Pace(), np.random.default_rng(0)
+def run(
+    time_of: Callable[[float], float],
+    sequences: int,
+    rate: float,
+    *,
+    first: float = 1.0,
+    noise: float = 0.05,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Simulate steps with drafts of 16 tokens; returns tokens per time relative to none, and draft tokens per step.
+
+    Args:
+        time_of: What a step of so many rows takes.
+        sequences: How many are decoded.
+        rate: How often a draft token is right.
+        first: The first step of each number of rows takes so many times as long.
+        noise: Steps take up to such a share more or less.
+        seed: Of that and of which tokens are right.
+    """
+    pace, rng, steps = Pace(), np.random.default_rng(seed), 400
+    seen = set[int]()
     tokens = time = drafted = 0.0
     for step in range(steps):
         count = 0
@@ -34,7 +52,10 @@ def run(time_of: Callable[[float], float], sequences: int, rate: float, steps: i
             chances = -np.sort(-np.tile(each, sequences), kind="stable")
             count = pace.choose(chances, sequences, sequences)
             gained = int((rng.random(count) < chances[:count]).sum())
-        took = time_of(sequences + count) * rng.uniform(0.95, 1.05)
+        took = time_of(sequences + count) * rng.uniform(1.0 - noise, 1.0 + noise)
+        if sequences + count not in seen:
+            seen.add(sequences + count)
+            took *= first
         pace.times.observe(sequences + count, took)
         if step >= steps // 2:
             tokens, time, drafted = tokens + sequences + (gained if count else 0), time + took, drafted + count
@@ -47,6 +68,12 @@ def test_as_many_tokens_as_pay() -> None:
     assert run(zen4, 1, 0.8)[0] > 1.9
     assert run(zen4, 1, 0.6)[0] > 1.5
     assert run(zen4, 4, 0.8)[0] > 1.3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slow_first_steps_do_not_end_drafts_that_pay(seed: int) -> None:
+    assert run(zen4, 4, 0.8, first=2.5, noise=0.3, seed=seed)[0] > 1.2
+    assert run(zen4, 8, 0.8, first=2.5, noise=0.3, seed=seed)[0] > 1.15
 
 
 @pytest.mark.parametrize("time_of", [flat, proportional, zen4])
