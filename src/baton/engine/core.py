@@ -306,9 +306,10 @@ class EngineCore:
             self._finish_load(sequence, update, outputs)
         plan = StepPlan() if loads and outputs else self._scheduler.schedule()
         if plan.counts:
-            started = self._clock()
+            started, drafting = self._clock(), 0.0
             if self.speculator is not None:
                 self.speculator.add_drafts(plan, self._scheduler)
+                drafting = self._clock() - started
             try:
                 self._run(plan, outputs)
             except Exception as error:
@@ -320,7 +321,7 @@ class EngineCore:
                 seconds = self._clock() - started
                 self._scheduler.note_time(plan, seconds)
                 if self.speculator is not None:
-                    self.speculator.note_time(plan, seconds)
+                    self.speculator.note_time(plan, seconds, drafting)
         self._progressed = bool(plan.counts or outputs or loads)
         self._flush_events()
         return outputs

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import events_pb2
 from baton.rpc.errors import readable
+from baton.rpc.http2.message_stream import StreamEnded
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.metrics.fast_metrics import Counter
 
@@ -96,6 +97,10 @@ class EventSubscriber:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return False
             log.warning("KV events of %s broke: %s: %s", name, error.code().name, error.details())
+        except StreamEnded as end:
+            if end.code is grpc.StatusCode.UNIMPLEMENTED:
+                return False
+            log.warning("KV events of %s broke: %s: %s", name, end.code.name, end.message)
         finally:
             call.cancel()
             self._events.broken()

@@ -23,6 +23,7 @@ from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
 from baton.rpc.errors import from_rpc_error, readable
+from baton.rpc.http2.server_stream import ServerStream
 from baton.types import Epoch
 from baton_router.config import RouterConfig
 from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber
@@ -35,6 +36,7 @@ Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
 
 
+_EVENTS = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/StreamKvEvents"
 _SILENT_S = 1.0
 """A probe without an answer for so long makes its instance silent; live ones answer in milliseconds."""
 
@@ -218,7 +220,8 @@ class InstanceMonitor:
                 gather_ms=int(GATHER_BEATS * beat_ms),
                 packed=True,
             )
-            if not await follower.follow(name, self._instance.stub.StreamKvEvents(request)):
+            stream = ServerStream(self._instance.dialer, _EVENTS, request, worker_pb2.StreamKvEventsResponse)
+            if not await follower.follow(name, stream):
                 log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
                 return
             if follower.heard:

@@ -17,7 +17,11 @@ from baton.engine.speculation.tree import chances_of
 GAIN = 1.02
 """Drafts must be expected to give so many times the tokens per second: what is learnt of times is not exact."""
 MOST_PAUSE = 32
-"""Steps at most between two looks at whether drafts pay, after those that did not; it doubles from 1 on."""
+"""Steps at most between two looks at whether drafts pay, after those that did not; it doubles from 1 on ..."""
+LOOK_SHARE = 0.01
+"""... and is so long that drafting for the looks takes no more than this share of the time, ..."""
+COSTLY_PAUSE = 512
+"""... but no longer than this."""
 TRIAL = 32
 """Every so many steps with drafts, one without or with twice as many is run, to see what it takes ..."""
 RARE_TRIAL = 8
@@ -103,6 +107,23 @@ class Pace:
         self.times = StepTimes()
         self._pause = self._next_pause = 0
         self._drafted = self._vain = 0
+        self._look_cost = 0.0
+        """What drafting takes, in steps without drafts."""
+
+    def observe(self, rows: int, seconds: float, drafting: float, *, drafts: bool) -> None:
+        """Learn from a step.
+
+        Args:
+            rows: Tokens that it computed.
+            seconds: What it took, proposal included.
+            drafting: What the drafter took of that for its proposal; 0: it was not asked.
+            drafts: Whether it had any.
+        """
+        if drafting:
+            cost = drafting / max(seconds - drafting, 1e-7)
+            self._look_cost += _COMMON * (cost - self._look_cost)
+        # Drafts cost what they take to propose; a step that had none would have done without the proposal.
+        self.times.observe(rows, seconds if drafts else seconds - drafting)
 
     def wait(self) -> bool:
         """Whether this step is one to leave out because drafts did not pay."""
@@ -137,7 +158,7 @@ class Pace:
         if again or self._vain % RARE_TRIAL == 0:
             return trial
         self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
-        self._pause = self._next_pause
+        self._pause = max(self._next_pause, min(COSTLY_PAUSE, round(self._look_cost / LOOK_SHARE)))
         return 0
 
 

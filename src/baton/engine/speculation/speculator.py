@@ -100,6 +100,7 @@ class Speculator:
         self._planned: dict[Sequence, tuple[int, ...]] = {}
         self._vocab_size = vocab_size
         self._failures = self._rest = 0
+        self._asked = False
         self._records: dict[Sequence, Record] = {}
         self._promised: dict[Sequence, float] = {}
         self._usual = USUAL_RATE
@@ -113,7 +114,7 @@ class Speculator:
         """Add drafts to the decodes of a plan that is complete else: they get what is left of budget and blocks."""
         if self.drawn_from is not None:
             self.drawn_from.clear()
-        self._planned = plan.trees
+        self._planned, self._asked = plan.trees, False
         room = min(scheduler.room_for_drafts(plan), MOST_ROWS)
         if room <= 0 or self._rest > 0 or (self._pace is not None and self._pace.wait()):
             self._rest = max(0, self._rest - 1)
@@ -121,6 +122,7 @@ class Speculator:
         wanted = [(s, limit) for s, n in plan.counts.items() if (limit := min(self._limit(s, n), room)) > 0]
         if not wanted:
             return
+        self._asked = True
         drafts = [
             draft
             for (sequence, limit), proposed in zip(wanted, self._propose(wanted), strict=False)
@@ -184,10 +186,10 @@ class Speculator:
         if record is not None:
             record.verified(drafted, accepted, self._promised.pop(sequence, 0.0))
 
-    def note_time(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the time that a step took, with its drafts."""
+    def note_time(self, plan: StepPlan, seconds: float, drafting: float) -> None:
+        """Learn from the time that a step took, :meth:`add_drafts` included, which took ``drafting`` seconds of it."""
         if self._pace is not None and plan.num_tokens == len(plan.counts) + sum(map(len, plan.drafts.values())):
-            self._pace.times.observe(plan.num_tokens, seconds)
+            self._pace.observe(plan.num_tokens, seconds, drafting if self._asked else 0.0, drafts=bool(plan.drafts))
 
     def ended(self, sequence: Sequence) -> None:
         """Take note that a sequence has ended."""

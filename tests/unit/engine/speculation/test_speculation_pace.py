@@ -30,6 +30,7 @@ def run(
     *,
     first: float = 1.0,
     noise: float = 0.05,
+    drafting: float = 0.0,
     seed: int = 0,
 ) -> tuple[float, float]:
     """Simulate steps with drafts of 16 tokens; returns tokens per time relative to none, and draft tokens per step.
@@ -39,6 +40,7 @@ def run(
         sequences: How many are decoded.
         rate: How often a draft token is right.
         first: The first step of each number of rows takes so many times as long.
+        drafting: What a proposal takes.
         noise: Steps take up to such a share more or less.
         seed: Of that and of which tokens are right.
     """
@@ -46,9 +48,9 @@ def run(
     seen = set[int]()
     tokens = time = drafted = 0.0
     for step in range(steps):
-        count = 0
+        count, asked = 0, 0.0
         if not pace.wait():
-            each = np.full(16, rate).cumprod()
+            each, asked = np.full(16, rate).cumprod(), drafting
             chances = -np.sort(-np.tile(each, sequences), kind="stable")
             count = pace.choose(chances, sequences, sequences)
             gained = int((rng.random(count) < chances[:count]).sum())
@@ -56,7 +58,8 @@ def run(
         if sequences + count not in seen:
             seen.add(sequences + count)
             took *= first
-        pace.times.observe(sequences + count, took)
+        took += asked
+        pace.observe(sequences + count, took, asked, drafts=count > 0)
         if step >= steps // 2:
             tokens, time, drafted = tokens + sequences + (gained if count else 0), time + took, drafted + count
     return tokens / time / (sequences / time_of(sequences)), 2 * drafted / steps
@@ -83,6 +86,12 @@ def test_drafts_that_do_not_pay_cost_next_to_nothing(
     time_of: Callable[[float], float], sequences: int, rate: float
 ) -> None:
     assert run(time_of, sequences, rate)[0] > 0.97
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.6, 0.9])
+@pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
+def test_a_drafter_that_takes_more_than_it_gives_is_seldom_asked(cost: float, rate: float) -> None:
+    assert run(flat, 1, rate, drafting=cost)[0] > 0.97
 
 
 def test_what_all_sizes_have_in_common_is_learnt_from_one() -> None:
