@@ -23,6 +23,7 @@ from baton.api.v1 import worker_pb2
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
 from baton.rpc.errors import from_rpc_error, readable
+from baton.rpc.http2.message_stream import StreamEnded
 from baton.rpc.http2.server_stream import ServerStream
 from baton.types import Epoch
 from baton_router.config import RouterConfig
@@ -36,7 +37,7 @@ Admit = Callable[[Instance, InstanceInfo], None]
 """Checks an instance's identity; raises a BatonError that names what does not fit."""
 
 
-_EVENTS = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/StreamKvEvents"
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _SILENT_S = 1.0
 """A probe without an answer for so long makes its instance silent; live ones answer in milliseconds."""
 
@@ -155,17 +156,22 @@ class InstanceMonitor:
     async def _follow_load(self, info: InstanceInfo, backoff: Backoff) -> None:
         request = worker_pb2.StreamLoadRequest(interval_ms=self._config.load_interval_ms)
         load = self._instance.load
-        async for answer in self._instance.stub.StreamLoad(request):
-            before = load.draining
-            load.observe(readable(answer).load, info.fingerprint.block_size)
-            if self._instance.status is not Status.READY:
-                backoff.reset()
-                self._set(Status.READY)
-            elif load.draining != before:
-                log.info(
-                    "instance %s is %s", info.instance_id, "draining" if load.draining else "taking requests again"
-                )
-                self._changed()
+        method = f"/{_SERVICE}/StreamLoad"
+        stream = ServerStream(self._instance.dialer, method, request, worker_pb2.StreamLoadResponse)
+        try:
+            async for answer in stream:
+                before = load.draining
+                load.observe(answer.load, info.fingerprint.block_size)
+                if self._instance.status is not Status.READY:
+                    backoff.reset()
+                    self._set(Status.READY)
+                elif load.draining != before:
+                    log.info(
+                        "instance %s is %s", info.instance_id, "draining" if load.draining else "taking requests again"
+                    )
+                    self._changed()
+        finally:
+            stream.cancel()
         raise ConnectionLostError("it closed the load stream")
 
     async def _probe(self, epoch: Epoch, failures: int) -> None:
@@ -220,7 +226,8 @@ class InstanceMonitor:
                 gather_ms=int(GATHER_BEATS * beat_ms),
                 packed=True,
             )
-            stream = ServerStream(self._instance.dialer, _EVENTS, request, worker_pb2.StreamKvEventsResponse)
+            method = f"/{_SERVICE}/StreamKvEvents"
+            stream = ServerStream(self._instance.dialer, method, request, worker_pb2.StreamKvEventsResponse)
             if not await follower.follow(name, stream):
                 log.warning("instance %s has no KV events: the router goes by its own decisions there", name)
                 return
@@ -232,4 +239,6 @@ class InstanceMonitor:
 def _reason(error: BaseException | None) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
+    if isinstance(error, StreamEnded):
+        return f"{error.code.name}: {error.message}"
     return (str(error) or type(error).__name__) if error is not None else "it ended"

@@ -26,6 +26,8 @@ TRIAL = 32
 """Every so many steps with drafts, one without or with twice as many is run, to see what it takes ..."""
 RARE_TRIAL = 8
 """... and after so many looks that found none to pay, one with a draft token per sequence."""
+FIRST_TRIALS = 4
+"""So many such trials come at the start, whatever the looks find: nothing is known then of how often drafts are right."""
 
 _FEW = 16
 """Numbers of rows up to this one are told apart; beyond, eighths of an octave."""
@@ -106,7 +108,7 @@ class Pace:
     def __init__(self) -> None:
         self.times = StepTimes()
         self._pause = self._next_pause = 0
-        self._drafted = self._vain = 0
+        self._drafted = self._vain = self._trials = 0
         self._look_cost = 0.0
         """What drafting takes, in steps without drafts."""
 
@@ -155,7 +157,8 @@ class Pace:
         trial = min(len(chances), sequences)
         expected = tokens[trial] * (rows + _PLATEAU) / (rows + trial + _PLATEAU)
         again = self.times.doubtful(rows + trial) and expected >= GAIN * sequences
-        if again or self._vain % RARE_TRIAL == 0:
+        if again or self._trials < FIRST_TRIALS or self._vain % RARE_TRIAL == 0:
+            self._trials += 1
             return trial
         self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
         self._pause = max(self._next_pause, min(COSTLY_PAUSE, round(self._look_cost / LOOK_SHARE)))

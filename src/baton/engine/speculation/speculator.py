@@ -29,7 +29,11 @@ DrawnFrom: TypeAlias = dict[Sequence, npt.NDArray[np.float32]]
 """Per sequence [tokens, vocab], rows that sum to 1."""
 
 USUAL_RATE = 0.3
-"""Share of draft tokens that are taken to be right before anything is known, and again after long."""
+"""Share of draft tokens that are taken to be right before anything is known, and again after long ..."""
+_USUAL_DRAFTS = 8
+"""... as if so many drafts had shown it."""
+_LATEST = 0.02
+"""Weight at least of a draft in that share."""
 MOST_ROWS = 256
 """Draft tokens of a step at most: each takes a row of logits."""
 MOST_REST = 1024
@@ -103,7 +107,7 @@ class Speculator:
         self._asked = False
         self._records: dict[Sequence, Record] = {}
         self._promised: dict[Sequence, float] = {}
-        self._usual = USUAL_RATE
+        self._usual, self._seen = USUAL_RATE, 0
         self.drafter = drafter
         self.drawn_from: DrawnFrom | None = {} if config.speculative_acceptance == "rejection" else None
         self.stats = SpeculationStats(drafter.name)
@@ -181,7 +185,8 @@ class Speculator:
             stats.drafted.update(depths(parents))
             drafted = accepted + ((path[-1] if path else -1) in parents)
         stats.accepted.update(range(accepted))
-        self._usual += 0.02 * ((accepted > 0) - self._usual)
+        self._seen += 1
+        self._usual += max(_LATEST, 1.0 / (self._seen + _USUAL_DRAFTS)) * ((accepted > 0) - self._usual)
         record = self._records.get(sequence)
         if record is not None:
             record.verified(drafted, accepted, self._promised.pop(sequence, 0.0))

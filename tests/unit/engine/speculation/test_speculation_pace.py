@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from baton.engine.speculation.pace import MOST_PAUSE, RARE_TRIAL, Pace, Record, StepTimes, worth_drafting
+from baton.engine.speculation.pace import FIRST_TRIALS, MOST_PAUSE, RARE_TRIAL, Pace, Record, StepTimes, worth_drafting
 
 
 def flat(rows: float) -> float:
@@ -134,10 +134,11 @@ def test_looks_get_rarer_while_drafts_do_not_pay() -> None:
         gaps.append(gap)
         gap = 0
         found.append(pace.choose(np.array([0.5, 0.25]), 1, 1))
-    assert gaps[:6] == [0, 1, 3, 7, 15, 31]
+    assert gaps[:FIRST_TRIALS] == [0] * FIRST_TRIALS
+    assert gaps[FIRST_TRIALS : FIRST_TRIALS + 4] == [0, 1, 3, 7]
     assert max(gaps) == MOST_PAUSE
     trials = [i for i, count in enumerate(found, 1) if count]
-    assert trials == [i for i in range(1, len(found) + 1) if i % RARE_TRIAL == 0]
+    assert trials == [i for i in range(1, len(found) + 1) if i <= FIRST_TRIALS or i % RARE_TRIAL == 0]
 
 
 def test_a_drafter_that_promises_too_much_is_believed_less() -> None:
