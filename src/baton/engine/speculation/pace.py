@@ -27,7 +27,7 @@ TRIAL = 32
 RARE_TRIAL = 8
 """... and after so many looks that found none to pay, one with a draft token per sequence."""
 FIRST_TRIALS = 4
-"""So many such trials come at the start, whatever the looks find: nothing is known then of how often drafts are right."""
+"""So many such trials come first, whatever the looks find: nothing is known then of how often drafts are right."""
 
 _FEW = 16
 """Numbers of rows up to this one are told apart; beyond, eighths of an octave."""
