@@ -30,19 +30,25 @@ LONG_RUN = 64
 """A run of more forced tokens is taken as a whole. One that is shorter is asked for anew after each of its tokens, as
 often as masks would be: what follows a token depends on the tokens before it, not on when it was asked for."""
 USUAL_S = 0.0002
-"""What a mask may take, four times what most do."""
+"""What a mask usually takes at most, four times what most do."""
+FOLLOW_S = 3e-8
+"""What following one token of the vocabulary through a grammar may take, two or three times what it does. In a string
+of bounded length that is nearly full, most tokens are followed until they are too long."""
 SLOW_S = 0.002
 """What the masks of a step may take beside that before it is measured whose they are."""
 WATCHED_STEPS = 16
 COSTLY_S = 0.0001
 """Masks whose last one took more are worth the interpreter's lock going from thread to thread."""
+FIRST_WORDS = 64
+"""Of a mask: the first 2,048 tokens."""
 MAX_EXTRA_S = 0.5
-"""What the masks of one request may take beyond what is usual. All sequences of a step wait for each other's."""
+"""What the masks of one request may take beyond following the whole vocabulary. All sequences of a step wait for each
+other's."""
 
 
 @dataclass(slots=True)
 class RequestCost:
-    """What the masks of a request's sequences took, as far as it was measured, beyond what is usual."""
+    """What the masks of a request's sequences took, as far as it was measured, beyond what they may."""
 
     seconds: float = 0.0
 
@@ -192,6 +198,7 @@ class StepMasks:
         self._words = mask_words(vocab_size)
         self._memory = np.empty((0, self._words), np.uint32)
         self._vocab_size = vocab_size
+        self._may_take = FOLLOW_S * vocab_size
         self._unended: dict[frozenset[int], TokenMask] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = self.mask_wait_seconds = 0.0
@@ -275,7 +282,7 @@ class StepMasks:
     def _forced(self, constraint: Constraint) -> list[int]:
         begun = time.thread_time()
         found = constraint.forced()
-        _charge(constraint, time.thread_time() - begun - USUAL_S)
+        _charge(constraint, time.thread_time() - begun)
         return [] if constraint.error else found
 
     def _fill(self, guided: Sequence[Constraint], masks: npt.NDArray[np.uint32]) -> None:
@@ -306,16 +313,18 @@ class StepMasks:
 
     def _drain(self, left: deque[tuple[Constraint, TokenMask]]) -> None:
         """Compute what no other thread has taken."""
+        fill, clock = self._backend.fill_mask, time.thread_time
+        begun = clock()
         while left:
             try:
                 one, mask = left.popleft()
             except IndexError:  # another thread was faster
                 return
-            begun = time.thread_time()
-            self._backend.fill_mask(one.matcher, mask)
-            one.mask_seconds = time.thread_time() - begun
+            fill(one.matcher, mask)
+            ended = clock()
+            one.mask_seconds, begun = ended - begun, ended
             if self._watched:
-                _charge(one, one.mask_seconds - USUAL_S)
+                _charge(one, one.mask_seconds, self._may_take)
 
 
 def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool]:
@@ -325,7 +334,7 @@ def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool
         if row.banned is not None:
             groups.setdefault(row.banned, []).append(at)
     before = {banned: banned.forbid(masks, members) for banned, members in groups.items()}
-    some: list[bool] = np.any(masks, axis=1).tolist()
+    some = _any_token(masks)
     for banned, members in groups.items():
         for at, words in zip(members, before[banned], strict=True):
             if not some[at]:
@@ -333,10 +342,24 @@ def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool
     return some
 
 
-def _charge(one: Constraint, extra: float) -> None:
-    """Count what a mask, or the search for forced tokens, took beyond what is usual."""
+def _any_token(masks: npt.NDArray[np.uint32]) -> list[bool]:
+    """Return which masks have any token. Nearly all do among the first, which spell whatever is not one token."""
+    some: list[bool] = np.any(masks[:, :FIRST_WORDS], axis=1).tolist()
+    return [found or bool(mask.any()) for found, mask in zip(some, masks, strict=True)]
+
+
+def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:
+    """Count what a mask, or the search for forced tokens, took.
+
+    Args:
+        one: Whose.
+        seconds: CPU time of one thread.
+        may_take: What of it beyond what is usual is not held against the request.
+    """
+    extra = seconds - USUAL_S
     if extra > 0:
-        one.cost.seconds += extra
         one.matcher.family.seconds += extra
+    if extra > may_take:
+        one.cost.seconds += extra - may_take
         if one.cost.seconds > MAX_EXTRA_S:
             one.error = one.error or "its masks take too long: it is ambiguous, or has too many states"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from tests.support.scripted import TINY
@@ -11,6 +15,7 @@ from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import Constraint, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.grammar import lark_grammar, regex_grammar
+from baton_kernels.cpu.team import ThreadTeam
 
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | "b"'
 MANY_STATES = r"(\w*a\w{400}){5}"
@@ -45,6 +50,26 @@ def test_a_request_whose_masks_take_long_fails_and_others_go_on(
             break
     assert "take too long" in costly.error
     assert not other.error
+
+
+@pytest.mark.parametrize(("seconds", "fails"), [(0.0015, False), (0.006, True)])
+def test_a_list_of_strings_that_are_nearly_full_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, fails: bool
+) -> None:
+    """With 128,000 tokens the mask of each takes 1 to 2 ms, as most tokens are followed until they are too long."""
+    vocab = 128_000
+    backend = GuidanceBackend(TINY, vocab_size=vocab, eos_token_ids=frozenset({0}))
+    masks = StepMasks(backend, vocab, ThreadTeam(1))
+    row = GrammarCompiler(backend, frozenset({0})).constraint(regex_grammar('("[a-z]{4}",)+'))
+    clock = itertools.count()
+    times = SimpleNamespace(perf_counter=time.perf_counter, thread_time=lambda: seconds * next(clock))
+    monkeypatch.setattr(limits, "time", times)
+    masks._watched = 1000
+    for choice in range(600):
+        step(masks, [row], choice)
+        if row.error:
+            break
+    assert ("take too long" in row.error) == fails
 
 
 def test_a_full_lexer_is_not_what_the_next_request_gets(backend: GuidanceBackend) -> None:
