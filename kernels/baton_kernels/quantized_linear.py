@@ -17,8 +17,8 @@ from baton_kernels.quantized_activations import EXACT, ActivationScheme, Activat
 from baton_kernels.quantized_packing import PackedWeights, QuantizedShape, address
 from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
 
-TILE_ROWS = 256
-"""Rows of the weight that the plain layer dequantizes at a time."""
+TILE_ELEMENTS = 1 << 17
+"""Of the weight that the plain layer dequantizes at a time."""
 
 
 class QuantizedLinear(PackedLinear, Protocol):
@@ -85,8 +85,9 @@ class PlainQuantizedLinear:
         """See :class:`baton_kernels.linear.PackedLinear`."""
         rounded = self._activations.round(x)
         out = rounded.new_empty(len(x), self.out_features)
-        for start in range(0, self.out_features, TILE_ROWS):
-            stop = min(start + TILE_ROWS, self.out_features)
+        rows = max(1, TILE_ELEMENTS // self.in_features)
+        for start in range(0, self.out_features, rows):
+            stop = min(start + rows, self.out_features)
             torch.mm(rounded, self._weight.cut_rows(start, stop).dequantize().T, out=out[:, start:stop])
         for each in (self._bias, residual):
             if each is not None:

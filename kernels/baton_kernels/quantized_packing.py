@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.quantized_checks import same_order
 from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
 
 _FORMS: dict[type[Any], int] = {Int8Weight: 0, Int4Weight: 1, Fp8Weight: 2, TableWeight: 3}
@@ -63,8 +64,10 @@ class PackedWeights:
             zero=zero or 0,
             gated=gated,
         )
-        self.table = first.table.contiguous() if isinstance(first, TableWeight) else None
-        self.order = getattr(first, "order", None)
+        # Copies: as parts of a weight's memory they would keep all of it.
+        self.table = first.table.clone() if isinstance(first, TableWeight) else None
+        order: torch.Tensor | None = getattr(first, "order", None)
+        self.order = None if order is None else order.clone()
         at = ctypes.byref(self.shape)
         self.each_bytes = int(library.quantized.packed_size(at))
         self.packed = library.weights.empty(self.each_bytes * len(weights), torch.uint8)
@@ -82,8 +85,7 @@ class PackedWeights:
             return False
         if isinstance(weight, TableWeight):
             return self.table is not None and torch.equal(weight.table, self.table)
-        order = getattr(weight, "order", None)
-        return order is self.order or (order is not None and self.order is not None and torch.equal(order, self.order))
+        return same_order(getattr(weight, "order", None), self.order)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from baton_kernels.quantized_weights import (
-    Fp8Weight,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-    TableWeight,
-    join,
-    pack_nibbles,
-)
+from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, TableWeight, pack_nibbles
+
+Tensors = dict[str, torch.Tensor]
 
 INT4_GROUP = 64
 NF4_GROUP = 64
-_TILE_ELEMENTS = 1 << 22
+_TILE_ELEMENTS = 1 << 17
 """Of a weight that are float32 at a time."""
 
 NF4 = (
@@ -46,12 +40,11 @@ NF4 = (
 def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     """Quantize a weight [rows, columns] with a scale per row: its largest magnitude becomes 127."""
 
-    def tile(part: torch.Tensor) -> Int8Weight:
+    def tile(part: torch.Tensor) -> Tensors:
         scales = _or_one(part.abs().amax(1, keepdim=True) / 127)
-        return Int8Weight((part / scales).round().clamp(-127, 127).to(torch.int8), scales)
+        return {"values": (part / scales).round_().clamp_(-127, 127).to(torch.int8), "scales": scales}
 
-    parts = [tile(part) for part in _tiles(weight)]
-    return Int8Weight(torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts]))
+    return Int8Weight(**_by_tiles(weight, tile))
 
 
 def quantize_int4(weight: torch.Tensor, group: int = INT4_GROUP) -> Int4Weight:
@@ -64,25 +57,25 @@ def quantize_int4(weight: torch.Tensor, group: int = INT4_GROUP) -> Int4Weight:
     """
     group = _fitting(weight, group)
 
-    def tile(part: torch.Tensor) -> QuantizedWeight:
+    def tile(part: torch.Tensor) -> Tensors:
         grouped = part.view(len(part), -1, group)
         largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))[..., 0]
         scales = _short(largest / -8)
-        values = ((grouped / scales[..., None]).round() + 8).clamp(0, 15)
-        return Int4Weight(pack_nibbles(values.view(part.shape)), scales, torch.full_like(scales, 8.0))
+        values = (grouped / scales[..., None]).round_().add_(8).clamp_(0, 15)
+        return {"values": pack_nibbles(values.view(part.shape)), "scales": scales}
 
-    joined = join([tile(part) for part in _tiles(weight)])
-    assert isinstance(joined, Int4Weight)
-    return joined
+    made = _by_tiles(weight, tile)
+    return Int4Weight(**made, zeros=torch.tensor(8.0).expand_as(made["scales"]))
 
 
 def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
     """Quantize a weight [rows, columns] to e4m3 with a scale per row: its largest magnitude becomes 448."""
-    values, scales = [], []
-    for part in _tiles(weight):
-        scales.append(_or_one(part.abs().amax(1, keepdim=True) / 448))
-        values.append((part / scales[-1]).clamp(-448, 448).to(torch.float8_e4m3fn))
-    return Fp8Weight(torch.cat(values), torch.cat(scales), (1, weight.shape[1]))
+
+    def tile(part: torch.Tensor) -> Tensors:
+        scales = _or_one(part.abs().amax(1, keepdim=True) / 448)
+        return {"values": (part / scales).clamp_(-448, 448).to(torch.float8_e4m3fn), "scales": scales}
+
+    return Fp8Weight(**_by_tiles(weight, tile), block=(1, weight.shape[1]))
 
 
 def quantize_nf4(weight: torch.Tensor, group: int = NF4_GROUP) -> TableWeight:
@@ -90,15 +83,27 @@ def quantize_nf4(weight: torch.Tensor, group: int = NF4_GROUP) -> TableWeight:
     group, table = _fitting(weight, group), torch.tensor(NF4)
     bounds = (table[1:] + table[:-1]) / 2
 
-    def tile(part: torch.Tensor) -> QuantizedWeight:
+    def tile(part: torch.Tensor) -> Tensors:
         grouped = part.view(len(part), -1, group)
         scales = _short(grouped.abs().amax(-1))
-        values = torch.bucketize(grouped / scales[..., None], bounds)
-        return TableWeight(pack_nibbles(values.view(part.shape)), table, scales)
+        values = torch.bucketize(grouped / scales[..., None], bounds, out_int32=True)
+        return {"values": pack_nibbles(values.view(part.shape)), "scales": scales}
 
-    joined = join([tile(part) for part in _tiles(weight)])
-    assert isinstance(joined, TableWeight)
-    return joined
+    return TableWeight(**_by_tiles(weight, tile), table=table)
+
+
+def _by_tiles(weight: torch.Tensor, tile: Callable[[torch.Tensor], Tensors]) -> Tensors:
+    """Return what a function makes of some rows at a time, of all rows."""
+    whole: Tensors = {}
+    start = 0
+    for part in _tiles(weight):
+        stop = start + len(part)
+        for name, made in tile(part).items():
+            if name not in whole:
+                whole[name] = made.new_empty(len(weight), made.shape[1])
+            whole[name][start:stop] = made
+        start = stop
+    return whole
 
 
 def _tiles(weight: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -195,8 +195,10 @@ class Fp8Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weight [rows, columns], computed in float32."""
-        scales = self.row_scales.repeat_interleave(self.block[1], 1)[:, : self.columns]
-        return (self.values.float() * scales).to(dtype)
+        scales = self.row_scales
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.block[1], 1)[:, : self.columns]
+        return self.values.float().mul_(scales).to(dtype)
 
     def cut_rows(self, start: int, stop: int) -> Fp8Weight:
         """Return rows ``start`` to ``stop``; where a block would be cut each row gets its scale."""
@@ -260,7 +262,10 @@ class TableWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weight [rows, columns], computed in float32."""
-        return _scaled(self.table[unpack_nibbles(self.values).int()], self.scales, None, None).to(dtype)
+        values = unpack_nibbles(self.values)
+        # Other ways to look up make indices of 64 bits.
+        floats = self.table.index_select(0, values.flatten().int()).view(values.shape)
+        return _scaled(floats, self.scales, None, None).to(dtype)
 
     def cut_rows(self, start: int, stop: int) -> TableWeight:
         """Return rows ``start`` to ``stop``, as views."""
@@ -331,10 +336,10 @@ def _join_fp8(weights: list[Fp8Weight]) -> Fp8Weight:
 def _scaled(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None
 ) -> torch.Tensor:
-    grouped = values.float().view(*scales.shape, -1)
+    grouped = values.float().view(*scales.shape, -1)  # a copy, which is changed in place
     if zeros is not None:
-        grouped = grouped - zeros[..., None]
-    out = (grouped * scales[..., None]).view(values.shape)
+        grouped -= zeros[..., None]
+    out = grouped.mul_(scales[..., None]).view(values.shape)
     if order is not None:
         out = torch.empty_like(out).index_copy_(1, order.long(), out)
     return out

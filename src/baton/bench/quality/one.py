@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import statistics
@@ -19,6 +18,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
 from baton.engine.executor.base import Executor, load_executor
+from baton.engine.quantization.kept import return_free_memory
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import BatonError, ConfigError
 from baton.kv_cache.shards import shard_layout
@@ -110,7 +110,7 @@ def _measure(task: Task) -> Measured:
 def _resident() -> int:
     """Return this process's resident bytes, without what it has given back."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_free_memory()
     return int(psutil.Process().memory_info().rss)
 
 

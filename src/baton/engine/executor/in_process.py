@@ -7,7 +7,6 @@ model itself): they are refused. A faster path is used only if it is as close as
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
+from baton.engine.quantization.kept import return_free_memory
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
@@ -61,8 +61,11 @@ class InProcessExecutor:
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
         self.fingerprint = self._fingerprint(whole)
+        return_free_memory()
         check = SelfCheck(whole, config.block_size)
+        return_free_memory()
         quality = QualityCheck(whole, config.model, config.block_size)
+        return_free_memory()
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
@@ -73,7 +76,7 @@ class InProcessExecutor:
         self.quality = quality.measure(self._logits)
         if self.quality is not None:
             self.description += f", {self.quality}"
-        _return_free_memory()
+        return_free_memory()
         log.info("%s: %s", self.architecture, self.description)
 
     def _join(self) -> None:
@@ -105,6 +108,7 @@ class InProcessExecutor:
         All ranks together are compared with the model as it was before it was divided.
         """
         model, error = whole.model, self._generic_error(check)
+        return_free_memory()
         if not error < check.tolerance:
             field, figures = self._refused_field, f"attention {self.attention_backend}, relative error {error:.2g}"
             if len(self.shards) > 1:
@@ -272,10 +276,3 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """There is no other process to end."""
-
-
-def _return_free_memory() -> None:
-    """Give back to the system what the C library keeps of what loading has freed, if it can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.executor.base import Quality
-from baton.engine.executor.self_check import Forward, reference_logits, step_of
+from baton.engine.executor.self_check import Forward, in_float32, reference_logits, step_of
 from baton.engine.quantization.modules import exact_inputs, quantized_layers
 from baton.engine.runner.model_runner import WholeModel
 from baton.errors import ConfigError
@@ -55,10 +55,12 @@ a speed. Questions for the reader: 1. Why is the difference not exactly 1,000 se
 
 def compare(logits: torch.Tensor, reference: torch.Tensor) -> Quality:
     """Compare logits [tokens, vocab] with those of the reference."""
-    expected, found = (each.float().log_softmax(-1) for each in (reference, logits))
-    divergence = (expected.exp() * (expected - found)).sum(-1).clamp_min(0)
-    same = logits.argmax(-1) == reference.argmax(-1)
-    return Quality(float(divergence.mean()), float(same.float().mean()), len(logits))
+    divergence, same = [], []
+    for parts in in_float32(reference, logits):
+        expected, found = (each.log_softmax(-1) for each in parts)
+        divergence.append((expected.exp() * (expected - found)).sum(-1).clamp_min(0))
+        same.append(parts[0].argmax(-1) == parts[1].argmax(-1))
+    return Quality(float(torch.cat(divergence).mean()), float(torch.cat(same).float().mean()), len(logits))
 
 
 def fixed_tokens(model: str, longest: int, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -105,4 +107,4 @@ class QualityCheck:
             return None
         blocks = -(-len(self._tokens) // self._block_size)
         logits = forward(step_of([(self._tokens, 0, list(range(blocks)))]), blocks, 0)
-        return compare(logits.float().cpu(), reference)
+        return compare(logits.cpu(), reference)

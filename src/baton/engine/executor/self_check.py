@@ -11,7 +11,7 @@ single tokens after a long context, whose block table repeats a few blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest |difference| / |logits| of what is checked; a wrong attention gives about 1."""
 SLACK = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """How much more than twice the generic path's error the fast path may have; rounding grows to that in some tokens."""
+
+COMPARED_TOKENS = 8
+"""Tokens whose logits are float32 at a time: a token's are as many as the vocabulary."""
 
 STORAGE_TOLERANCE = {"bfloat16": 0.2, "int8": 0.5, "fp8_e4m3": 0.7}
 """By KV type, how much most tokens' logits may differ from those with KV in the model's dtype: a wrong operator gives
@@ -153,7 +156,7 @@ class SelfCheck:
         """Return how much KV of another type changes logits: the (upper) median token's relative error."""
         batches = [step.batch for step in self._steps if not step.offset]
         mine, theirs = (
-            torch.cat([forward(batch, self.num_blocks, 0).float().cpu() for batch in batches])
+            torch.cat([forward(batch, self.num_blocks, 0).cpu() for batch in batches])
             for forward in (stored, plain)  # one after the other: each has scratch memory of its own
         )
         return float(_errors(mine, theirs).median())
@@ -167,11 +170,11 @@ class SelfCheck:
             self._far_logits = self._run_far(forward, self._far_batch)
 
     def _run_far(self, forward: Forward, batch: ForwardBatch) -> torch.Tensor:
-        return forward(batch, self.num_blocks, 0).float().cpu()
+        return forward(batch, self.num_blocks, 0).cpu()
 
     def _errors(self, forward: Forward, step: _Step) -> list[torch.Tensor]:
         """Run a step and return the errors of the tokens of each sequence."""
-        logits = forward(step.batch, self.num_blocks, step.offset).float().cpu()
+        logits = forward(step.batch, self.num_blocks, step.offset).cpu()
         starts = step.batch.query_starts
         return [_errors(logits[starts[row] : starts[row + 1]], want) for row, want in enumerate(step.expected)]
 
@@ -210,8 +213,16 @@ def _within_chunks(start: int, whole: WholeModel) -> int:
 
 def _errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """|difference| / |logits| of every token of logits [tokens, vocab]; infinite where that is no number."""
-    error: torch.Tensor = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
-    return error.nan_to_num(float("inf"))
+    errors = []
+    for mine, theirs in in_float32(got, expected):
+        errors.append(mine.sub_(theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6))
+    return torch.cat(errors).nan_to_num(float("inf"))
+
+
+def in_float32(*logits: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield copies of some tokens' logits at a time, of each of several [tokens, vocab]."""
+    for parts in zip(*(torch.split(each, COMPARED_TOKENS) for each in logits), strict=True):
+        yield tuple(part.to(torch.float32, copy=True) for part in parts)
 
 
 def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
@@ -273,7 +284,10 @@ class _DroppedLayer(DynamicLayer):
 
 
 def reference_logits(whole: WholeModel, tokens: Tokens, start: int, *, explicit: bool = False) -> torch.Tensor:
-    """Return the logits [length, vocab] of tokens from a position on, by the model's own attention to these alone."""
+    """Return the logits [length, vocab] of tokens from a position on, by the model's own attention to these alone.
+
+    They are of the model's type: a vocabulary of 150,000 makes 0.6 MB of a token's in float32.
+    """
     model = whole.model
     ids = torch.from_numpy(tokens)[None].to(model.device)
     options: dict[str, Any] = {}
@@ -284,4 +298,4 @@ def reference_logits(whole: WholeModel, tokens: Tokens, start: int, *, explicit:
         options["position_ids"] = torch.arange(start, start + len(tokens), device=model.device)[None]
     with quiet_transformers(), torch.inference_mode():
         logits: torch.Tensor = model.module(input_ids=ids, use_cache=False, **options).logits[0]
-    return logits.float().cpu()
+    return logits.cpu()

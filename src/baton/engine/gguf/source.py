@@ -84,6 +84,14 @@ class GgufSource:
             value = value.float() - rule.added
         return value.to(self._dtype)
 
+    def keep(self, name: str) -> torch.Tensor:
+        """Return a parameter that stays as it is: as :meth:`read` does, for it may be of another type than the file's.
+
+        Raises:
+            ConfigError: As :meth:`read`.
+        """
+        return self.read(name)
+
     def stored(self) -> list[StoredWeight]:
         """Return the quantized weights."""
         found = []

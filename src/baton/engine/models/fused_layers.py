@@ -31,6 +31,10 @@ SpanningNorms = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch
 """Norms queries [T, heads, dim] and keys [T, kv_heads, dim] over all their heads at once."""
 
 
+ROTARY_ROWS = 512
+"""Positions whose angles are computed at a time: a model's own module takes several times a table's memory for them."""
+
+
 class NotFusableError(Exception):
     """The model is not of a shape that the fast path knows; says why."""
 
@@ -362,21 +366,39 @@ def _rotary_table(
 
     It gives every angle twice, one half of the row after the other, or (GPT-OSS) once.
     """
+    options = {} if layer_type is None else {"layer_type": layer_type}
     with torch.inference_mode():
-        try:
-            options = {} if layer_type is None else {"layer_type": layer_type}
-            positions = torch.arange(max_len, device=device)[None]
-            full = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, **options)
-        except Exception as error:
-            raise NotFusableError("another rotary embedding") from error
-        need(isinstance(full, tuple) and len(full) == 2 and full[0].dim() == 3, "another rotary embedding")
-        width = full[0].shape[-1]
-        half = width // 2
-        twice = all(torch.equal(table[0, :, :half], table[0, :, half:]) for table in full)
-        need(twice or all(2 * width == spec.k_dim for spec in specs), "another rotary embedding")
-        kept = half if twice else width
-        need(all(2 * kept <= spec.k_dim for spec in specs), "another rotary embedding")
-        cos, sin = (table[0, :, :kept].float().contiguous() for table in full)
+        parts = [
+            _rotary_rows(rotary, range(start, min(start + ROTARY_ROWS, max_len)), max_len, specs, options, device)
+            for start in range(0, max_len, ROTARY_ROWS)
+        ]
+        need(len({cos.shape[1] for cos, _ in parts}) == 1, "another rotary embedding")
+        cos, sin = (torch.cat(tables) for tables in zip(*parts, strict=True))
+    return cos, sin
+
+
+def _rotary_rows(
+    rotary: Any,
+    rows: range,
+    max_len: int,
+    specs: list[AttentionSpec],
+    options: dict[str, Any],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some rows of the tables; the last position is computed beside them, for angles that hang on it."""
+    positions = torch.tensor([*rows, max_len - 1], device=device)[None]
+    try:
+        full = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, **options)
+    except Exception as error:
+        raise NotFusableError("another rotary embedding") from error
+    need(isinstance(full, tuple) and len(full) == 2 and full[0].dim() == 3, "another rotary embedding")
+    width = full[0].shape[-1]
+    half = width // 2
+    twice = all(torch.equal(table[0, :, :half], table[0, :, half:]) for table in full)
+    need(twice or all(2 * width == spec.k_dim for spec in specs), "another rotary embedding")
+    kept = half if twice else width
+    need(all(2 * kept <= spec.k_dim for spec in specs), "another rotary embedding")
+    cos, sin = (table[0, :-1, :kept].float().contiguous() for table in full)
     return cos, sin
 
 

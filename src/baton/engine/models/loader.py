@@ -24,6 +24,7 @@ from baton.engine.models.quantized_loader import load_quantized
 from baton.engine.models.quirks import DRAFT_MODELS, unserved_layers
 from baton.engine.models.tensors import TensorFiles
 from baton.engine.quantization.base import StoredWeight
+from baton.engine.quantization.kept import return_free_memory
 from baton.engine.quantization.modules import place_weights, rounds_inputs
 from baton.engine.quantization.online import identity, quantized_at_load, with_activations
 from baton.engine.quantization.schemes import quantization_config, stored_weights
@@ -55,6 +56,8 @@ class LoadedModel:
     """Whether inputs of some layers are rounded to 8 bits."""
     compute: ComputeDevice = ComputeDevice(torch.device("cpu"), on_gpu=False)  # noqa: RUF009 - it is frozen
     """What runs it; its memory is ``device``."""
+    kept: TensorFiles | None = None
+    """Whose pages plain weights are, where others are quantized: not needed in memory where operators have copies."""
 
 
 def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
@@ -77,7 +80,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     model_class = _model_class(hf_config, raw)
     architecture = model_class.__name__
     files = weight_files(folder)
-    quantized = quantization_config(raw)
+    quantized, kept = quantization_config(raw), None
     if quantized is not None and config.quantization != "none":
         why = f"the checkpoint is quantized already (quant_method {quantized.get('quant_method')!r})"
         raise ConfigError(f"quantization {config.quantization}: {why}", field="quantization")
@@ -86,7 +89,8 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     elif quantized is None and config.quantization == "none":
         module = _load_weights(folder, hf_config, config, architecture)
     else:
-        module = _load_quantized(files, hf_config, config, model_class, quantized)
+        kept = TensorFiles(files)
+        module = _load_quantized(kept, folder, hf_config, config, model_class, quantized)
     module = _to_device(module, device, architecture).eval()
     module.requires_grad_(requires_grad=False)
     try:
@@ -97,6 +101,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         free = torch.cuda.mem_get_info(device.memory)[0] / 2**20
         why = f"quantized weights of {architecture} do not fit {device.memory}, of which {free:.0f} MiB are left"
         raise ConfigError(why, field="device") from error
+    return_free_memory()
     dtype = next((name for name, value in TORCH_DTYPES.items() if value == module.dtype), None)
     if dtype is None:
         raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
@@ -118,6 +123,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         identity=identity(config),
         rounds_inputs=rounds_inputs(module),
         compute=device,
+        kept=kept,
     )
 
 
@@ -203,10 +209,14 @@ def _load_weights(folder: Path, hf_config: Any, config: EngineConfig, architectu
 
 
 def _load_quantized(
-    files: list[WeightFile], hf_config: Any, config: EngineConfig, model_class: Any, quantized: dict[str, Any] | None
+    source: TensorFiles,
+    folder: Path,
+    hf_config: Any,
+    config: EngineConfig,
+    model_class: Any,
+    quantized: dict[str, Any] | None,
 ) -> Any:
     """Load a checkpoint that is quantized, or that is to be."""
-    source, folder = TensorFiles(files), files[0].path.parent
     for holder in (hf_config, hf_config.get_text_config(decoder=True)):
         if hasattr(holder, "quantization_config"):
             del holder.quantization_config  # or transformers would ask for packages that read it

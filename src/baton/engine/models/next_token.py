@@ -169,6 +169,10 @@ class _LayerFiles:
         """Read a tensor, or one of those that are stacked in it."""
         return self._files.read(self._names[name], index)
 
+    def keep(self, name: str) -> torch.Tensor:
+        """Return a tensor that stays as it is."""
+        return self._files.keep(self._names[name])
+
     def file_of(self, name: str) -> str:
         """The file in which a tensor is, and its name there."""
         own = self._names[name]

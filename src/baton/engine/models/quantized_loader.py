@@ -142,7 +142,7 @@ class _Places:
             if name not in consumed and name in self._state:
                 need_shape(self._source, name, tuple(self._state[name].shape))
         plain: dict[str, Any] = {
-            name: LazyTensor(partial(self._source.read, name)) for name in self._source.names() if name not in consumed
+            name: LazyTensor(partial(self._source.keep, name)) for name in self._source.names() if name not in consumed
         }
         plain.update({weight.parameter: LazyTensor(partial(self._dequantized, weight)) for weight in self._plain})
         return plain

@@ -1,8 +1,9 @@
-"""Reads tensors of safetensors files one by one, each into memory of its own."""
+"""Reads tensors of safetensors files one by one, each into memory of its own; or maps those that stay as they are."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Types of safetensors that torch has."""
+MAPPED_BYTES = 1 << 16
+"""Bytes of a tensor from which on it is mapped, if it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class _Entry:
 class TensorFiles:
     """The tensors of a checkpoint's files; a :class:`baton.engine.quantization.base.TensorSource`.
 
-    Not memory-mapped: what is read is in memory once, and gone when it is dropped.
+    What is read is in memory once, and gone when it is dropped. What is mapped is pages of its file: the system reads
+    them when they are looked at, and takes them back when it needs memory, or here (:meth:`drop_pages`).
 
     Args:
         files: With headers that were checked.
@@ -56,6 +60,7 @@ class TensorFiles:
     def __init__(self, files: Iterable[WeightFile]) -> None:
         self._entries: dict[str, _Entry] = {}
         self._metadata: dict[str, str] = {}
+        self._mappings: list[mmap.mmap] = []
         for file in files:
             header = json.loads(file.header)
             metadata = header.pop("__metadata__", None) or {}
@@ -110,6 +115,36 @@ class TensorFiles:
                     raise ConfigError(f"{entry.file.path}: {name}: the file ends in it", field="model")
                 done += count
         return torch.from_numpy(data).view(entry.dtype).view(shape) if size else torch.empty(shape, dtype=entry.dtype)
+
+    def keep(self, name: str) -> torch.Tensor:
+        """Return a tensor that stays as it is: pages of the file if it is large. It must not be written to.
+
+        Raises:
+            ConfigError: As :meth:`read`.
+        """
+        entry = self._entries[name]
+        if entry.size < MAPPED_BYTES or entry.begin % entry.dtype.itemsize:
+            return self.read(name)
+        skip = entry.begin % mmap.ALLOCATIONGRANULARITY
+        with entry.file.path.open("rb") as file:
+            try:
+                mapping = mmap.mmap(
+                    file.fileno(),
+                    skip + entry.size,
+                    flags=mmap.MAP_PRIVATE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch has no tensors that cannot be written to
+                    offset=entry.begin - skip,
+                )
+            except ValueError as error:
+                raise ConfigError(f"{entry.file.path}: {name}: the file ends in it", field="model") from error
+        self._mappings.append(mapping)
+        data = torch.frombuffer(mapping, dtype=torch.uint8, offset=skip)
+        return data.view(entry.dtype).view(entry.shape)
+
+    def drop_pages(self) -> None:
+        """Have no page of what :meth:`keep` mapped in memory, until it is looked at again."""
+        for mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _entry(file: WeightFile, name: str, item: dict[str, object]) -> _Entry:

@@ -40,6 +40,9 @@ class TensorSource(Protocol):
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Read a tensor, or one of those that are stacked in it, into memory of its own."""
 
+    def keep(self, name: str) -> torch.Tensor:
+        """Return a tensor that stays as it is, in as little memory as it can, not to be written to."""
+
     def file_of(self, name: str) -> str:
         """The name of the file in which a tensor is, for errors."""
 

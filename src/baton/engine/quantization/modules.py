@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.quantization.parts import own, pick_rows, to_device
+from baton.engine.quantization.kept import KeptWeight, return_free_memory
+from baton.engine.quantization.parts import pick_rows, to_device
 from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
 from baton_kernels.quantized_linear import PlainQuantizedLinear
 from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
@@ -23,6 +24,8 @@ from baton_kernels.row_wise import Activation, gated_reference
 
 ReadWeight = Callable[[], QuantizedWeight]
 Change = Callable[[QuantizedWeight], QuantizedWeight]
+RETURNED_BYTES = 8 << 20
+"""Of weights that are read before memory that was freed meanwhile goes back to the system."""
 
 
 def multiply(
@@ -50,12 +53,12 @@ class HeldWeight:
         self.form = ""
         self.device = torch.device("cpu")
         self._changes: list[Change] = []
-        self._weight: QuantizedWeight | None = None
+        self._weight: KeptWeight | None = None
 
     def get(self) -> QuantizedWeight:
         """Return the weight: the one that is held, or read for this once."""
         if self._weight is not None:
-            return self._weight
+            return self._weight.get()
         weight = self._read()
         for change in self._changes:
             weight = change(weight)
@@ -65,7 +68,7 @@ class HeldWeight:
     def hold(self) -> None:
         """Keep the weight in memory."""
         if self._weight is None:
-            self._weight = own(self.get())
+            self._weight = KeptWeight(self.get())
 
     def release(self) -> None:
         """Drop the weight from memory."""
@@ -77,7 +80,7 @@ class HeldWeight:
         Raises:
             ValueError: The function refuses it.
         """
-        self._weight = own(change(self.get()))
+        self._weight = KeptWeight(change(self.get()))
         self._changes.append(change)
 
     @property
@@ -223,10 +226,15 @@ def held_weights(module: nn.Module) -> list[HeldWeight]:
 
 def place_weights(module: nn.Module, device: torch.device, *, hold: bool = True) -> None:
     """Have a model's quantized weights lie on a device, and with ``hold`` read them now."""
+    since = 0
     for held in held_weights(module):
         held.device = device
         if hold:
             held.hold()
+            since += held.nbytes
+        if since >= RETURNED_BYTES:
+            return_free_memory()
+            since = 0
 
 
 def form_name(weight: QuantizedWeight) -> str:

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from baton_kernels.quantized_weights import Fp8Weight, QuantizedWeight, TableWeight, join
 
-MAPPED_BYTES = 1 << 16
-"""Bytes of a weight from which on it gets a mapping of its own."""
-ALIGNMENT = 64
 
-
-def own(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a copy of a weight in a mapping of its own, which goes back to the system when the copy is dropped.
-
-    The allocator would keep what is dropped among what was allocated meanwhile: the memory of two copies of a model
-    while its operators are made of it, and afterwards. On a GPU it is an ordinary copy.
-    """
-    if weight.values.device.type != "cpu":
-        return to_device(weight, weight.values.device, copy=True)
-    kept: dict[str, Any] = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    # One number that stands for all zeros takes no memory as it is.
-    tensors = {
-        name: tensor for name, tensor in kept.items() if isinstance(tensor, torch.Tensor) and any(tensor.stride())
-    }
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-    memory = torch.split(_memory(sum(sizes)), sizes)
-    for (name, tensor), part in zip(tensors.items(), memory, strict=True):
-        copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        kept[name] = copy.copy_(tensor)
-    return type(weight)(**kept)
-
-
-def to_device(weight: QuantizedWeight, device: torch.device, *, copy: bool = False) -> QuantizedWeight:
-    """Return a weight whose tensors lie on a device: itself, where they do already and no copy is wanted."""
-    if weight.values.device == device and not copy:
+def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """Return a weight whose tensors lie on a device: itself, where they do already."""
+    if weight.values.device == device:
         return weight
     kept = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    tensors = {name: each.to(device, copy=copy) for name, each in kept.items() if isinstance(each, torch.Tensor)}
+    tensors = {name: each.to(device) for name, each in kept.items() if isinstance(each, torch.Tensor)}
     return type(weight)(**kept | tensors)
-
-
-def _memory(size: int) -> torch.Tensor:
-    if size < MAPPED_BYTES:
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def pick_rows(weight: QuantizedWeight, ranges: Sequence[range]) -> QuantizedWeight:

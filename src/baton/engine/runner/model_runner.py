@@ -27,6 +27,7 @@ from baton.engine.models.layer_operators import CpuOperators, GpuOperators, Laye
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
+from baton.engine.quantization.kept import return_free_memory
 from baton.engine.quantization.modules import describe, held_weights, quantized_layers
 from baton.engine.runner.capture import StepCapture
 from baton.engine.runner.decode_graphs import DecodeGraphs, TableShape
@@ -219,14 +220,20 @@ class ModelRunner:
         Returns:
             An empty text, or why that path is not possible; the one before stays then.
         """
+        return_free_memory()
+        why = ""
         if path is ExecutionPath.FUSED:
-            return self._fuse()
-        self._decoder = self._generic  # or its weights would be in memory twice
-        restore_modules(self._generic.module, self._replaced)
-        self._replaced = {}
-        if path is ExecutionPath.PACKED:
-            self._replaced = pack_modules(self._generic.module, self._operators)
-        return ""
+            why = self._fuse()
+        else:
+            self._decoder = self._generic  # or its weights would be in memory twice
+            restore_modules(self._generic.module, self._replaced)
+            self._replaced = {}
+            if path is ExecutionPath.PACKED:
+                self._replaced = pack_modules(self._generic.module, self._operators)
+        if self._model.kept is not None:
+            self._model.kept.drop_pages()
+        return_free_memory()
+        return why
 
     def _fuse(self) -> str:
         if (attention := self._rotating) is None:

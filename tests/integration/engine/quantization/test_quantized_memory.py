@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.child_env import child_env
-from tests.support.models.checkpoints import make_checkpoint
-from tests.support.models.quantized_checkpoints import quantize_checkpoint, read_tensors
+import pytest
+from tests.support.models.load_memory import Found, measure
+from tests.support.models.random_checkpoints import Shape, write_random
 
-LAYERS, HIDDEN, INNER = 8, 512, 1536
-SLACK = 12 << 20
-"""Bytes that do not grow with the model: rotary tables, scratch memory of the checks at load, large pages, what the
-allocator keeps. A plain copy in bfloat16 would be 50 MB."""
+SHAPE = Shape(hidden=512, inner=1536, layers=8, heads=8, kv_heads=8, vocab=512)
+TINY = Shape(hidden=256, inner=256, layers=1, heads=4, kv_heads=4, vocab=512)
+LAYER = 4 * SHAPE.layer_elements
+"""Bytes of the largest layer unpacked, in float32: what its dequantization to that, all of it at once, would take."""
+FORMS = ("ct-w4a16", "bnb-nf4", "gguf-q4_0")
+INTERPRETER = 4 << 20
+"""What Python and libraries may allocate, which is not the same in every run; the benchmark has figures without it."""
+FIXED = 8 << 20
+"""Bytes that stay and do not grow with the weights: rotary tables, the rest of a large page, Python's objects."""
+BITS = {"int8": 8}
+"""Of a value quantized at load; scales of a row do not count. The other formats and schemes are in
+``benchmarks/load_memory.py``."""
 
 
-def loaded(tiny: Path, folder: Path, **options: str) -> dict[str, Any]:
-    arguments = [str(tiny), str(folder), *(f"{name}={value}" for name, value in options.items())]
-    command = [sys.executable, "-m", "tests.support.models.load_memory", *arguments]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=child_env(), timeout=480).stdout
-    found: dict[str, Any] = json.loads(output)
-    return found
+def packed_at_load(bits: int) -> int:
+    """Bytes of a plain checkpoint's tensors once those of linear layers are quantized."""
+    return SHAPE.layers * SHAPE.layer_elements * bits // 8 + 2 * 2 * SHAPE.vocab * SHAPE.hidden
 
 
-def test_loading_takes_the_packed_size_and_a_layer(tmp_path: Path) -> None:
-    """A layer: of weights in float32, as they are dequantized."""
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": 512}
-    plain = make_checkpoint(tmp_path / "source", "llama", initializer_range=0.02, dtype="bfloat16", **sizes)
-    tiny = quantize_checkpoint(make_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "small", "ct-w4a16").folder
-    made = quantize_checkpoint(plain, tmp_path, "ct-w4a16")
-    packed = sum(tensor.nbytes for tensor in read_tensors(made.folder).values())
-    layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
-    found = loaded(tiny, made.folder, dtype="bfloat16")
-    assert found["how"].startswith("fused decoder")
-    assert found["peak"] <= 1.1 * packed + layer + SLACK, found
-    assert found["resident"] <= 1.1 * packed + SLACK, found
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Found]]:
+    """Packed bytes of each format and quantization at load, and what loading it took; all in one process."""
+    root = tmp_path_factory.mktemp("memory")
+    loads: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
+    packed: dict[str, int] = {}
+    for form in (*FORMS, "bfloat16"):
+        tiny, _ = write_random(root / f"tiny-{form}", form, TINY)
+        model, packed[form] = write_random(root / form, form, SHAPE)
+        loads[form] = (tiny, model, {"dtype": "bfloat16"})
+    tiny, model, fields = loads.pop("bfloat16")
+    for scheme, bits in BITS.items():
+        packed[scheme] = packed_at_load(bits)
+        loads[scheme] = (tiny, model, {**fields, "quantization": scheme})
+    return {form: (packed[form], each) for form, each in zip(loads, measure(list(loads.values())), strict=True)}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *BITS])
+def test_loading_takes_the_packed_size_and_a_layer(found: dict[str, tuple[int, Found]], form: str) -> None:
+    packed, memory = found[form]
+    assert memory.how.startswith("fused decoder")
+    assert memory.peak <= 1.1 * packed + LAYER + INTERPRETER, f"{memory}, packed {packed}"
+    assert memory.resident <= 1.1 * packed + FIXED, f"{memory}, packed {packed}"
