@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
+import inspect
 import math
+import queue
 import random
+import sched
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,10 +79,10 @@ def rounded_model(path: str, rounding: Rounding = as_int8) -> Iterator[Any]:
 
 
 def texts(count: int, *, shortest: int = 40, longest: int = 160, seed: int = 0) -> list[list[int]]:
-    """Prompts that no two of have a beginning in common: pieces of this repository's code, as baton-tiny has them."""
+    """Prompts that no two of have a beginning in common: code that no commit changes, as baton-tiny has it."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    files = sorted((ROOT / "src" / "baton" / "kv_cache").glob("*.py"))
-    text = [token for file in files for token in tokenizer(file.read_text()[:6000])["input_ids"]]
+    modules = (bisect, heapq, queue, sched, shlex, textwrap)
+    text = [token for module in modules for token in tokenizer(inspect.getsource(module)[:6000])["input_ids"]]
     rng = random.Random(seed)
     prompts = []
     for number in range(count):
@@ -96,3 +104,13 @@ def greedy(model: Any, prompts: list[list[int]], new_tokens: int, clear: float =
             tokens.append(int(best.indices[0]))
         found.append(tokens[len(prompt) :])
     return found
+
+
+def clear_texts(model: Any, count: int, new_tokens: int, clear: float, seed: int = 0) -> list[list[int]]:
+    """The first of ``texts`` all of whose greedy tokens lead by ``clear`` at least.
+
+    Int8 KV that is computed in a batch of another make-up may be rounded the other way: that moves logits by less.
+    """
+    many = texts(4 * count, seed=seed)
+    clearly = (prompt for prompt in many if len(greedy(model, [prompt], new_tokens, clear)[0]) == new_tokens)
+    return list(islice(clearly, count))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.models.stored_kv import MODEL, greedy, rounded_model, texts
+from tests.support.models.stored_kv import MODEL, clear_texts, greedy, rounded_model, texts
 from tests.support.servers.cluster import LocalCluster, Result
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
@@ -28,6 +28,8 @@ NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 CLEAR = 0.05
 """By how much tokens lead that are compared where KV was rounded to bfloat16 on its way."""
+INT8_CLEAR = 0.03
+"""The same where it was rounded once, to int8, and batches are made up as requests arrive."""
 SMALL_POOL = 12
 """Blocks that hold one of the prompts, and hardly another."""
 INT8 = EngineConfig(model=MODEL, dtype="float32", kv_dtype="int8", kv_blocks=300, prefill_chunk=48)
@@ -35,7 +37,8 @@ INT8 = EngineConfig(model=MODEL, dtype="float32", kv_dtype="int8", kv_blocks=300
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return texts(8, seed=1)
+    with rounded_model(MODEL) as model:
+        return clear_texts(model, 8, NEW_TOKENS, INT8_CLEAR, seed=1)
 
 
 @pytest.fixture(scope="module")
