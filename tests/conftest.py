@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -63,6 +65,33 @@ def pytest_runtest_setup() -> None:
     """
     torch.manual_seed(0)
     np.random.seed(0)
+
+
+_MUCH_BYTES = 192 << 20
+_kept = 0
+"""Resident memory of this process when it last gave some back."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Give memory back when much more is held than after the last time: what tests free lies about in the C library.
+
+    Engines, and threads that come and go, leave it in many pieces, and no two tests want the same.
+    """
+    global _kept
+    result = yield
+    if _resident() > _kept + _MUCH_BYTES:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        _kept = _resident()
+    return result
+
+
+def _resident() -> int:
+    """Return the resident memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture(scope="session")
