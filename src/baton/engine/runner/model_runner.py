@@ -220,7 +220,7 @@ class ModelRunner:
         Returns:
             An empty text, or why that path is not possible; the one before stays then.
         """
-        return_free_memory()
+        self._return_memory()
         why = ""
         if path is ExecutionPath.FUSED:
             why = self._fuse()
@@ -230,10 +230,14 @@ class ModelRunner:
             self._replaced = {}
             if path is ExecutionPath.PACKED:
                 self._replaced = pack_modules(self._generic.module, self._operators)
+        self._return_memory()
+        return why
+
+    def _return_memory(self) -> None:
+        """Have nothing in memory that was freed, and no plain weights that operators have copies of."""
         if self._model.kept is not None:
             self._model.kept.drop_pages()
         return_free_memory()
-        return why
 
     def _fuse(self) -> str:
         if (attention := self._rotating) is None:
