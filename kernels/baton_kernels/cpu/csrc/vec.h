@@ -61,6 +61,12 @@ inline vf vmax(vf a, vf b) {
 #endif
 }
 
+#if defined(__aarch64__)
+typedef __fp16 half;  // GCC has _Float16 in C++ from version 13 on there
+#else
+typedef _Float16 half;
+#endif
+
 // --- loads and stores -------------------------------------------------------------------------------------------
 
 inline vf load(const float* p) { return *(const vf_unaligned*)p; }
@@ -79,7 +85,7 @@ inline vf load(const f16* p) {
 #else
   vf out;
   for (int i = 0; i < VL; ++i) {
-    _Float16 x;
+    half x;
     std::memcpy(&x, p + i, 2);
     out[i] = (float)x;
   }
@@ -104,7 +110,7 @@ inline void store(f16* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
   for (int i = 0; i < VL; ++i) {
-    _Float16 y = (_Float16)x[i];
+    half y = (half)x[i];
     std::memcpy(p + i, &y, 2);
   }
 #endif
