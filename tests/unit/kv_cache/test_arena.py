@@ -111,3 +111,12 @@ def test_another_process_can_map_a_shared_arena_and_not_a_private_one() -> None:
         private.open_read_only()
     for arena in (other, shared, private):
         arena.close()
+
+
+def test_private_memory_is_given_back_at_the_end_whoever_still_refers_to_it() -> None:
+    arena = HostArena(64, 64 << 10, private=True)
+    arena.blocks[:] = 7
+    blocks = arena.blocks
+    arena.close()
+    assert not blocks.any(), "its pages are the kernel's again"
+    arena.close()

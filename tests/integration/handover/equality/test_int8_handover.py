@@ -33,6 +33,8 @@ INT8_CLEAR = 0.03
 SMALL_POOL = 12
 """Blocks that hold one of the prompts, and hardly another."""
 INT8 = EngineConfig(model=MODEL, dtype="float32", kv_dtype="int8", kv_blocks=300, prefill_chunk=48)
+OFFLOAD = f"offload.bytes={64 << 20}"
+"""Instead of a gigabyte, which each instance takes as it starts."""
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +190,7 @@ async def test_through_redis(prompts: list[list[int]], expected: list[list[int]]
 async def test_through_files_and_host_memory(
     connector: str, tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    options = (f"shared_storage.path={tmp_path / 'kv'}",) if connector == "shared_storage" else ()
+    options = (f"shared_storage.path={tmp_path / 'kv'}" if connector == "shared_storage" else OFFLOAD,)
     use = WorkerConfig(kv_connectors=(connector,), kv_connector_options=options)
     async with LocalCluster(dataclasses.replace(INT8, kv_blocks=SMALL_POOL), use, num_prefill=0) as cluster:
         for _ in range(2):  # the pool is too small for all: the second time they are loaded
@@ -218,7 +220,7 @@ async def test_tiers_may_keep_int8_for_engines_that_do_not(
         elif where == "redis":
             use = dataclasses.replace(use, kvstore=(await stack.enter_async_context(RedisServer())).url)
         else:
-            options = (f"shared_storage.path={tmp_path / 'kv'}",) if where == "shared_storage" else ()
+            options = (f"shared_storage.path={tmp_path / 'kv'}" if where == "shared_storage" else OFFLOAD,)
             use = dataclasses.replace(use, kv_connectors=(where,), kv_connector_options=options)
             engine = dataclasses.replace(engine, kv_blocks=SMALL_POOL)
         async with LocalCluster(engine, use, num_prefill=0) as cluster:
