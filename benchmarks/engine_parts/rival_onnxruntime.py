@@ -9,13 +9,18 @@ from pathlib import Path
 
 import onnxruntime_genai
 
+TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "baton-tiny"
 folder, work, threads, weights = sys.argv[1:]
 clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
 
 
 def main() -> None:
     converted = Path(work) / "model"
-    build = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", folder, "-o", str(converted)]
+    source = Path(work) / "source"  # the builder wants a tokenizer, of whatever vocabulary; nothing here uses it
+    source.mkdir()
+    for file in (*Path(folder).iterdir(), TOKENIZER / "tokenizer.json", TOKENIZER / "tokenizer_config.json"):
+        (source / file.name).symlink_to(file)
+    build = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(converted)]
     build += ["-p", weights, "-e", "cpu", "-c", work]
     subprocess.run(build, check=True, stdout=sys.stderr)
     path = converted / "genai_config.json"
