@@ -373,8 +373,7 @@ class EngineCore:
         group = rows.sequence.group
         if group.prompt_logprobs is not None:
             count = group.sampling.prompt_logprobs or 0
-            found = token_logprobs(logits[rows.rows], rows.token_ids, [count] * len(rows.rows))
-            group.prompt_logprobs.extend(found)
+            group.prompt_logprobs += token_logprobs(logits[rows.rows], rows.token_ids, [count] * len(rows.rows))
 
     def _finish_load(self, sequence: Sequence, update: LoadUpdate, outputs: list[SequenceOutput]) -> None:
         """Go on with a sequence whose load ended, with as much as arrived."""

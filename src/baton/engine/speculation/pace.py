@@ -37,9 +37,6 @@ _OWN = 0.1
 """... and in what is known of its own size."""
 _OUTLIER = 1.0
 """A step that took e times what was expected, or more, counts as that."""
-_SURE = 4
-"""Steps of a size after which its time is believed: the first one is often slow, and with drafts turned off because of
-it there would be few others to put that right."""
 _PLATEAU = 8.0
 """Before it is known: a step of n rows takes as long as n plus so many would, were its time proportional."""
 
@@ -58,10 +55,6 @@ class StepTimes:
         """Whether a step of about so many rows was observed."""
         return _size(rows) in self._own
 
-    def doubtful(self, rows: int) -> bool:
-        """Whether so few were observed that what is known of their time cannot be relied on."""
-        return self._seen.get(_size(rows), 0) < _SURE
-
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a step."""
         size = _size(rows)
@@ -74,8 +67,8 @@ class StepTimes:
         else:
             error = took - self._common - self._own[size]
             error = max(-_OUTLIER, min(_OUTLIER, error))
-            if seen > _SURE:
-                self._common += _COMMON * error
+            self._common += _COMMON * error
+            # A size's first step is often slow, and few others put that right if drafts are turned off because of it.
             self._own[size] += max(_OWN, 1.0 / (seen - 0.5)) * error
         sizes = sorted(self._own)
         self._rows = np.array([_rows_of(each) for each in sizes])
@@ -155,9 +148,7 @@ class Pace:
             return 0 if self._drafted % (2 * TRIAL) else min(len(chances), 2 * best)
         self._vain += 1
         trial = min(len(chances), sequences)
-        expected = tokens[trial] * (rows + _PLATEAU) / (rows + trial + _PLATEAU)
-        again = self.times.doubtful(rows + trial) and expected >= GAIN * sequences
-        if again or self._trials < FIRST_TRIALS or self._vain % RARE_TRIAL == 0:
+        if self._trials < FIRST_TRIALS or self._vain % RARE_TRIAL == 0:
             self._trials += 1
             return trial
         self._next_pause = min(MOST_PAUSE, 2 * self._next_pause + 1)
