@@ -3,6 +3,10 @@
 Attention is ``baton_kernels.paged_attention.gpu``. Importing anything here imports triton.
 """
 
+import functools
+import threading
+from typing import Any
+
 import torch
 import triton
 
@@ -15,3 +19,24 @@ def is_interpreted() -> bool:
 def converts_fp8(device: torch.device) -> bool:
     """Whether Triton reads float8_e4m3fn on a device: on GPUs of compute capability 8.9 and later."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _interpret_one_at_a_time() -> None:
+    """Have the interpreter run one kernel after the other: while one runs, it replaces parts of Triton itself.
+
+    An engine's step and copies of its pool, or the steps of two engines, are in different threads.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    lock, launch = threading.RLock(), GridExecutor.__call__
+
+    @functools.wraps(launch)
+    def launch_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = launch_alone
+
+
+if is_interpreted():
+    _interpret_one_at_a_time()

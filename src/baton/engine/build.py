@@ -14,15 +14,16 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.arena import STAGING_BYTES, DeviceArena
-from baton.engine.device.compute import ComputeDevice, compute_device
+from baton.engine.device.arena import STAGING_BYTES
+from baton.engine.device.compute import compute_device
+from baton.engine.device.pool import free_bytes, new_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.speculator import MOST_ROWS
 from baton.errors import ConfigError
-from baton.kv_cache.arena import Arena, HostArena, arena_bytes
+from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVShards, shard_layout
 from baton.tokenizer.model_files import model_directory
@@ -32,12 +33,6 @@ log = logging.getLogger(__name__)
 TRIAL_SECONDS = 0.3
 """About how long the measured run may take; its memory is extrapolated to a full batch."""
 FIRST_TRIAL_TOKENS = 32
-
-_CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Versions 2 and 1: folder, files of limit and use, and the part of the use that can be dropped."""
 
 
 def make_arena(config: EngineConfig, executor: Executor, *, private: bool = False) -> KVShards:
@@ -68,7 +63,7 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
             field="kv_blocks",
         )
     private = private and len(layouts) == 1
-    shards = KVShards([_new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts])
+    shards = KVShards([new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts])
     try:
         shards.touch()
         executor.bind(shards)
@@ -78,12 +73,6 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     each = "+".join(str(layout.block_bytes) for layout in layouts)
     log.info("KV pool: %d blocks of %d tokens, %s bytes each, %d layer groups", blocks, config.block_size, each, groups)
     return shards
-
-
-def _new_arena(device: ComputeDevice, blocks: int, block_bytes: int, *, private: bool) -> Arena:
-    if device.on_gpu:
-        return DeviceArena(device, blocks, block_bytes)
-    return HostArena(blocks, block_bytes, private=private)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -173,33 +162,6 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
         *(blocks, block_bytes, available / 2**20, activations / 2**20, graphs / 2**20),
     )
     return blocks
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of the memory that a pool for a device comes from which are free: the device's, or this host's."""
-    if device.type == "cpu":
-        return available_bytes()
-    torch.cuda.empty_cache()  # what torch keeps of what it has freed
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def available_bytes() -> int:
-    """Bytes of host memory that this process can still take, within the limit of its control group."""
-    available = int(psutil.virtual_memory().available)
-    for folder, limit, usage, cache in _CONTROL_GROUPS:
-        try:
-            text = (folder / limit).read_text().strip()
-            if text == "max":
-                continue
-            used = int((folder / usage).read_text())
-            for line in (folder / "memory.stat").read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == cache:  # page cache that can be dropped does not count
-                    used -= int(value)
-            available = min(available, max(0, int(text) - max(0, used)))
-        except (OSError, ValueError):
-            continue  # no such version of control groups here
-    return available
 
 
 def _activation_bytes(config: EngineConfig, executor: Executor) -> int:

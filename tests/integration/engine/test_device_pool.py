@@ -41,7 +41,7 @@ def device_pools(monkeypatch: pytest.MonkeyPatch) -> list[Arena]:
         made.append(DeviceArena(DEFINED, blocks, block_bytes))
         return made[-1]
 
-    monkeypatch.setattr(build, "_new_arena", new_arena)
+    monkeypatch.setattr(build, "new_arena", new_arena)
     return made
 
 

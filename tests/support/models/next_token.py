@@ -115,11 +115,11 @@ class NextToken:
         return cast(torch.Tensor, self.one.base_model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0])
 
 
-def write_next_token(folder: Path, kind: str, *, seed: int = 0) -> NextToken:
-    """Write a tiny float32 checkpoint of a model type with a next-token layer."""
+def write_next_token(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> NextToken:
+    """Write a tiny float32 checkpoint of a model type with a next-token layer; ``changes``: to the model's config."""
     form = FORMS[kind]
-    changes = {"num_mtp_layers": 1} if kind == "mellum" else {}
-    main = make_model(Case(kind, changes=changes), folder, seed=seed)
+    own_changes = {"num_mtp_layers": 1} if kind == "mellum" else {}
+    main = make_model(Case(kind, changes=own_changes | changes), folder, seed=seed)
     config = copy.deepcopy(main.config)
     for name, value in {"num_hidden_layers": 1, **form.config}.items():
         setattr(config, name, value)

@@ -65,17 +65,17 @@ class DraftLayers:
     ) -> None:
         """Put the target's hidden state [width] of a token into its block, in place of an earlier token's."""
         block = int(table[position // self._block_size])
-        padded = torch.zeros(self._block_size * self._slice, dtype=self._states.dtype)
+        padded = torch.zeros(self._block_size * self._slice, dtype=self._states.dtype, device=state.device)
         padded[: self._width] = state
         self._states[block] = padded.view(self._block_size, self._slice)
-        self._state_marks[block] = torch.from_numpy(self._marks_of_state(tokens, position))
+        self._state_marks[block] = self._on_device(self._marks_of_state(tokens, position))
 
     def state_of(
         self, tokens: npt.NDArray[np.uint32], position: int, table: npt.NDArray[np.int32]
     ) -> torch.Tensor | None:
         """Return the target's hidden state [width] of a token, if its block has it."""
         block = int(table[position // self._block_size])
-        found = self._state_marks[block].numpy() == self._marks_of_state(tokens, position)
+        found = self._state_marks[block].cpu().numpy() == self._marks_of_state(tokens, position)
         return self._states[block].reshape(-1)[: self._width].clone() if found.all() else None
 
     def num_known(self, tokens: npt.NDArray[np.uint32], table: npt.NDArray[np.int32]) -> int:
@@ -88,7 +88,7 @@ class DraftLayers:
         if len(tokens) < 2:
             return 0
         positions = np.arange(1, len(tokens))
-        found = self._marks[self._places(positions, table)].numpy()
+        found = self._marks[self._places(positions, table)].cpu().numpy()
         good = (found == self._marks_of(tokens, positions)).all(axis=1)
         return len(good) if good.all() else int(good[::-1].argmin())
 
@@ -127,7 +127,7 @@ class DraftLayers:
         assert self._pool is not None
         to = self._places(positions, table)
         self._copy(pool, self._places(slots, np.array(blocks)), self._pool, to)
-        self._marks[to] = torch.from_numpy(self._marks_of(tokens, positions))
+        self._marks[to] = self._on_device(self._marks_of(tokens, positions))
 
     def _copy(
         self, source: LayerPool, by: tuple[torch.Tensor, ...], target: LayerPool, to: tuple[torch.Tensor, ...]
@@ -140,7 +140,11 @@ class DraftLayers:
     def _places(self, positions: Positions, table: npt.NDArray[np.integer]) -> tuple[torch.Tensor, torch.Tensor]:
         """Where positions lie: blocks and places in them, int64 [n] each."""
         blocks = table[positions // self._block_size].astype(np.int64)
-        return torch.from_numpy(blocks), torch.from_numpy(positions % self._block_size)
+        return self._on_device(blocks), self._on_device(positions % self._block_size)
+
+    def _on_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        """An array where the pool is."""
+        return torch.from_numpy(array).to(self._marks.device)
 
     def _marks_of_state(self, tokens: npt.NDArray[np.uint32], position: int) -> npt.NDArray[np.integer]:
         """The marks of a state's slices [block_size, width]; of blocks of another size they are others."""

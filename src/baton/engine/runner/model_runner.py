@@ -366,8 +366,6 @@ class ModelRunner:
         """Why tokens of a step may not be nodes of trees; empty: they may."""
         if isinstance(self._attention, ChunkedAttention):
             return f"{self._model.architecture} has layers that attend within chunks, at whose borders trees are cut"
-        if self._model.compute.on_gpu:
-            return "drafts on GPUs are chains: what chooses a tree's branches reads logits on the host"
         if not getattr(self._attention, "trees", False):
             return f"attention backend {self.attention_backend} takes no trees of tokens"
         return ""
@@ -375,7 +373,7 @@ class ModelRunner:
     def move_kv(self, moves: KVMoves) -> None:
         """Move KV within the bound pool, all layers of this rank."""
         places = [
-            tuple(torch.from_numpy(part) for part in divmod(slots, self.layout.block_size))
+            tuple(torch.from_numpy(part).to(self._model.device) for part in divmod(slots, self.layout.block_size))
             for slots in (moves.sources, moves.targets)
         ]
         for pool in self._pools:

@@ -123,11 +123,12 @@ def _first_in_race(probs: torch.Tensor, keys: npt.NDArray[np.uint64], width: int
     count, vocab = probs.shape
     probs = torch.nn.functional.pad(probs, (0, -vocab % CHUNK))
     chunked = probs.view(count, -1, CHUNK)
-    sums = chunked.sum(dim=-1).numpy()
+    sums = chunked.sum(dim=-1).cpu().numpy()
     speeds = sums / exponentials(keys, np.arange(sums.shape[1], dtype=np.uint64))
     chunks = np.argsort(-speeds, axis=-1)[:, :width]
     shares = np.take_along_axis(speeds / speeds.sum(axis=-1, keepdims=True), chunks, axis=-1)
-    inside = chunked[torch.arange(count)[:, None], torch.from_numpy(chunks)].numpy()
+    own_rows, device = torch.arange(count, device=probs.device)[:, None], probs.device
+    inside = chunked[own_rows, torch.from_numpy(chunks).to(device)].cpu().numpy()
     ids = chunks[..., None] * CHUNK + np.arange(CHUNK)
     times = exponentials(keys, ids.reshape(count, -1).astype(np.uint64) + TOKENS).reshape(inside.shape)
     own = inside / times

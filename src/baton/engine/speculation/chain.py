@@ -16,16 +16,17 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import ComputeDevice
+from baton.engine.device.pool import free_bytes
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.engine.sample.sampler import SamplerRow, sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.branches import Branches
 from baton.engine.speculation.drafter import Proposal
-from baton.engine.speculation.rejection import Probabilities, probabilities
+from baton.engine.speculation.rejection import probabilities
 
 CATCH_UP = 512
 """Tokens of prompts, and of what others drafted, that a drafter computes in one step at most."""
@@ -67,14 +68,14 @@ class DraftJob(Generic[StateT]):
     state: StateT
     limit: int
     row: SamplerRow
-    drawn_from: list[Probabilities] = field(default_factory=list)
+    drawn_from: list[torch.Tensor] = field(default_factory=list)
     branches: Branches | None = None
 
     def proposal(self) -> Proposal:
         """Return what was drafted."""
         if self.branches is not None:
             return self.branches.proposal()
-        return Proposal(self.state.draft, drawn_from=np.stack(self.drawn_from) if self.drawn_from else None)
+        return Proposal(self.state.draft, drawn_from=torch.stack(self.drawn_from) if self.drawn_from else None)
 
 
 Part = tuple[Sequence, StateT, npt.NDArray[np.uint32]]
@@ -88,14 +89,15 @@ class ChainDrafter(ABC, Generic[StateT]):
         num_blocks: Of its KV pool.
         block_size: Tokens per block.
         max_len: Longest sequence that it can draft for.
+        device: What computes its logits.
     """
 
     sequential = True
     tells_draws = False
     """Whether proposals say what their tokens were drawn from."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
-        self._block_size, self._max_len = block_size, max_len
+    def __init__(self, num_blocks: int, block_size: int, max_len: int, device: ComputeDevice) -> None:
+        self._block_size, self._max_len, self._device = block_size, max_len, device
         self._free = list(range(num_blocks))
         self._states: OrderedDict[Sequence, StateT] = OrderedDict()
 
@@ -162,7 +164,8 @@ class ChainDrafter(ABC, Generic[StateT]):
         while jobs:
             parts = [(job.sequence, job.state, new) for job, new in zip(jobs, tokens, strict=True)]
             amend = functools.partial(_note_draws, jobs) if self.tells_draws else None
-            found = sample(self._forward(parts), [job.row for job in jobs], amend)
+            rows = [job.row for job in jobs]
+            found = sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu)
             going, tokens = [], []
             for i, job in enumerate(jobs):
                 token = found.token_ids[i]
@@ -216,11 +219,11 @@ def chain_batch(parts: SequenceOf[Part[StateT]]) -> ForwardBatch:
     )
 
 
-def draft_blocks(config: EngineConfig, max_len: int, block_bytes: int) -> int:
+def draft_blocks(config: EngineConfig, max_len: int, block_bytes: int, device: torch.device) -> int:
     """Return how many blocks a drafter's pool has: as many as the target's, or what a share of the memory holds."""
     longest = -(-max_len // config.block_size)
     useful = config.max_num_seqs * longest
     if config.kv_blocks is not None:
         return min(config.kv_blocks, useful)
-    share = int(MEMORY_SHARE * psutil.virtual_memory().available)
+    share = int(MEMORY_SHARE * free_bytes(device))
     return max(longest, min(useful, share // block_bytes))

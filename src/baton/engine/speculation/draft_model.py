@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import ComputeDevice, compute_device
+from baton.engine.device.pool import new_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.chain import ChainDrafter, ChainState, Part, chain_batch, draft_blocks
 from baton.errors import ConfigError
-from baton.kv_cache.arena import HostArena
 from baton.kv_cache.shards import KVShards, shard_layout
 from baton.tokenizer.model_files import tokenizer_digest
 
@@ -35,18 +36,19 @@ class ModelDrafter(ChainDrafter[ModelState]):
     Args:
         executor: Has loaded the draft model.
         num_blocks: Of its KV pool.
+        device: Where it runs.
     """
 
     name = "draft"
 
-    def __init__(self, executor: Executor, num_blocks: int) -> None:
-        super().__init__(num_blocks, executor.layout.block_size, executor.max_model_len)
+    def __init__(self, executor: Executor, num_blocks: int, device: ComputeDevice) -> None:
+        super().__init__(num_blocks, executor.layout.block_size, executor.max_model_len, device)
         self._executor = executor
         layouts = [
             shard_layout(executor.geometry, spec, self._block_size, executor.layout.groups) for spec in executor.shards
         ]
         private = len(layouts) == 1
-        self._shards = KVShards([HostArena(num_blocks, each.block_bytes, private=private) for each in layouts])
+        self._shards = KVShards([new_arena(device, num_blocks, each.block_bytes, private=private) for each in layouts])
         executor.bind(self._shards)
 
     def _known(self, sequence: Sequence) -> ModelState:
@@ -86,8 +88,6 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
     path = config.speculative_model
     if not path:
         raise ConfigError("speculative draft needs --speculative-model", field="speculative_model")
-    if not config.device.startswith("cpu"):
-        raise ConfigError(f"speculative draft works on device cpu only, got {config.device}", field="speculative")
     own = dataclasses.replace(
         config,
         model=path,
@@ -117,4 +117,5 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
             f"speculative_model {path!r} has a vocabulary of {draft.vocab_size}, the model of {executor.vocab_size}",
             field="speculative_model",
         )
-    return ModelDrafter(draft, draft_blocks(config, draft.max_model_len, draft.layout.block_bytes))
+    blocks = draft_blocks(config, draft.max_model_len, draft.layout.block_bytes, draft.device)
+    return ModelDrafter(draft, blocks, compute_device(config.device))

@@ -7,11 +7,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.rejection import Probabilities
 from baton.errors import InternalError
 
 
@@ -30,7 +29,7 @@ class Proposal:
 
     token_ids: SequenceOf[int]
     chances: SequenceOf[float] | None = None
-    drawn_from: npt.NDArray[np.float32] | None = None
+    drawn_from: Probabilities | None = None
     parents: SequenceOf[int] | None = None
 
 

@@ -17,7 +17,10 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.attention import AttentionContext, choose_attention, cpu_operators
+from baton.engine.device.compute import ComputeDevice
+from baton.engine.device.staging import HostStaging
 from baton.engine.executor.base import Executor
+from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
@@ -112,6 +115,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
         head: The head: EAGLE's, or another that works like it.
         config: Of the engine.
         max_len: Longest sequence of the target.
+        device: Where the target is, and so the head.
 
     Attributes:
         layers: The head's KV as layers of the KV pool's blocks; ``None``: those have none.
@@ -119,16 +123,16 @@ class EagleDrafter(ChainDrafter[EagleState]):
             of how many it did not ("lacking").
     """
 
-    def __init__(self, name: str, head: HiddenHead, config: EngineConfig, max_len: int) -> None:
+    def __init__(self, name: str, head: HiddenHead, config: EngineConfig, max_len: int, device: ComputeDevice) -> None:
         spec, size = head.spec, config.block_size
         shape = LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim)
         layout = KVLayout((shape,), size, head.dtype)
-        blocks = draft_blocks(config, max_len, layout.block_bytes)
-        super().__init__(blocks, size, max_len)
+        blocks = draft_blocks(config, max_len, layout.block_bytes, device.memory)
+        super().__init__(blocks, size, max_len, device)
         self.name, self.hidden_of = name, head.hidden_of
         self._head, self._width = head, config.speculative_width
-        self._attention = head.attention
-        memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8)
+        self._attention, self._staging = head.attention, HostStaging(device)
+        memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8, device=device.memory)
         (self._pool,) = pool_views(layout, memory, [spec], [None])
         self.layers: DraftLayers | None = None
         self.context: Counter[str] = Counter()
@@ -234,7 +238,8 @@ class EagleDrafter(ChainDrafter[EagleState]):
             block_tables=chain.block_tables,
             block_size=self._block_size,
         )
-        last = self._run(batch, chain.token_ids, torch.cat(hidden))[torch.from_numpy(chain.logit_rows)]
+        states = self._run(batch, chain.token_ids, torch.cat(hidden))
+        last = states[self._staging.upload(chain.logit_rows)[0]]
         for i, (sequence, state, new) in enumerate(parts):
             if state.own is None and state.rows is not None:
                 first = state.begin + state.sure
@@ -251,8 +256,9 @@ class EagleDrafter(ChainDrafter[EagleState]):
 
     def _run(self, batch: RaggedBatch, tokens: npt.NDArray[np.int64], hidden: torch.Tensor) -> torch.Tensor:
         """Compute slots: tokens [T], hidden states [T, width] that go with them -> those of the head [T, width]."""
-        positions, plan = torch.from_numpy(batch.positions), self._attention.prepare(batch)
-        return self._head.forward(torch.from_numpy(tokens), hidden, positions, plan, self._pool)
+        plan = self._attention.prepare(batch)
+        on_device, positions = self._staging.upload(tokens, batch.positions)
+        return self._head.forward(on_device, hidden, positions, plan, self._pool)
 
     # Trees
 
@@ -320,10 +326,10 @@ class EagleDrafter(ChainDrafter[EagleState]):
         return self._head.logits(out[wanted])
 
 
-def draft_attention(config: EngineConfig) -> PagedAttention:
-    """Return the attention that heads use."""
-    device = torch.device(config.device)
-    return choose_attention("auto", AttentionContext(device, cpu_operators(config, on_gpu=False)))
+def draft_attention(config: EngineConfig, target: LoadedModel) -> PagedAttention:
+    """Return the attention that heads use, where their target is."""
+    on_gpu = target.compute.on_gpu
+    return choose_attention("auto", AttentionContext(target.device, cpu_operators(config, on_gpu=on_gpu), on_gpu))
 
 
 def load_eagle(config: EngineConfig, executor: Executor) -> EagleDrafter:
@@ -334,9 +340,9 @@ def load_eagle(config: EngineConfig, executor: Executor) -> EagleDrafter:
             divided (names ``speculative``).
     """
     model = target_of(config, executor)
-    files = HeadFiles(config)
-    head = EagleHead(files, model, draft_attention(config), third=config.speculative == "eagle3")
-    drafter = EagleDrafter(config.speculative, head, config, executor.max_model_len)
+    files = HeadFiles(config, model.device)
+    head = EagleHead(files, model, draft_attention(config, model), third=config.speculative == "eagle3")
+    drafter = EagleDrafter(config.speculative, head, config, executor.max_model_len, model.compute)
     drafter.layers = layers_in_blocks(executor, f"{drafter.name}:{files.digest}", head, config.block_size)
     return drafter
 

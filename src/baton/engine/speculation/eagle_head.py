@@ -66,7 +66,7 @@ class EagleHead:
         self._dim = dim = int(config.head_dim or self.width // heads)
         self.spec = AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5)
         self._eps = float(config.rms_norm_eps)
-        self._rotary: Any = LlamaRotaryEmbedding(config)
+        self._rotary: Any = LlamaRotaryEmbedding(config).to(model.device)
         at = "midlayer" if third else "layers.0"
         inputs = 2 * self.width if third else self.width
 
@@ -115,7 +115,7 @@ class EagleHead:
         self._head = lambda hidden: F.linear(hidden, head)
         if size == self._vocab_size and not files.has("d2t"):
             return
-        drafted = torch.arange(size) + files.take("d2t", size, dtype=torch.int64)
+        drafted = torch.arange(size, device=files.device) + files.take("d2t", size, dtype=torch.int64)
         if bool(((drafted < 0) | (drafted >= self._vocab_size)).any()):
             raise ConfigError(f"{files.path}: d2t leads out of the vocabulary of {self._vocab_size}", field=FIELD)
         self._drafted = drafted
@@ -151,7 +151,7 @@ class EagleHead:
         logits: torch.Tensor = self._head(hidden if self._norm is None else self._rms(hidden, self._norm))
         if self._drafted is None:
             return logits.float()
-        whole = torch.full((len(hidden), self._vocab_size), -torch.inf)
+        whole = torch.full((len(hidden), self._vocab_size), -torch.inf, device=hidden.device)
         whole[:, self._drafted] = logits.float()
         return whole
 

@@ -43,12 +43,14 @@ class HeadFiles:
         settings: Its ``config.json``.
         path: The file of its weights, for errors.
         digest: SHA-256 of both, 32 hex digits of it.
+        device: Where tensors are wanted.
 
     Raises:
         ConfigError: There is none, or it cannot be read; names ``speculative_model``.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.device = device
         if not config.speculative_model:
             name = config.speculative
             raise ConfigError(f"speculative {name} needs --speculative-model, the folder of its head", field=FIELD)
@@ -85,7 +87,7 @@ class HeadFiles:
             raise ConfigError(f"{self.path}: {name} has shape {have}, but {want} fits the model", field=FIELD)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise ConfigError(f"{self.path}: {name} has values that are not finite", field=FIELD)
-        return tensor.to(dtype)
+        return tensor.to(self.device, dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, () where there is none."""
@@ -123,13 +125,11 @@ def target_of(config: EngineConfig, executor: Executor) -> LoadedModel:
     """Return the model whose hidden states a head reads.
 
     Raises:
-        ConfigError: It is divided among processes, or on another device; names ``speculative``.
+        ConfigError: It is divided among processes; names ``speculative``.
     """
     name = config.speculative
     if config.tp * config.pp > 1 or not hasattr(executor, "model"):
         raise ConfigError(f"speculative {name} works with tp 1 and pp 1 only", field="speculative")
-    if not config.device.startswith("cpu"):
-        raise ConfigError(f"speculative {name} works on device cpu only, got {config.device}", field="speculative")
     holder: _HasModel = executor  # type: ignore[assignment]  # it has one
     return holder.model
 

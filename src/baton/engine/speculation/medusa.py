@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.config import EngineConfig
+from baton.engine.device.compute import ComputeDevice
 from baton.engine.executor.base import Executor
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.sample.sampler import SamplerRow, sample
@@ -117,7 +118,7 @@ class MedusaHeads:
         logits = F.linear(hidden, out).float() * self._scale
         if self._drafted is None:
             return logits
-        whole = torch.full((len(hidden), self._vocab_size), -torch.inf)
+        whole = torch.full((len(hidden), self._vocab_size), -torch.inf, device=hidden.device)
         whole[:, self._drafted] = logits
         return whole
 
@@ -135,6 +136,7 @@ class MedusaDrafter:
 
     Args:
         heads: The heads.
+        device: What computes them.
         width: How many tokens trees have at each place; 1: they are chains.
     """
 
@@ -142,8 +144,8 @@ class MedusaDrafter:
     sequential = True
     hidden_of = (FINAL,)
 
-    def __init__(self, heads: MedusaHeads, width: int = 1) -> None:
-        self._heads, self._width = heads, width
+    def __init__(self, heads: MedusaHeads, device: ComputeDevice, width: int = 1) -> None:
+        self._heads, self._device, self._width = heads, device, width
         self._last: dict[Sequence, tuple[int, torch.Tensor]] = {}
         """Position of the first hidden state that a step computed of a sequence, and what it computed."""
 
@@ -171,7 +173,8 @@ class MedusaDrafter:
         for head in range(len(self._heads)):
             if not jobs:
                 break
-            found = sample(self._heads.logits(head, torch.stack([job.hidden for job in jobs])), [j.row for j in jobs])
+            logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
+            found = sample(logits, [job.row for job in jobs], on_gpu=self._device.on_gpu)
             going = []
             for i, job in enumerate(jobs):
                 if i in found.bad_rows:
@@ -192,7 +195,7 @@ class MedusaDrafter:
                 break
             logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
             levels = [trees[job.at] for job in jobs]
-            repeats = torch.tensor([len(tree.level) for tree in levels])
+            repeats = torch.tensor([len(tree.level) for tree in levels], device=logits.device)
             rows = [row for tree in levels for row in tree.rows]
             found = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
             going, at = [], 0
@@ -221,4 +224,5 @@ def load_medusa(config: EngineConfig, executor: Executor) -> MedusaDrafter:
             divided (names ``speculative``).
     """
     model = target_of(config, executor)
-    return MedusaDrafter(MedusaHeads(HeadFiles(config), model), config.speculative_width)
+    heads = MedusaHeads(HeadFiles(config, model.device), model)
+    return MedusaDrafter(heads, model.compute, config.speculative_width)

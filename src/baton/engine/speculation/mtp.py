@@ -78,7 +78,8 @@ class NextTokenHead:
     ) -> torch.Tensor:
         """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
         self._layer.give(self._embedding(tokens), hidden)
-        states, _ = self._decoder.forward(tokens, positions, torch.arange(len(tokens)), plan, [pool])
+        rows = torch.arange(len(tokens), device=tokens.device)
+        states, _ = self._decoder.forward(tokens, positions, rows, plan, [pool])
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ def load_mtp(config: EngineConfig, executor: Executor) -> EagleDrafter:
         ConfigError: As :class:`NextTokenHead`, or the target is divided (names ``speculative``).
     """
     target = target_of(config, executor)
-    head = NextTokenHead(config, target, executor.max_model_len, draft_attention(config))
-    drafter = EagleDrafter("mtp", head, config, executor.max_model_len)
+    head = NextTokenHead(config, target, executor.max_model_len, draft_attention(config, target))
+    drafter = EagleDrafter("mtp", head, config, executor.max_model_len, target.compute)
     drafter.layers = layers_in_blocks(executor, "mtp", head, config.block_size)
     return drafter

@@ -7,7 +7,10 @@ grammar took only what it allows) is kept with the probability that the model gi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,41 +18,97 @@ import torch
 
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.sampler import SamplerRow, draw_keys
-from baton_kernels.random_numbers import mix
+from baton_kernels.random_numbers import Uint64s, mix
 from baton_kernels.rejection import rejection_sample
 
-Probabilities = npt.NDArray[np.float32]
+Probabilities = torch.Tensor | npt.NDArray[np.float32]
+"""On the device that computes them, or from elsewhere."""
 _OWN_NUMBERS = np.uint64(0x5851F42D4C957F2D)
 """Draws of drafts take a position's own random numbers: what decides on them must be independent of those."""
+_Decide = Callable[
+    [torch.Tensor, torch.Tensor | None, npt.NDArray[np.int64], Uint64s], tuple[torch.Tensor, torch.Tensor]
+]
+"""Takes what is drawn from and what drafts were drawn from, drafts [B, K], keys; see :func:`rejection_sample`."""
 
 
-def keep_or_replace(
-    logits: torch.Tensor, rows: SequenceOf[SamplerRow], draft: SequenceOf[int], drawn_from: Probabilities | None
-) -> list[int]:
-    """Return the draft tokens that are kept, and the one that follows them.
+@dataclass(frozen=True, slots=True)
+class DrawnDraft:
+    """A draft of a sequence that draws.
+
+    Attributes:
+        logits: [n + 1, vocab], behind the token before the draft and behind each of its tokens; edited and masked.
+        rows: Parallel to ``logits``; none is greedy.
+        draft: n tokens.
+        drawn_from: [n or more, vocab], what they were drawn from, rows that sum to 1; ``None``: they were not drawn.
+    """
+
+    logits: torch.Tensor
+    rows: SequenceOf[SamplerRow]
+    draft: SequenceOf[int]
+    drawn_from: Probabilities | None
+
+
+def keep_or_replace(drafts: SequenceOf[DrawnDraft], *, on_gpu: bool = False) -> list[list[int]]:
+    """Return of each draft the tokens that are kept, and the one that follows them.
 
     Args:
-        logits: [n + 1, vocab], behind the token before the draft and behind each of its tokens; edited and masked.
-        rows: Parallel to ``logits``; they draw, and are not greedy.
-        draft: n tokens.
-        drawn_from: [n, vocab], what they were drawn from, rows that sum to 1; ``None``: they were not drawn.
+        drafts: Of different sequences.
+        on_gpu: Whether the operator of a GPU decides, wherever the logits are.
     """
-    target = filtered_probs(logits.float(), [row.params for row in rows]).cpu().numpy()
-    seeds, positions = (np.array(each, np.uint64) for each in zip(*((r.seed, r.position) for r in rows), strict=True))
-    keys = mix(draw_keys(seeds, positions) ^ _OWN_NUMBERS)
-    tokens, accepted = rejection_sample(
-        target[None],
-        None if drawn_from is None else drawn_from[None, : len(draft)],
-        np.array([draft], np.int64).reshape(1, -1),
-        np.array([len(draft)]),
-        keys[None],
-    )
-    found: list[int] = tokens[0, : accepted[0] + 1].tolist()
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for i, each in enumerate(drafts):
+        alike.setdefault((len(each.draft), each.drawn_from is not None), []).append(i)
+    decided = []
+    for members in alike.values():
+        chosen = [drafts[i] for i in members]
+        device = chosen[0].logits.device
+        decide = _gpu_operator(device) if on_gpu or device.type != "cpu" else _definition
+        decided.append((members, *_decide(chosen, decide)))
+    found: list[list[int]] = [[] for _ in drafts]
+    for members, tokens, accepted in decided:  # the device has all of them to do before one is waited for
+        for i, own, count in zip(members, tokens.tolist(), accepted.tolist(), strict=True):
+            found[i] = own[: count + 1]
     return found
 
 
-def probabilities(logits: torch.Tensor, row: SamplerRow) -> Probabilities:
+def _decide(drafts: list[DrawnDraft], decide: _Decide) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decide on drafts of n tokens each, all drawn or none: tokens [B, n + 1] and how many are kept [B]."""
+    rows = [row for each in drafts for row in each.rows]
+    logits = torch.cat([each.logits for each in drafts]).float()
+    length, vocab = len(drafts[0].draft), logits.shape[-1]
+    target = filtered_probs(logits, [row.params for row in rows]).view(len(drafts), length + 1, vocab)
+    sources = [each.drawn_from[:length] for each in drafts if each.drawn_from is not None]
+    drawn = [torch.as_tensor(each, dtype=torch.float32, device=target.device) for each in sources]
+    seeds, positions = (np.array(each, np.uint64) for each in zip(*((r.seed, r.position) for r in rows), strict=True))
+    keys = mix(draw_keys(seeds, positions) ^ _OWN_NUMBERS).reshape(len(drafts), length + 1)
+    tokens = np.array([list(each.draft) for each in drafts], np.int64).reshape(len(drafts), length)
+    return decide(target, torch.stack(drawn) if drawn else None, tokens, keys)
+
+
+def _definition(
+    target: torch.Tensor, drawn: torch.Tensor | None, tokens: npt.NDArray[np.int64], keys: Uint64s
+) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = np.full(len(tokens), tokens.shape[1])
+    found = rejection_sample(target.numpy(), None if drawn is None else drawn.numpy(), tokens, counts, keys)
+    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+
+
+@functools.cache
+def _gpu_operator(device: torch.device) -> _Decide:
+    from baton_kernels.gpu.rejection import TritonRejectionSampler
+
+    operator = TritonRejectionSampler(device)
+
+    def decide(
+        target: torch.Tensor, drawn: torch.Tensor | None, tokens: npt.NDArray[np.int64], keys: Uint64s
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int64, device=device)
+        return operator(target.contiguous(), drawn, torch.from_numpy(tokens).to(device), counts, keys)
+
+    return decide
+
+
+def probabilities(logits: torch.Tensor, row: SamplerRow) -> torch.Tensor:
     """Return what a row draws from, float32 [vocab] with sum 1; ``logits``: [vocab], edited and masked."""
     found = filtered_probs(logits.float()[None], [row.params])[0]
-    probs: Probabilities = (found / found.sum()).cpu().numpy()
-    return probs
+    return found / found.sum()

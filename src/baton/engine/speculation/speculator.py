@@ -17,6 +17,7 @@ from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Drafter, DrafterHangsError, KeepsContext, Proposal, ReadsHidden
 from baton.engine.speculation.pace import Pace, Record, worth_drafting
+from baton.engine.speculation.rejection import Probabilities
 from baton.engine.speculation.tree import MAX_NODES, depths, first_path, is_chain, pick
 from baton.types import MAX_SPECULATIVE_TOKENS
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DrawnFrom: TypeAlias = dict[Sequence, npt.NDArray[np.float32]]
+DrawnFrom: TypeAlias = dict[Sequence, Probabilities]
 """Per sequence [tokens, vocab], rows that sum to 1."""
 
 USUAL_RATE = 0.3
@@ -50,7 +51,7 @@ class _Draft:
     sequence: Sequence
     token_ids: tuple[int, ...]
     chances: npt.NDArray[np.float64]
-    drawn_from: npt.NDArray[np.float32] | None
+    drawn_from: Probabilities | None
     parents: tuple[int, ...] = ()
 
     def keep(self, tokens: npt.NDArray[np.int64]) -> None:

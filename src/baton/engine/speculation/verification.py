@@ -22,7 +22,7 @@ from baton.engine.grammar.constraint import StepMasks
 from baton.engine.runner.input_batch import KVMoves, StepBatch
 from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.rejection import keep_or_replace
+from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
 from baton.engine.speculation.tree import right_path
 from baton.types import TokenLogprob
@@ -73,7 +73,7 @@ class StepSampling:
     """
 
     def __init__(self, batch: StepBatch, masks: StepMasks | None, drawn_from: DrawnFrom | None = None) -> None:
-        self._drawn_from = drawn_from
+        self._drawn_from, self._on_gpu = drawn_from, False
         self._wanted = [
             _Rows(sequence, [], [row], [sequence.sampler])
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
@@ -105,6 +105,7 @@ class StepSampling:
         if not self._wanted:
             return []
         rows = [row for each in self._wanted for row in each.rows]
+        self._on_gpu = on_gpu
         amend = self._reject if self._drawn_from is not None and any(each.draft for each in self._wanted) else None
         wanted = logits if rows == list(range(len(logits))) else logits[rows]
         found = sample(wanted, self._samplers, amend, on_gpu=on_gpu)
@@ -118,7 +119,7 @@ class StepSampling:
     def _reject(self, logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]) -> None:
         """Choose the tokens of sequences that have a draft, and draw, by rejection."""
         assert self._drawn_from is not None
-        at = 0
+        begins, drafts, at = list[int](), list[DrawnDraft](), 0
         for each in self._wanted:
             begin, at = at, at + len(each.rows)
             if not each.draft or each.samplers[0].params.greedy:
@@ -126,13 +127,12 @@ class StepSampling:
             wrong = (i for i, row in enumerate(each.samplers) if row.error or begin + i in bad)
             count = next(wrong, len(each.rows))  # behind a row that is wrong nothing can be said
             if count:
-                kept = keep_or_replace(
-                    logits[begin : begin + count],
-                    each.samplers[:count],
-                    each.draft[: count - 1],
-                    self._drawn_from.get(each.sequence),
-                )
-                tokens[begin : begin + len(kept)] = kept
+                drawn_from = self._drawn_from.get(each.sequence)
+                rows = logits[begin : begin + count]
+                drafts.append(DrawnDraft(rows, each.samplers[:count], each.draft[: count - 1], drawn_from))
+                begins.append(begin)
+        for begin, kept in zip(begins, keep_or_replace(drafts, on_gpu=self._on_gpu), strict=True):
+            tokens[begin : begin + len(kept)] = kept
 
 
 def accepted_moves(sampled: list[Chosen], block_size: int) -> KVMoves | None:

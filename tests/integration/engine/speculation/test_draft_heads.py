@@ -133,7 +133,8 @@ def test_medusa_heads_in_vllms_form_say_the_same(references: References, tmp_pat
     model: Any = SimpleNamespace(text_config=AutoConfig.from_pretrained(target), dtype="float32")
 
     def load(folder: Path) -> MedusaHeads:
-        return MedusaHeads(HeadFiles(config(target, speculative="medusa", speculative_model=str(folder))), model)
+        options = config(target, speculative="medusa", speculative_model=str(folder))
+        return MedusaHeads(HeadFiles(options, torch.device("cpu")), model)
 
     own, hidden = load(plain), torch.randn(5, model.text_config.hidden_size, generator=torch.manual_seed(1))
     same = load(as_vllm(tmp_path / "same", plain))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence as SequenceOf
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models.drafters import BrokenDrafter, RecordedDrafter
@@ -15,6 +16,7 @@ from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
+from baton.engine.device.compute import ComputeDevice
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.sequence import Sequence
@@ -28,6 +30,7 @@ from baton.grammar import regex_grammar
 from baton.kv_cache.events import BlocksStored, KVEvent
 from baton.types import FinishReason, RequestId, SamplingParams
 
+CPU = ComputeDevice(torch.device("cpu"), on_gpu=False)
 BLOCK = 4
 PROMPT = [5, 9, 14, 3, 21, 7, 10, 3, 18, 2, 11]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -178,7 +181,7 @@ def test_answers_are_those_without_speculation_by_a_draft_model(
     compiler: GrammarCompiler, plain: Answers, seed: int, num_blocks: int
 ) -> None:
     """The same model (seed 0) draws the same tokens wherever it has room; another one is wrong and changes nothing."""
-    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS, seed=seed), num_blocks)
+    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS, seed=seed), num_blocks, CPU)
     engine = Engine(compiler, draft, speculative_tokens=5)
     engine.add_all()
     assert engine.run() == plain
@@ -196,7 +199,7 @@ def test_answers_are_those_without_speculation_by_a_draft_model(
 def test_a_draft_model_computes_again_what_was_refused_rolled_back_or_evicted(
     compiler: GrammarCompiler, plain: Answers
 ) -> None:
-    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS), 64)
+    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS), 64, CPU)
     engine = Engine(compiler, draft, speculative_tokens=3)
     engine.add("sampled", SAMPLINGS["sampled"], PROMPT[:5])
     for at in range(6):

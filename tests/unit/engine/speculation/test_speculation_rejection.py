@@ -8,12 +8,14 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import pytest
+import torch
 from tests.support.models.drafters import BrokenDrafter
 from tests.support.models.toy_runner import ToyRunner
 from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
+from baton.engine.device.compute import ComputeDevice
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.request import EngineRequest
 from baton.engine.sequence import Sequence
@@ -23,6 +25,7 @@ from baton.grammar import regex_grammar
 from baton.types import FinishReason, RequestId, SamplingParams
 from baton_kernels import rejection
 
+CPU = ComputeDevice(torch.device("cpu"), on_gpu=False)
 PROMPT = [5, 9, 14, 3, 21, 7, 10]
 DRAWN = SamplingParams(temperature=1.0, top_k=4, max_tokens=4, ignore_eos=True)
 COUNT, FEW = 1200, 500
@@ -62,7 +65,7 @@ class RandomDrafter:
 
 def draft_model(seed: int = 1) -> ModelDrafter:
     """A model that is another one than the target, which has seed 0."""
-    drafter = ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400)
+    drafter = ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400, CPU)
     drafter.tells_draws = True
     return drafter
 
