@@ -1,4 +1,4 @@
-"""Chooses a token per row of logits on a CPU: temperature, top-k, top-p, min-p and the draw in one pass over each row.
+"""Chooses a token per row of logits on a CPU: mask, temperature, top-k, top-p, min-p and the draw, in one operator.
 
 The definition is ``baton.engine.sample``: ``filters.filter_batch`` and ``sampler.draw``, with the same random numbers.
 """
@@ -14,13 +14,15 @@ import numpy.typing as npt
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.token_mask import TokenMask
 
 
 class SampleCall(ctypes.Structure):
     """The C structure ``SampleOp``; see ``csrc/sampling.cpp``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys")),
+        *((name, ctypes.c_void_p) for name in ("masks", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "threads")),
     ]
@@ -42,14 +44,20 @@ class CpuSampler:
         self._run = library.sample
 
     def __call__(
-        self, logits: torch.Tensor, filters: Sequence[RowFilter], keys: npt.NDArray[np.uint64]
+        self,
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        keys: npt.NDArray[np.uint64],
+        masks: Sequence[TokenMask | None] = (),
     ) -> npt.NDArray[np.int64]:
-        """Return a token per row, -1 where the logits hold NaN or their greatest is infinite.
+        """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
 
         Args:
             logits: [R, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
             filters: R of them.
             keys: [R], what the random numbers of the draws come from.
+            masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
+                minus infinity; none: all tokens of all rows.
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -58,9 +66,11 @@ class CpuSampler:
         top_k = numbers[:, 1].astype(np.int64)
         keys = np.ascontiguousarray(keys, np.uint64)
         tokens = np.empty(len(filters), np.int64)
+        addresses = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
         call = SampleCall(
             logits.data_ptr(),
-            *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys, tokens)),
+            *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys)),
+            *(addresses.ctypes.data if addresses.any() else None, tokens.ctypes.data),
             *(len(filters), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
         )
         self._run(ctypes.byref(call))

@@ -17,6 +17,7 @@ from baton.engine.sample.sampler import SamplerRow, draw, draw_keys, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 from baton_kernels.sampling import CpuSampler, RowFilter
+from baton_kernels.token_mask import pack_mask
 
 FILTERS = [
     SamplingParams(),
@@ -73,6 +74,30 @@ def test_tokens_are_those_of_the_definition(variant: object, vocab: int, dtype: 
         assert operator(logits, [filter_of(one) for one in FILTERS], keys).tolist() == tokens
 
 
+@pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("vocab", [1, 97, 128, 5003, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def test_what_a_mask_forbids_is_as_if_its_logit_were_minus_infinity(
+    variant: object, vocab: int, dtype: torch.dtype, threads: int
+) -> None:
+    operator, filters = CpuSampler(load_library(variant)), [filter_of(one) for one in FILTERS]  # type: ignore[arg-type]
+    logits, keys, _ = case(vocab, dtype, 1.0)
+    rng = np.random.default_rng(vocab)
+    for share in (0.0, 0.001, 0.5, 1.0):
+        allowed = rng.random(logits.shape) < share
+        allowed[:, rng.integers(vocab)] = True
+        allowed[:, : vocab // 2] &= share != 0.5  # whole chunks without, and parts of one
+        allowed[2::3] = True
+        allowed[3] = False
+        masks = [None if row % 3 == 2 else pack_mask(each) for row, each in enumerate(allowed)]
+        masked = logits.masked_fill(torch.from_numpy(~allowed), float("-inf"))
+        expected = operator(masked, filters, keys).tolist()
+        assert expected[3] == -1
+        hidden = logits.masked_fill(torch.from_numpy(~allowed), float("nan"))
+        assert operator(logits, filters, keys, masks).tolist() == expected
+        assert operator(hidden, filters, keys, masks).tolist() == expected
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -91,12 +116,17 @@ def test_ties_and_forbidden_tokens(
     """Few different logits, so that many are equal at every threshold, and some tokens that may not be drawn."""
     rng = np.random.default_rng(seed)
     values = rng.integers(0, levels, (4, vocab)).astype(np.float32) / 8
-    values[rng.random((4, vocab)) < forbidden] = -np.inf
-    values[:, rng.integers(vocab)] = 1.0
+    hidden = rng.random((4, vocab)) < forbidden
+    always = rng.integers(vocab)
+    values[:, always], hidden[:, always] = 1.0, False
+    free = torch.from_numpy(values.copy())
+    values[hidden] = -np.inf
     logits = torch.from_numpy(values)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     keys = keys_of(4, seed)
     got = CpuSampler(library)(logits, [filter_of(params)] * 4, keys).tolist()
+    masks = [pack_mask(row) for row in ~hidden]
+    assert CpuSampler(library)(free, [filter_of(params)] * 4, keys, masks).tolist() == got
     # Equal weights reach a top-p in steps: where it falls on one, rounding decides.
     if top_p in (0.5, 0.75):
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature

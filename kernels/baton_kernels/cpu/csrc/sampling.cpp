@@ -1,5 +1,5 @@
-// From logits to a token per row: temperature, top-k, top-p and min-p, then a draw by an exponential race, in two rounds
-// (chunks of CHUNK tokens, then the tokens of the chunk that won). The definition is baton/engine/sample; the random
+// From logits to a token per row: a mask, temperature, top-k, top-p and min-p, then a draw by an exponential race, in two
+// rounds (chunks of CHUNK tokens, then the tokens of the chunk that won). Chunks that a mask forbids are never looked at. The definition is baton/engine/sample; the random
 // numbers are the same, SplitMix64 keyed by seed and position.
 #include <algorithm>
 #include <functional>
@@ -10,7 +10,7 @@
 namespace baton {
 namespace {
 
-constexpr long CHUNK = 128;
+constexpr long CHUNK = 128, WORDS = CHUNK / 32;  // tokens, and words of a mask
 constexpr long SAMPLE = 128, MARGIN = 14;  // weights that bracket a threshold, and how many of them on each side
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
 
@@ -19,6 +19,7 @@ struct SampleOp {
   const float *temperature, *top_p, *min_p;     // [rows]; temperature 0: the first of the greatest
   const int64_t* top_k;                         // [rows]; 0: all
   const uint64_t* keys;                         // [rows], of the draws
+  const uint32_t* const* masks;                 // [rows], as token_mask.cpp has them; null, or null for a row: none
   int64_t* tokens;                              // [rows] out; -1: the logits are not finite
   int64_t rows, vocab, stride;
   int32_t dtype, threads;
@@ -104,33 +105,62 @@ class Sum {
   int count_ = 0;
 };
 
-// A row while it is sampled, padded to whole chunks. Memory of one thread.
+// The lanes whose bit is among the lowest of `bits`.
+inline vi lanes_of(uint32_t bits) {
+  vi own;
+  for (int i = 0; i < VL; ++i) own[i] = 1 << i;
+  return ((vi{} + (int32_t)bits) & own) == own;
+}
+
+// A row while it is sampled, padded to whole chunks. Memory of one thread. Values of a chunk whose maximum is -inf, and
+// weights of one whose sum is 0, are not written.
 struct Row {
   float *values, *maxima, *sums, *spare, *other;  // [padded], [chunks], [chunks], twice [padded + VL]
   long vocab, chunks;
 };
 
-// Read a row: values, maxima of chunks (padded with -inf); returns the maximum, NaN if there is any.
-template <class T>
-float read(const T* logits, Row& row) {
-  vf all = splat(NEG_INF), odd = vf{};
-  for (long c = 0; c < row.chunks; ++c) {
-    vf most = splat(NEG_INF);
-    const long begin = c * CHUNK;
-    for (long d = begin; d < begin + CHUNK; d += VL) {
-      vf x;
-      if (d + VL <= row.vocab) {
-        x = load(logits + d);
-      } else {
-        x = splat(NEG_INF);
-        for (long i = d; i < row.vocab; ++i) x[i - d] = load_part(logits + i, 1)[0];
-      }
-      store(row.values + d, x);
-      most = vmax(most, x);
-      odd += select(x != x, splat(1.0f), vf{});
+// Read a chunk: its values (padded with -inf) and maximum. `allowed` has a bit per token.
+template <bool MASKED, class T>
+void read_chunk(const T* logits, const uint32_t* allowed, Row& row, long c, vf& all, vf& odd) {
+  vf most = splat(NEG_INF);
+  const long begin = c * CHUNK;
+  for (long d = begin; d < begin + CHUNK; d += VL) {
+    vf x;
+    if (d + VL <= row.vocab) {
+      x = load(logits + d);
+    } else {
+      x = splat(NEG_INF);
+      for (long i = d; i < row.vocab; ++i) x[i - d] = load_part(logits + i, 1)[0];
     }
-    row.maxima[c] = largest(most);
-    all = vmax(all, most);
+    if constexpr (MASKED) x = select(lanes_of(allowed[(d - begin) / 32] >> d % 32), x, splat(NEG_INF));
+    store(row.values + d, x);
+    most = vmax(most, x);
+    odd += select(x != x, splat(1.0f), vf{});
+  }
+  row.maxima[c] = largest(most);
+  all = vmax(all, most);
+}
+
+// Read a row: values, maxima of chunks; returns the maximum of what the mask allows, NaN if there is any.
+template <class T>
+float read(const T* logits, const uint32_t* mask, Row& row) {
+  vf all = splat(NEG_INF), odd = vf{};
+  const long words = (row.vocab + 31) / 32;
+  for (long c = 0; c < row.chunks; ++c) {
+    if (!mask) {
+      read_chunk<false>(logits, nullptr, row, c, all, odd);
+      continue;
+    }
+    uint32_t allowed[WORDS] = {}, some = 0, every = ~0u;
+    for (long i = 0; i < WORDS && c * WORDS + i < words; ++i) allowed[i] = mask[c * WORDS + i];
+    for (uint32_t word : allowed) some |= word, every &= word;
+    if (!some) {
+      row.maxima[c] = NEG_INF;
+    } else if (every == ~0u) {
+      read_chunk<false>(logits, nullptr, row, c, all, odd);
+    } else {
+      read_chunk<true>(logits, allowed, row, c, all, odd);
+    }
   }
   return sum(odd) > 0 ? NAN : largest(all);
 }
@@ -153,12 +183,13 @@ float kth_greatest(Row& row, long k) {
     bound = row.spare[k - 1];
   }
   for (long c = 0; c < row.chunks; ++c) {
-    if (row.maxima[c] < bound) continue;
+    if (row.maxima[c] < bound || row.maxima[c] == NEG_INF) continue;
     for (long d = c * CHUNK; d < (c + 1) * CHUNK; d += VL) {
       const vf x = load(row.values + d);
       end = append(end, x, x >= splat(bound));
     }
   }
+  if (end - row.spare < k) return NEG_INF;
   std::nth_element(row.spare, row.spare + (k - 1), end, std::greater<float>());
   return row.spare[k - 1];
 }
@@ -277,9 +308,7 @@ double weigh(Row& row, float greatest, float scale, float bound) {
   for (long c = 0; c < row.chunks; ++c) {
     float* const at = row.values + c * CHUNK;
     vf all = vf{};
-    if (row.maxima[c] < bound || row.maxima[c] == NEG_INF) {
-      for (long d = 0; d < CHUNK; d += VL) store(at + d, vf{});
-    } else {
+    if (row.maxima[c] >= bound && row.maxima[c] != NEG_INF) {
       for (long d = 0; d < CHUNK; d += VL) {
         const vf x = load(at + d);
         const vf w = select(x >= least, exp2v<false>((x - top) * factor), vf{});
@@ -322,7 +351,7 @@ long race(const float* weights, long n, uint64_t key, uint64_t first_number) {
 
 template <class T>
 int64_t sample_row(const SampleOp& a, long r, Row& row) {
-  const float greatest = read((const T*)a.logits + r * a.stride, row);
+  const float greatest = read((const T*)a.logits + r * a.stride, a.masks ? a.masks[r] : nullptr, row);
   if (!std::isfinite(greatest)) return -1;
   const float temperature = a.temperature[r];
   if (temperature == 0.0f) return first_of(row, greatest);

@@ -16,9 +16,11 @@ from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_vari
 from baton_kernels.cpu.library import CpuLibrary
 from baton_kernels.cpu.team import ThreadTeam
 from baton_kernels.sampling import CpuSampler, RowFilter
-from baton_kernels.token_mask import CpuTokenMask
+from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
-ChooseTokens = Callable[[torch.Tensor, Sequence[RowFilter], npt.NDArray[np.uint64]], npt.NDArray[np.int64]]
+ChooseTokens = Callable[
+    [torch.Tensor, Sequence[RowFilter], npt.NDArray[np.uint64], Sequence[TokenMask | None]], npt.NDArray[np.int64]
+]
 """As :class:`baton_kernels.sampling.CpuSampler` is called."""
 _log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def gpu_sampler(device: torch.device) -> ChooseTokens | None:
         _log.warning("tokens are sampled in torch, several times slower: %s", error)
         return None
     sampler = TritonSampler(device)
-    return lambda logits, filters, keys: sampler(logits, filters, keys).cpu().numpy()
+    return lambda logits, filters, keys, masks: sampler(logits, filters, keys, masks).cpu().numpy()
 
 
 def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens | None:

@@ -2,7 +2,7 @@
 
 Order of operations (that of Hugging Face's logits processors): logit bias, banned stop tokens before ``min_tokens``,
 repetition, frequency and presence penalty, the row's mask; here log probabilities are taken; then temperature,
-top-k, top-p, min-p (on a CPU these and the draw by an operator, ``baton_kernels.sampling``: here is its definition).
+top-k, top-p, min-p (mask, filters and draw by an operator, ``baton_kernels.sampling``: here is its definition).
 From what is left a token is drawn as the winner of an exponential race: token ``t`` arrives at ``E_t / p_t``, each
 ``E_t`` exponentially distributed with mean 1, and the first one wins (the Gumbel-max trick: Gumbel, 1954; Maddison,
 Tarlow and Minka, "A* Sampling", 2014). Rounding changes the winner only where the first two arrive
@@ -189,16 +189,24 @@ def sample(
         on_gpu: Whether the operator of a GPU chooses, wherever the logits are.
     """
     logits = logits.detach()
-    masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
     edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
     if edited:
         logits = logits.float()
         apply_edits(logits, edited)
-    if masked:
-        apply_masks(logits, masked)
     operator = token_sampler(logits.device, on_gpu=on_gpu)
+    masks = [row.mask for row in rows]
+    # The operator forbids tokens as it goes; here it is done for who looks at the logits afterwards.
+    shown = [
+        (i, row.mask)
+        for i, row in enumerate(rows)
+        if row.mask is not None and (operator is None or amend is not None or row.params.logprobs is not None)
+    ]
+    if shown:
+        apply_masks(logits, shown)
+        for i, _ in shown:
+            masks[i] = None
     if operator is not None:
-        found = operator(logits, [row.filter for row in rows], row_keys(rows))
+        found = operator(logits, [row.filter for row in rows], row_keys(rows), masks)
         tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())
     else:
         logits = logits.float()
