@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import sys
 import time
@@ -16,6 +17,7 @@ import numpy as np
 
 from baton.bench.core.agents import Fields, Order, serve_agent
 from baton.bench.core.report import machine_facts, require_memory
+from baton.bench.kv.memory import blocks_of, fill, new_shards, wipe
 from baton.bench.kv.messages import (
     MAX_MESSAGE_BYTES,
     MAX_STEPS,
@@ -27,9 +29,10 @@ from baton.bench.kv.messages import (
     round_trips,
     timed,
 )
-from baton.bench.kv.methods import Flow, MemcpyMethod, Method, PipeMethod, SocketMethod
+from baton.bench.kv.methods import DeviceCopyMethod, Flow, MemcpyMethod, Method, PipeMethod, SocketMethod
 from baton.bench.kv.pattern import WIPED, shard_patterns, source_tokens
 from baton.bench.kv.specs import (
+    HOST,
     OverlapResult,
     OverlapSpec,
     RunResult,
@@ -41,6 +44,7 @@ from baton.bench.kv.specs import (
     sequence_numbers,
 )
 from baton.errors import BatonError, InvalidRequestError
+from baton.kv_cache.arena import Arena, HostArena
 from baton.kv_transfer.blocks import BlockServer
 from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe
 from baton.rpc.service_token import Token
@@ -90,6 +94,9 @@ class Agent:
         for part in (target, source):
             if part is not None:
                 part.close()
+        # Memory of a device goes with the last tensor over it: now, since the next stage will want as much.
+        del target, source, part
+        gc.collect()
 
     def open_source(self, source: SourceSpec) -> Fields:
         """Open a source; returns what targets need to know."""
@@ -126,13 +133,13 @@ class Source:
     def __init__(self, spec: SourceSpec, host: str, token: Token | None) -> None:
         self._spec = spec
         require_memory(spec.shape.memory(spec.num_blocks))
-        self.shards = spec.shape.new_shards(spec.num_blocks)
+        self.shards = new_shards(spec.shape, spec.memory, spec.num_blocks)
         self._servers: list[BlockServer] = []
         self._refused: list[tuple[str, str]] = []
         self.shards.primary.generations[:] = sequence_numbers(spec.num_blocks)
         for arena, pattern in zip(self.shards.arenas, shard_patterns(spec.seed, spec.shape), strict=True):
-            pattern.fill(arena.blocks, spec.index)
-        self._bare = BareServer(self.shards.primary.blocks.reshape(-1), host, token)
+            fill(arena, lambda rows, first, pattern=pattern: pattern.fill(rows, spec.index, first))  # type: ignore[misc]
+        self._bare = BareServer(_on_host(self.shards.primary).blocks.reshape(-1), host, token)
         for kind in spec.kinds:
             name = InstanceId(f"source-{spec.index}-{kind}")
             about = (self.shards, spec.shape.fingerprint(), name)
@@ -179,7 +186,7 @@ class Target:
         self._spec, self._token = spec, token
         total = spec.num_blocks * len(spec.sources)
         require_memory(spec.shape.memory(total))
-        self._shards = spec.shape.new_shards(total)
+        self._shards = new_shards(spec.shape, spec.memory, total)
         self._shards.touch()
         self._patterns = shard_patterns(spec.seed, spec.shape, spec.sources[0].shape.dtype)
         self._methods: dict[tuple[str, int], Method] = {}
@@ -204,9 +211,11 @@ class Target:
         """Read single blocks of the first source over a pipe, one after the other; returns the seconds of each.
 
         Raises:
-            InvalidRequestError: ``kind`` is no pipe.
+            InvalidRequestError: ``kind`` is no pipe, or the target is in device memory.
         """
         method = self._pipe_method(kind, 1)
+        if self._spec.memory != HOST:
+            raise InvalidRequestError("single reads go to host memory", field="kind")
         with contextlib.closing(method.open_pipe(0)) as pipe:
             calls = itertools.cycle([method.read_one(pipe, block) for block in self._single_blocks(count)])
             next(calls)()
@@ -266,7 +275,7 @@ class Target:
 
     def _wipe(self) -> None:
         for arena in self._shards.arenas:
-            arena.blocks[:] = WIPED
+            wipe(arena, WIPED)
 
     def _wrong(self, flows: list[Flow]) -> int:
         """Count the blocks that are not what their source holds."""
@@ -274,8 +283,11 @@ class Target:
         for flow in flows:
             source = self._spec.sources[flow.source]
             tokens = source_tokens(source.shape, flow.remote)
+            size = self._spec.shape.block_size
             for pattern, arena in zip(self._patterns, self._shards.arenas, strict=True):
-                count += len(pattern.wrong(arena.blocks, flow.local, source.index, tokens))
+                for at, rows, ids in blocks_of(arena, flow.local):
+                    some = tokens[at * size : (at + len(ids)) * size]
+                    count += len(pattern.wrong(rows, ids, source.index, some))
         return count
 
     def _flows(self, spec: RunSpec) -> list[Flow]:
@@ -301,11 +313,22 @@ class Target:
 
     def _make(self, name: str, streams: int) -> Method:
         if name in ("memcpy", "memcpy-blocks"):
-            require_memory(sum(arena.blocks.nbytes for arena in self._shards.arenas))
+            require_memory(sum(arena.num_blocks * arena.block_bytes for arena in self._shards.arenas))
+            if (self._spec.memory, self._spec.source_memory) != (HOST, HOST):
+                return DeviceCopyMethod(self._spec, each_block=name == "memcpy-blocks")
             return MemcpyMethod(self._shards, self._spec.shape, each_block=name == "memcpy-blocks")
         if name == "socket":
-            return SocketMethod(self._shards.primary, self._spec.sources, streams, self._token)
+            return SocketMethod(_on_host(self._shards.primary), self._spec.sources, streams, self._token)
         return PipeMethod(self._shards, self._spec, name, streams, self._token)
+
+
+def _on_host(arena: Arena) -> Arena:
+    """Return an arena, or one of its size where the host cannot address it: bare sockets read and write that."""
+    if arena.mapped:
+        return arena
+    made = HostArena(arena.num_blocks, arena.block_bytes)
+    made.touch()
+    return made
 
 
 Fetch = Callable[[range, int | None], int]

@@ -42,6 +42,12 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     what.add_argument("--descriptors", type=int, default=1, help="cut --bytes into so many blocks, in random order")
     how = parser.add_argument_group("how")
     how.add_argument("--pipe", default=None, help="pipes to compare: shm,tcp,nixl,gloo (default: those that work)")
+    how.add_argument(
+        "--memory",
+        default="host",
+        help="where blocks lie: host; cuda, cuda:1 or cuda:0,cuda:1 (sources, targets): from device to device, to the "
+        "host and from it; interpret: memory that stands in for a device's (TRITON_INTERPRET=1)",
+    )
     how.add_argument("--streams", default="1,4", help="TCP connections per transfer, one measurement each")
     how.add_argument("--pattern", default="1-1", help="1-1, N-1 (incast), 1-N or NxM; every flow moves the whole size")
     how.add_argument("--n", type=int, default=2, help="sources of N-1 and NxM")

@@ -70,10 +70,13 @@ class OpenStage:
         self, stage: Stage, sources: Sequence[Agent], targets: Sequence[Agent], kinds: Sequence[str], seed: int
     ) -> None:
         self.stage, self.sources, self.targets = stage, sources, targets
-        specs = [SourceSpec(i, seed, stage.source, stage.source_blocks, tuple(kinds)) for i in range(len(sources))]
+        ends = stage.ends
+        about = seed, stage.source, stage.source_blocks, tuple(kinds), ends.source
+        specs = [SourceSpec(i, *about) for i in range(len(sources))]
         answers = ask_all(sources, "open_source", dict[str, SourceFacts], each=[{"source": spec} for spec in specs])
         self.facts = tuple(answer["facts"] for answer in answers)
-        readers = [TargetSpec(i, seed, stage.target, stage.target_blocks, self.facts) for i in range(len(targets))]
+        wanted = seed, stage.target, stage.target_blocks, self.facts, ends.target, ends.source
+        readers = [TargetSpec(i, *wanted) for i in range(len(targets))]
         ask_all(targets, "open_target", Fields, each=[{"target": spec} for spec in readers])
 
     def refusals(self) -> dict[str, str]:
@@ -139,7 +142,8 @@ class RivalContestant(Contestant):
             "block_bytes": size,
             "seed": seed,
         }
-        roles = [{"role": role} for role in ("source", "target")]
+        ends = (("source", stage.ends.source), ("target", stage.ends.target))
+        roles = [{"role": role, "memory": memory} for role, memory in ends]
         cards = [answer["card"] for answer in ask_all(agents, "open", Fields, each=roles, **about)]
         ask_all(agents, "meet", Fields, each=[{"card": card} for card in reversed(cards)])
 
@@ -198,7 +202,7 @@ class OverlapStudies:
     """
 
     def __init__(self, stage: Stage, case: Case, options: Options) -> None:
-        self._case, self._options = case, options
+        self._case, self._options, self._ends = case, options, stage.ends
         self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
         self._tokens = case.blocks * stage.source.block_size
         self._runs: dict[tuple[MethodKey, str], list[tuple[float, OverlapResult]]] = {}
@@ -244,6 +248,7 @@ class OverlapStudies:
                     exposed_ms=round(statistics.median(exposed) * 1e3, 3),
                     percent_of_serial=round(100 * paired_ratio(exposed, serial), 1),
                     verified=runs[-1][1].wrong == 0,
+                    memory=self._ends.label,
                 )
             )
         return out

@@ -21,9 +21,12 @@ from baton.bench.core.report import (
     shared_fields,
 )
 from baton.bench.kv.contest import Contestant, FlowContestant, OpenStage, OverlapStudies, RivalContestant, Standing
+from baton.bench.kv.memory import device_of
 from baton.bench.kv.plan import (
     MESSAGE_SIZES,
     SMALL_BYTES,
+    Ends,
+    MethodKey,
     Options,
     Stage,
     baseline_methods,
@@ -34,7 +37,8 @@ from baton.bench.kv.plan import (
 )
 from baton.bench.kv.records import SCHEMA_VERSION, MessagesRecord, RunRecord, UnavailableRecord
 from baton.bench.kv.report import compute_ratios, median_rate, sample_seconds, stage_records, verdict_records
-from baton.bench.kv.rivals import RIVALS
+from baton.bench.kv.rivals import DEVICE_RIVALS, RIVALS
+from baton.bench.kv.specs import HOST
 from baton.errors import BatonError
 from baton.rpc.service_token import read_token
 from baton.version import __version__
@@ -62,12 +66,12 @@ class Driver:
         self._token = read_token(options.token_file)
         # Address of this machine that sources reach it by; another host's are asked over a connection that knows it.
         self._host = "127.0.0.1"
-        self._unavailable: dict[str, str] = {}
+        self._unavailable: dict[tuple[Ends, str], str] = {}
         self._failures: list[str] = []
         self._slow: list[str] = []
         self._left = 0
-        self._standings: list[Standing] = []
-        self._others: list[Record] = []
+        self._standings: dict[Ends, list[Standing]] = {ends: [] for ends in options.ends}
+        self._others: dict[Ends, list[Record]] = {ends: [] for ends in options.ends}
 
     def run(self) -> int:
         """Measure everything; returns the exit status.
@@ -76,16 +80,20 @@ class Driver:
             ConfigError: It cannot be run as asked at all.
             BatonError: An agent ended, or the other host is out of reach.
         """
-        stage = model_stage(self._options)
-        self._require_memory(stage)
-        stages = [stage, *([reference_stage()] if self._with_reference() else [])]
+        stages: list[Stage] = []
+        for ends in self._options.ends:
+            for memory in {ends.target, "" if self._options.connect else ends.source} - {HOST, ""}:
+                device_of(memory)  # refused before anything is started
+            stages += [model_stage(self._options, ends), *([reference_stage(ends)] if self._with_reference() else [])]
+        self._require_memory(stages[0])
         return run_with_result(lambda: self._measure(stages), self._report)
 
     def _measure(self, stages: list[Stage]) -> tuple[int, list[str]]:
         options = self._options
         rounds = options.warmup + options.repeat
         methods = {each.name: len(pipe_methods(options)) + len(baseline_methods(options, each.name)) for each in stages}
-        self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds + len(options.asked)
+        self._left = sum(len(each.cases) * methods[each.name] for each in stages) * rounds
+        self._left += len(options.asked) * len(options.ends)
         with contextlib.ExitStack() as stack:
             sources = [self._source(stack, i) for i in range(options.num_sources)]
             targets = [
@@ -95,10 +103,11 @@ class Driver:
             self._report(self._run_record(stages[0], sources[0], targets[0]))
             for each in stages:
                 self._run_stage(each, sources, targets)
-            if self._with_reference():
-                self._small(sources, targets)
-        for ratio in compute_ratios(self._standings, self._others):
-            self._report(ratio)
+                if each.name == "reference":
+                    self._small(each.ends, sources, targets)
+        for ends in options.ends:
+            for ratio in compute_ratios(self._standings[ends], self._others[ends], ends):
+                self._report(ratio)
         code = self._exit_code()
         return code, [*self._failures, *self._slow, *(f"{name}: {why}" for name, why in self._asked_in_vain())]
 
@@ -139,7 +148,7 @@ class Driver:
 
     def _run_stage(self, stage: Stage, sources: list[Agent], targets: list[Agent]) -> None:
         opened = OpenStage(stage, sources, targets, self._options.asked, self._options.seed)
-        self._note_unavailable(opened.refusals())
+        self._note_unavailable(stage.ends, opened.refusals())
         with contextlib.ExitStack() as stack:
             rivals = self._rivals(stage, stack) if stage.name == "reference" else []
             standings = [Standing(contestant) for contestant in [*self._contestants(opened), *rivals]]
@@ -150,10 +159,10 @@ class Driver:
         for standing in standings:
             key = standing.contestant.key
             if standing.unavailable:
-                self._note_unavailable({key.name: standing.unavailable})
+                self._note_unavailable(stage.ends, {key.name: standing.unavailable})
             if standing.failure:
-                self._failures.append(f"{key.label}, {stage.name}: {standing.failure}")
-        self._standings += standings
+                self._failures.append(f"{_named(key, stage.ends)}, {stage.name}: {standing.failure}")
+        self._standings[stage.ends] += standings
         records = stage_records(stage, standings, self._options)
         for record in records:
             self._report(record)
@@ -163,7 +172,8 @@ class Driver:
                 self._report(verdict)
 
     def _contestants(self, opened: OpenStage) -> list[Contestant]:
-        pipes = [key for key in pipe_methods(self._options) if key.name not in self._unavailable]
+        ends = opened.stage.ends
+        pipes = [key for key in pipe_methods(self._options) if (ends, key.name) not in self._unavailable]
         return [
             *(FlowContestant(key, opened, is_pipe=False) for key in baseline_methods(self._options, opened.stage.name)),
             *(FlowContestant(key, opened, is_pipe=True) for key in pipes),
@@ -175,13 +185,15 @@ class Driver:
         for name, (pipe, env) in RIVALS.items():
             if pipe not in self._options.asked or self._options.connect:
                 continue
+            if stage.ends.on_device and name not in DEVICE_RIVALS:
+                continue
             source, target = (
                 self._agent(stack, f"{name} {role}", RIVAL_MODULE, env=env) for role in ("source", "target")
             )
             try:
                 out.append(RivalContestant(name, (source, target), stage, self._options.seed))
             except BatonError as error:
-                self._note_unavailable({name: one_line(error)})
+                self._note_unavailable(stage.ends, {name: one_line(error)})
         return out
 
     def _take_turns(self, stage: Stage, standings: list[Standing]) -> None:
@@ -212,10 +224,10 @@ class Driver:
                 try:
                     studies.run(contestant, serial_s, verify=options.verify and turn == rounds - 1)
                 except BatonError as error:
-                    self._failures.append(f"{contestant.key.label}, overlap: {one_line(error)}")
+                    self._failures.append(f"{_named(contestant.key, stage.ends)}, overlap: {one_line(error)}")
                     contestants.remove((contestant, serial_s))
         for record in studies.records():
-            self._others.append(record)
+            self._others[stage.ends].append(record)
             self._report(record)
             if options.verify and not record.verified:
                 self._failures.append(f"{record.pipe}, overlap {record.mode}: wrong blocks")
@@ -229,26 +241,28 @@ class Driver:
                 continue
             rate = median_rate(samples)
             if rate < wanted:
-                self._slow.append(f"{standing.contestant.key.label}: {rate:.3g} GB/s, required {wanted:g}")
+                name = _named(standing.contestant.key, stage.ends)
+                self._slow.append(f"{name}: {rate:.3g} GB/s, required {wanted:g}")
 
-    def _small(self, sources: list[Agent], targets: list[Agent]) -> None:
+    def _small(self, ends: Ends, sources: list[Agent], targets: list[Agent]) -> None:
         """Measure round trips of small messages and reads of single small blocks, first source to first target."""
-        opened = OpenStage(small_stage(), sources[:1], targets[:1], self._options.asked, self._options.seed)
+        opened = OpenStage(small_stage(ends), sources[:1], targets[:1], self._options.asked, self._options.seed)
         for kind in self._options.asked:
             self._advance(f"small {kind}")
             try:
-                if kind not in self._unavailable:
-                    self._sample(targets[0], "reads", kind, "read", SMALL_BYTES)
-                    self._sample(targets[0], "fetches", kind, "fetch", SMALL_BYTES)
+                if (ends, kind) not in self._unavailable:
+                    if ends.target == HOST:  # a read by itself ends in host memory
+                        self._sample(ends, targets[0], "reads", kind, "read", SMALL_BYTES)
+                    self._sample(ends, targets[0], "fetches", kind, "fetch", SMALL_BYTES)
             except BatonError as error:
-                self._failures.append(f"{kind}, small: {one_line(error)}")
-        if "tcp" in self._options.asked:
+                self._failures.append(f"{_named(MethodKey(kind), ends)}, small: {one_line(error)}")
+        if "tcp" in self._options.asked and not ends.on_device:
             for size in MESSAGE_SIZES:
-                self._sample(targets[0], "round_trips", "tcp", "round trip", size)
-            self._sample(targets[0], "fetches", "socket", "round trip", SMALL_BYTES)
+                self._sample(ends, targets[0], "round_trips", "tcp", "round trip", size)
+            self._sample(ends, targets[0], "fetches", "socket", "round trip", SMALL_BYTES)
         opened.close()
 
-    def _sample(self, target: Agent, order: str, pipe: str, what: str, size: int) -> None:
+    def _sample(self, ends: Ends, target: Agent, order: str, pipe: str, what: str, size: int) -> None:
         about = {"size": size} if order == "round_trips" else {"kind": pipe}
         answer = target.ask(order, dict[str, list[float]], count=SAMPLES, limit_s=SAMPLE_S, **about)
         samples = answer["seconds"]
@@ -262,23 +276,31 @@ class Driver:
             p95_us=round(spread.p95, 2),
             p99_us=round(spread.p99, 2),
             per_s=round(len(samples) / sum(samples), 1),
+            memory=ends.label,
         )
-        self._others.append(record)
+        self._others[ends].append(record)
         self._report(record)
 
-    def _note_unavailable(self, reasons: dict[str, str]) -> None:
+    def _note_unavailable(self, ends: Ends, reasons: dict[str, str]) -> None:
         for name, reason in reasons.items():
-            if name not in self._unavailable:
-                self._unavailable[name] = reason
-                self._report(UnavailableRecord(name, reason, name in (self._options.pipes or ())))
+            if (ends, name) not in self._unavailable:
+                self._unavailable[ends, name] = reason
+                self._report(UnavailableRecord(name, reason, name in (self._options.pipes or ()), ends.label))
 
     def _asked_in_vain(self) -> list[tuple[str, str]]:
-        return [(name, why) for name, why in self._unavailable.items() if name in (self._options.pipes or ())]
+        """Return the named pipes that work between no two kinds of memory that were measured, and why."""
+        first = self._options.ends[0]
+        return [
+            (name, self._unavailable[first, name])
+            for name in self._options.pipes or ()
+            if all((ends, name) in self._unavailable for ends in self._options.ends)
+        ]
 
     def _exit_code(self) -> int:
+        everyone = [(ends, standing) for ends, standings in self._standings.items() for standing in standings]
         wrong = [
-            f"{standing.contestant.key.label}: {sample.wrong} wrong blocks"
-            for standing in self._standings
+            f"{_named(standing.contestant.key, ends)}: {sample.wrong} wrong blocks"
+            for ends, standing in everyone
             for samples in standing.samples.values()
             for sample in samples
             if sample.wrong
@@ -286,10 +308,15 @@ class Driver:
         self._failures += wrong
         if self._failures:
             return EXIT_FAILED
-        if self._asked_in_vain() or not any(s.samples for s in self._standings if s.contestant.is_pipe):
+        if self._asked_in_vain() or not any(s.samples for _, s in everyone if s.contestant.is_pipe):
             return EXIT_UNABLE
         return EXIT_TOO_SLOW if self._slow else EXIT_OK
 
     def _advance(self, what: str) -> None:
         self._left = max(0, self._left - 1)
         self._step(what, self._left)
+
+
+def _named(key: MethodKey, ends: Ends) -> str:
+    """Name a method, and where it copies from and to where that is not host memory."""
+    return f"{key.label}, {ends.label}" if ends.on_device else key.label

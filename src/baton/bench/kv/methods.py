@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.bench.kv.memory import device_of, new_shards
 from baton.bench.kv.messages import BareReader
-from baton.bench.kv.specs import Ids, Shape, SourceFacts, TargetSpec, sequence_numbers
+from baton.bench.kv.specs import HOST, Ids, Shape, SourceFacts, TargetSpec, sequence_numbers
 from baton.errors import PipeClosedError, TransferError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.shards import KVShards
@@ -158,7 +159,7 @@ class MemcpyMethod(Method):
 
     def __init__(self, shards: KVShards, shape: Shape, *, each_block: bool) -> None:
         self._target, self._each = shards, each_block
-        self._here = shape.new_shards(shards.primary.num_blocks)
+        self._here = new_shards(shape, HOST, shards.primary.num_blocks)
         self._here.touch()
 
     def run(self, flows: Sequence[Flow]) -> int:
@@ -181,8 +182,66 @@ class MemcpyMethod(Method):
         self._here.close()
 
 
+class DeviceCopyMethod(Method):
+    """What :class:`MemcpyMethod` is in host memory, as CUDA's runtime copies: all bytes at once, or a call per block.
+
+    From one device's memory to another's (or its own), or between a device's and pinned memory of the host. Source and
+    target are the target's own: no other process has a part in it.
+
+    Args:
+        spec: Of the target: its blocks, and where both ends lie.
+        each_block: Whether to copy block by block, in the order that pipes read them in.
+
+    Raises:
+        ConfigError: They do not fit the device.
+    """
+
+    def __init__(self, spec: TargetSpec, *, each_block: bool) -> None:
+        import torch
+
+        from baton.engine.device.memory import Place, allocate, queue_copy
+
+        self._each, self._queue_copy, self._stream = each_block, queue_copy, 0
+        self._blocks = spec.num_blocks
+        self._sizes = [layout.block_bytes for layout in spec.shape.layouts()]
+        self._done: Callable[[], None] = lambda: None
+        # The device whose stream copies: where the bytes come from, unless that is the host.
+        device = device_of(spec.memory if spec.source_memory == HOST else spec.source_memory)
+        if device.is_cuda:
+            stream = torch.cuda.Stream(device.memory)  # type: ignore[no-untyped-call]
+            self._stream, self._done = stream.cuda_stream, stream.synchronize
+
+        def memory(where: str, size: int) -> torch.Tensor:
+            if where == HOST:
+                return torch.zeros(size, dtype=torch.uint8, pin_memory=device.is_cuda)
+            return allocate(device_of(where).memory, size).tensor
+
+        count = spec.num_blocks * len(spec.sources)
+        self._ends = [[memory(end, count * size) for size in self._sizes] for end in (spec.memory, spec.source_memory)]
+        self._places = [[Place.of(tensor) for tensor in end] for end in self._ends]
+
+    def run(self, flows: Sequence[Flow]) -> int:
+        """Copy; see :meth:`Method.run`."""
+        total = 0
+        for to, here, size in zip(*self._places, self._sizes, strict=True):
+            for flow in flows:
+                total += len(flow.local) * size
+                if self._each:
+                    for remote, local in zip(np.sort(flow.local).tolist(), flow.local.tolist(), strict=True):
+                        self._queue_copy(to + local * size, here + remote * size, size, self._stream)
+                else:
+                    at = flow.source * self._blocks * size
+                    self._queue_copy(to + at, here + at, len(flow.local) * size, self._stream)
+        self._done()
+        return total
+
+    def close(self) -> None:
+        """Free both ends."""
+        self._places, self._ends = [], []
+
+
 class SocketMethod(Method):
-    """Bare sockets, so many per source, each for its share of the bytes, contiguous on both sides.
+    """Bare sockets, so many per source, each for its share of the bytes, contiguous in host memory on both sides.
 
     They move the first rank's blocks, as often as it takes to move as much as all ranks have.
     """

@@ -59,10 +59,10 @@ class ShardPattern:
         self._ramp: Words = np.arange(count, dtype=np.uint64) * np.uint64(_B)
         self._bases: dict[int, list[Words]] = {}
 
-    def fill(self, blocks: Bytes, owner: int) -> None:
-        """Write all blocks of a source's rank, uint8 [blocks, block_bytes]."""
+    def fill(self, blocks: Bytes, owner: int, first: int = 0) -> None:
+        """Write blocks of a source's rank, uint8 [blocks, block_bytes], from the ``first`` on."""
         size = self._layout.block_size
-        for block, out in enumerate(blocks):
+        for block, out in enumerate(blocks, first):
             self._write(out, owner, np.arange(block * size, (block + 1) * size, dtype=np.uint64))
 
     def wrong(self, blocks: Bytes, local_ids: Ids, owner: int, tokens: Words) -> list[int]:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 from baton.bench.core.geometries import model_geometry, named_geometry
 from baton.bench.core.report import check_positive, check_ranges, numbers, words
-from baton.bench.kv.specs import MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
+from baton.bench.kv.memory import parse_memory
+from baton.bench.kv.specs import HOST, MAX_BLOCKS, MAX_SOURCES, Shape, round_up_block
 from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown
 from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.kv_cache.shards import KVGeometry
 
-# Certificates are not for trying, and the arenas are in host memory.
-PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls", "cuda_ipc"))
+# Certificates are not for trying.
+DEVICE_PIPES = tuple(kind for kind in BUILT_IN if kind not in ("memory", "tls"))
+PIPES = tuple(kind for kind in DEVICE_PIPES if kind != "cuda_ipc")
 PATTERNS = ("1-1", "N-1", "1-N", "NxM")
 MAX_STREAMS = 64
 REFERENCE_BLOCK_BYTES = 32 << 10
@@ -26,6 +28,9 @@ SMALL_BYTES = 4096
 SMALL_BLOCKS = 1024
 MESSAGE_SIZES = (64, 1024, 4096)
 _MAX_TOKENS = 1 << 24
+INTERPRET = "interpret"
+"""Memory that stands in for a device's."""
+_INTERPRETED_PART = 512
 _RANGES = {
     "block_size": (1, 4096),
     "dst_block_size": (1, 4096),
@@ -42,6 +47,31 @@ _RANGES = {
     "chunk": (1, _MAX_TOKENS),
     "seed": (0, (1 << 63) - 1),
 }
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where the blocks of sources and of targets lie: ``host``, ``cuda:0``, ``interpret``."""
+
+    source: str = HOST
+    target: str = HOST
+
+    @property
+    def on_device(self) -> bool:
+        """Whether either is in device memory."""
+        return (self.source, self.target) != (HOST, HOST)
+
+    @property
+    def label(self) -> str:
+        """``host``, or ``cuda:0 to host``."""
+        return f"{self.source} to {self.target}" if self.on_device else HOST
+
+    def scaled(self, blocks: int) -> int:
+        """Return how many of so many blocks are worth their time: few where Triton's interpreter copies them."""
+        return blocks // _INTERPRETED_PART if INTERPRET in (self.source, self.target) else blocks
+
+
+HOST_ENDS = Ends()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +111,7 @@ class Options:
     connect: str = ""
     token_file: str = ""
     seed: int = 0
+    memory: str = HOST
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
@@ -97,9 +128,9 @@ class Options:
     def __post_init__(self) -> None:
         if sum(bool(x) for x in (self.model, self.geometry, self.bytes)) > 1:
             raise ConfigError("give one of --model, --geometry and --bytes", field="geometry")
-        unknown = sorted(set(self.pipes or ()) - set(PIPES))
+        unknown = sorted(set(self.pipes or ()) - set(self.known))
         if unknown or self.pipes == () or len(set(self.pipes or ())) != len(self.pipes or ()):
-            raise ConfigError(f"--pipe takes some of {','.join(PIPES)}, each once", field="pipe")
+            raise ConfigError(f"--pipe takes some of {','.join(self.known)}, each once", field="pipe")
         if not self.streams or not all(1 <= count <= MAX_STREAMS for count in self.streams):
             raise ConfigError(f"--streams takes numbers from 1 to {MAX_STREAMS}", field="streams")
         if self.pattern not in PATTERNS:
@@ -117,7 +148,20 @@ class Options:
     @property
     def asked(self) -> tuple[str, ...]:
         """Kinds of pipe to try."""
-        return PIPES if self.pipes is None else self.pipes
+        return self.known if self.pipes is None else self.pipes
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Kinds of pipe that there are for this memory."""
+        return DEVICE_PIPES if parse_memory(self.memory)[0] != HOST else PIPES
+
+    @property
+    def ends(self) -> tuple[Ends, ...]:
+        """Which memories are measured: host to host; or a device's to a device's, to the host's, and from there."""
+        source, target = parse_memory(self.memory)
+        if source == HOST:
+            return (HOST_ENDS,)
+        return Ends(source, target), Ends(source, HOST), Ends(HOST, target)
 
     @property
     def num_sources(self) -> int:
@@ -186,6 +230,7 @@ class Stage:
         source_blocks: In each source's arena.
         target_blocks: In each target's arena for each source.
         cases: To run in turns.
+        ends: Where blocks lie.
     """
 
     name: str
@@ -194,6 +239,7 @@ class Stage:
     source_blocks: int
     target_blocks: int
     cases: tuple[Case, ...]
+    ends: Ends = HOST_ENDS
 
 
 def parse_sweep(text: str) -> tuple[int, ...]:
@@ -214,8 +260,12 @@ def parse_sweep(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(out))
 
 
-def model_stage(options: Options) -> Stage:
+def model_stage(options: Options, ends: Ends = HOST_ENDS) -> Stage:
     """Return the stage of what was asked for: a model's KV at every prompt length, or raw bytes.
+
+    Args:
+        options: What was asked for.
+        ends: Where blocks lie.
 
     Raises:
         ConfigError: It does not fit together; names the flag.
@@ -224,7 +274,7 @@ def model_stage(options: Options) -> Stage:
         size = round_up_block(-(-options.bytes // options.descriptors))
         shape = Shape.raw(size)
         case = Case("raw", 0, options.descriptors, options.descriptors > 1, size * options.descriptors)
-        return Stage("raw", shape, shape, options.descriptors, options.descriptors, (case,))
+        return Stage("raw", shape, shape, options.descriptors, options.descriptors, (case,), ends)
     geometry = options.kv()
     there = dataclasses.replace(geometry, dtype=options.dst_kv_dtype or options.kv_dtype)
     cast, size = there.dtype != geometry.dtype, options.dst_block_size or options.block_size
@@ -237,23 +287,25 @@ def model_stage(options: Options) -> Stage:
     held = source.block_size * source.bytes_per_token
     cases = tuple(Case("kv", tokens, blocks, True, blocks * held) for tokens, blocks in sizes)
     most = max(blocks for _, blocks in sizes)
-    return Stage("kv", source, target, most, target.num_blocks(most * source.block_size), cases)
+    return Stage("kv", source, target, most, target.num_blocks(most * source.block_size), cases, ends)
 
 
-def reference_stage() -> Stage:
-    """Return the stage of the standing comparison: 256 MiB in one run, and 4096 blocks of 32 KiB in random order."""
+def reference_stage(ends: Ends) -> Stage:
+    """Return the stage of the standing comparison: 256 MiB in one run, and 4096 blocks of 32 KiB in random order.
+
+    In memory that stands in for a device's it is a fraction of that: Triton's interpreter copies it.
+    """
     shape, size = Shape.raw(REFERENCE_BLOCK_BYTES), REFERENCE_BLOCK_BYTES
-    cases = (
-        Case("contiguous", 0, REFERENCE_BLOCKS, False, REFERENCE_BLOCKS * size),
-        Case("paged", 0, PAGED_BLOCKS, True, PAGED_BLOCKS * size),
-    )
-    return Stage("reference", shape, shape, REFERENCE_BLOCKS, REFERENCE_BLOCKS, cases)
+    whole, paged = ends.scaled(REFERENCE_BLOCKS), ends.scaled(PAGED_BLOCKS)
+    cases = (Case("contiguous", 0, whole, False, whole * size), Case("paged", 0, paged, True, paged * size))
+    return Stage("reference", shape, shape, whole, whole, cases, ends)
 
 
-def small_stage() -> Stage:
+def small_stage(ends: Ends) -> Stage:
     """Return the stage of single blocks of 4 KiB and of small messages."""
     shape = Shape.raw(SMALL_BYTES)
-    return Stage("small", shape, shape, SMALL_BLOCKS, SMALL_BLOCKS, ())
+    count = ends.scaled(SMALL_BLOCKS)
+    return Stage("small", shape, shape, count, count, (), ends)
 
 
 def pipe_methods(options: Options) -> tuple[MethodKey, ...]:

@@ -21,6 +21,7 @@ from baton.bench.core.report import (
     warn_if_busy,
 )
 from baton.bench.kv.plan import MethodKey
+from baton.bench.kv.specs import HOST
 
 SCHEMA_VERSION = 1
 
@@ -49,6 +50,7 @@ class RunRecord(Record):
     warmup: int
     repeat: int
     seed: int
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class UnavailableRecord(Record):
     method: str
     reason: str
     asked: bool
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class TransferRecord(Record):
     cpu_s_per_gb: float
     verified: bool
     wrong_blocks: int
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class BaselineRecord(Record):
     p99_ms: float
     gb_per_s: float
     cpu_s_per_gb: float
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class MessagesRecord(Record):
     p95_us: float
     p99_us: float
     per_s: float
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ class OverlapRecord(Record):
     exposed_ms: float
     percent_of_serial: float
     verified: bool
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,7 @@ class VerdictRecord(Record):
     max_prefill_tokens_per_s: float
     prefill_tokens_per_s: float | None
     carries: bool | None
+    memory: str = "host"
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,9 @@ def print_tables(records: Sequence[Record], console: Console) -> None:
         if verdict.tokens == max(each.tokens for each in verdicts):
             console.print(_sentence(verdict))
     for missing in of_kind(records, UnavailableRecord):
-        console.print(f"[yellow]{missing.method} was not measured:[/yellow] {missing.reason}", markup=True)
+        console.print(
+            f"[yellow]{missing.method}{_where(missing)} was not measured:[/yellow] {missing.reason}", markup=True
+        )
     print_failures(records, console)
 
 
@@ -206,11 +216,20 @@ def _headline(run: RunRecord) -> str:
     kappa = f", {run.kv_bytes_per_token:,} KV bytes per token" if run.kv_bytes_per_token else ""
     where = f"{run.machine.get('cpus')} CPUs, {run.machine.get('arch')}"
     peer = f" ← {run.peer.get('host')}" if run.peer else ""
-    return f"{run.geometry}{kappa}; pattern {run.pattern}; {where}{peer}; medians of {run.repeat}"
+    memory = "" if run.memory == HOST else f"; blocks in {run.memory} memory"
+    return f"{run.geometry}{kappa}{memory}; pattern {run.pattern}; {where}{peer}; medians of {run.repeat}"
 
 
 def _method(record: BaselineRecord | TransferRecord | OverlapRecord | VerdictRecord) -> str:
     return MethodKey(record.method if isinstance(record, BaselineRecord) else record.pipe, record.streams).label
+
+
+_Placed = BaselineRecord | TransferRecord | MessagesRecord | OverlapRecord | VerdictRecord | UnavailableRecord
+
+
+def _where(record: _Placed) -> str:
+    """Say where the blocks lie, unless all are in host memory."""
+    return "" if record.memory == HOST else f", {record.memory}"
 
 
 def _transfers(records: Sequence[Record]) -> Table:
@@ -224,6 +243,7 @@ def _transfers(records: Sequence[Record]) -> Table:
         if not isinstance(record, (TransferRecord, BaselineRecord)):
             continue
         named = f"{record.case} {record.tokens}" if record.tokens else record.case
+        named += _where(record)
         if case and case != named:
             table.add_section()
         case = named
@@ -247,7 +267,7 @@ def _messages(records: Sequence[MessagesRecord]) -> Table:
     )
     for r in records:
         times = [f"{us:.1f}" for us in (r.p50_us, r.p95_us, r.p99_us)]
-        table.add_row(r.pipe, r.what, str(r.bytes), *times, f"{r.per_s:,.0f}")
+        table.add_row(r.pipe + _where(r), r.what, str(r.bytes), *times, f"{r.per_s:,.0f}")
     return table
 
 
@@ -259,7 +279,7 @@ def _overlaps(records: Sequence[OverlapRecord]) -> Table:
     )
     for r in records:
         times = (f"{r.compute_ms:.1f}", f"{r.exposed_ms:.2f}", f"{r.percent_of_serial:.0f}")
-        table.add_row(_method(r), r.mode, str(r.tokens), f"{r.prefill_tokens_per_s:,.0f}", *times)
+        table.add_row(_method(r) + _where(r), r.mode, str(r.tokens), f"{r.prefill_tokens_per_s:,.0f}", *times)
     return table
 
 
@@ -274,7 +294,7 @@ def _ratios(records: Sequence[RatioRecord]) -> Table:
 
 def _sentence(verdict: VerdictRecord) -> str:
     most = f"{verdict.max_prefill_tokens_per_s:,.0f}"
-    text = f"{_method(verdict)}: this link carries this model up to {most} prefill tokens/s"
+    text = f"{_method(verdict)}{_where(verdict)}: this link carries this model up to {most} prefill tokens/s"
     if verdict.carries is None:
         return text
     asked = f"{verdict.prefill_tokens_per_s:,.0f}"
@@ -288,7 +308,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         if isinstance(record, (TransferRecord, BaselineRecord)) and record.case in ("kv", "raw"):
-            label = _method(record) + (" (limit)" if isinstance(record, BaselineRecord) else "")
+            label = _method(record) + _where(record) + (" (limit)" if isinstance(record, BaselineRecord) else "")
             lines.setdefault(label, []).append((record.bytes / 2**20, record.gb_per_s))
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.bench.core.report import Record, Spread, paired_ratio
 from baton.bench.kv.contest import Sample, Standing
-from baton.bench.kv.plan import SMALL_BYTES, Case, MethodKey, Options, Stage
+from baton.bench.kv.plan import DEVICE_PIPES, HOST_ENDS, SMALL_BYTES, Case, Ends, MethodKey, Options, Stage
 from baton.bench.kv.records import (
     BaselineRecord,
     MessagesRecord,
@@ -20,7 +20,9 @@ from baton.bench.kv.records import (
 )
 
 LIMITS = {"shm": "memcpy", "nixl": "memcpy", "tcp": "socket", "gloo": "socket"}
-"""The baseline that bounds a pipe of a kind on one host; between two, it is the socket for all."""
+"""The baseline that bounds a pipe of a kind on one host.
+
+Between two hosts it is the socket for all; where an end is in device memory, the bare copy."""
 
 
 def median_rate(samples: Sequence[Sample]) -> float:
@@ -34,11 +36,12 @@ def stage_records(stage: Stage, standings: Sequence[Standing], options: Options)
     for case in stage.cases:
         done = {s.contestant.key: s.samples[case] for s in standings if s.samples.get(case)}
         pipes = {s.contestant.key for s in standings if s.contestant.is_pipe}
-        out += [_baseline(case, key, samples) for key, samples in done.items() if key not in pipes]
+        out += [_baseline(case, key, samples, stage.ends.label) for key, samples in done.items() if key not in pipes]
         for key, samples in done.items():
             if key in pipes:
-                limit = limit_of("socket" if options.connect else LIMITS[key.name], key.streams, done)
-                out.append(_transfer(case, key, samples, limit, options.pattern))
+                bound = "memcpy" if stage.ends.on_device else LIMITS[key.name]
+                limit = limit_of("socket" if options.connect else bound, key.streams, done)
+                out.append(_transfer(case, key, samples, limit, options.pattern, stage.ends.label))
     return out
 
 
@@ -64,7 +67,8 @@ def verdict_records(stage: Stage, standings: Sequence[Standing], options: Option
             if standing.contestant.is_pipe and standing.samples.get(case):
                 rate = case.flow_bytes * flows / sample_seconds(standing.samples[case]) / 1e9
                 key, kappa = standing.contestant.key, stage.source.bytes_per_token
-                out.append(verdict(key, case.tokens, kappa, rate, options.prefill_tokens_per_s))
+                one = verdict(key, case.tokens, kappa, rate, options.prefill_tokens_per_s)
+                out.append(dataclasses.replace(one, memory=stage.ends.label))
     return out
 
 
@@ -97,7 +101,7 @@ def _cpu_per_gb(samples: Sequence[Sample]) -> float:
     return round(sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9), 4)
 
 
-def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> BaselineRecord:
+def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample], memory: str) -> BaselineRecord:
     return BaselineRecord(
         case=case.name,
         method=key.name,
@@ -107,12 +111,13 @@ def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample]) -> Baseline
         runs=len(samples),
         gb_per_s=round(median_rate(samples), 3),
         cpu_s_per_gb=_cpu_per_gb(samples),
+        memory=memory,
         **_timing(samples),
     )
 
 
 def _transfer(
-    case: Case, key: MethodKey, samples: Sequence[Sample], limit: tuple[str, float], pattern: str
+    case: Case, key: MethodKey, samples: Sequence[Sample], limit: tuple[str, float], pattern: str, memory: str
 ) -> TransferRecord:
     rate, wrong = median_rate(samples), [sample.wrong for sample in samples if sample.wrong is not None]
     return TransferRecord(
@@ -132,6 +137,7 @@ def _transfer(
         cpu_s_per_gb=_cpu_per_gb(samples),
         verified=bool(wrong) and not any(wrong),
         wrong_blocks=sum(wrong),
+        memory=memory,
         **_timing(samples),
     )
 
@@ -188,12 +194,31 @@ def aims(streams: Sequence[int]) -> list[Aim]:
     ]
 
 
-def compute_ratios(standings: Sequence[Standing], others: Sequence[Record]) -> list[RatioRecord]:
+def device_aims(keys: Iterable[tuple[str, MethodKey]], ends: Ends) -> list[Aim]:
+    """Return what is held against what where an end is in device memory: every pipe against the bare copy, and NIXL.
+
+    Args:
+        keys: Cases and methods that were measured.
+        ends: Where blocks lie.
+    """
+    out = []
+    for case, key in keys:
+        for bottom in (MethodKey("memcpy"), MethodKey("nixl-bare")):
+            if key.name in DEVICE_PIPES:
+                title = f"{key.label} / {_TITLES.get(bottom.name, bottom.label)}, {case}, {ends.label}"
+                out.append(Aim(title, (case, key), (case, bottom), None))
+    return out
+
+
+def compute_ratios(
+    standings: Sequence[Standing], others: Sequence[Record], ends: Ends = HOST_ENDS
+) -> list[RatioRecord]:
     """Return every ratio whose two sides were measured: medians over runs that took turns.
 
     Args:
-        standings: Of all stages.
-        others: Records of small exchanges and of overlap, which have aims of their own.
+        standings: Of all stages of these ends.
+        others: Their records of small exchanges and of overlap, which have aims of their own in host memory.
+        ends: Where blocks lie.
     """
     found: dict[tuple[str, MethodKey], list[Sample]] = {}
     for standing in standings:
@@ -201,13 +226,13 @@ def compute_ratios(standings: Sequence[Standing], others: Sequence[Record]) -> l
             found[case.name, standing.contestant.key] = samples
     streams = sorted({key.streams for _, key in found if key.name == "tcp"}) or [1]
     out: list[RatioRecord] = []
-    for aim in aims(streams):
+    for aim in device_aims(found, ends) if ends.on_device else aims(streams):
         top, bottom = found.get(aim.top), found.get(aim.bottom)
         if top and bottom and len(top) == len(bottom):
             value = paired_ratio([s.bytes / s.seconds for s in top], [s.bytes / s.seconds for s in bottom])
             met = None if aim.least is None else value >= aim.least
             out.append(RatioRecord(aim.name, round(value, 3), "ratio", ">=", aim.least, met))
-    for record in others:
+    for record in () if ends.on_device else others:
         if isinstance(record, MessagesRecord) and (record.pipe, record.bytes) == ("shm", SMALL_BYTES):
             name, value = f"shm 4 KiB {record.what}, p50", record.p50_us
             met = value <= READ_US if record.what == "read" else None

@@ -20,9 +20,11 @@ import msgspec
 import numpy as np
 
 from baton.bench.core.agents import Fields, Line, Order, serve_agent
+from baton.bench.kv.memory import new_arena
 from baton.bench.kv.specs import RunResult, RunSpec, chosen
 from baton.errors import ConfigError, InvalidRequestError, TransferError
-from baton.kv_cache.arena import HostArena
+from baton.kv_cache.arena import Arena, MemoryRange, memory_range
+from baton.kv_transfer.pipes.nixl_agent import error_types, segment_type
 
 NATIVE = {"UCX_MODULES": "^ib", "UCX_NET_DEVICES": "lo", "UCX_MM_ERROR_HANDLING": "y"}
 """UCX as it chooses on one host: shared memory and CMA."""
@@ -35,6 +37,8 @@ RIVALS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "gloo-bare": ("gloo", {}),
 }
 """Name of each rival, the pipe that it is compared with, and its environment."""
+DEVICE_RIVALS = ("nixl-bare",)
+"""Those that take device memory, by themselves: gloo does not, and UCX over sockets copies it to the host before."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 _PATIENCE_S = 60.0
 _SPINS = 64
@@ -70,10 +74,10 @@ class Rival:
         if self._end is not None:
             self._end.close()
 
-    def _open(self, kind: str, role: str, num_blocks: Count, block_bytes: Count, seed: Count) -> Fields:
+    def _open(self, kind: str, role: str, num_blocks: Count, block_bytes: Count, seed: Count, memory: str) -> Fields:
         if not 0 < num_blocks * block_bytes <= _MAX_BYTES:
             raise InvalidRequestError("a rival's memory is bounded to 4 GiB", field="num_blocks")
-        arena = HostArena(num_blocks, block_bytes)
+        arena = new_arena(memory, num_blocks, block_bytes)
         arena.touch()
         self._end, self._seed = (NixlEnd if kind == "nixl" else GlooEnd)(arena, role), seed
         return {"card": self._end.card()}
@@ -114,7 +118,7 @@ class NixlEnd:
         ConfigError: NIXL is not installed, or UCX does not start.
     """
 
-    def __init__(self, arena: HostArena, role: str) -> None:
+    def __init__(self, arena: Arena, role: str) -> None:
         self.arena, self._peer = arena, ""
         self._prepared: dict[RunSpec, Any] = {}
         try:
@@ -129,19 +133,25 @@ class NixlEnd:
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         except RuntimeError as error:
             raise ConfigError(f"NIXL's UCX does not start: {error}", field="pipe") from error
-        self._base = int(arena.blocks.ctypes.data)
-        self._there = 0
-        self._memory = self._agent.register_memory([(self._base, arena.blocks.nbytes, 0, "")], mem_type="DRAM")
+        self._here = memory_range(arena)
+        self._there = MemoryRange(0, 0)
+        rows = [(self._here.address, self._here.size, self._here.device or 0, "")]
+        try:
+            self._memory = self._agent.register_memory(rows, mem_type=segment_type(self._here))
+        except error_types(api) as error:
+            raise ConfigError(f"NIXL cannot register {self._here}: {error}", field="pipe") from error
 
     def card(self) -> Fields:
         """Return what the peer needs to know."""
-        return {"metadata": self._agent.get_agent_metadata().hex(), "base": self._base}
+        here, metadata = self._here, self._agent.get_agent_metadata().hex()
+        return {"metadata": metadata, "base": here.address, "device": -1 if here.device is None else here.device}
 
     def meet(self, card: Fields) -> None:
         """Get to know the peer."""
         peer = self._agent.add_remote_agent(bytes.fromhex(str(card.get("metadata"))))
         self._peer = peer.decode() if isinstance(peer, bytes) else str(peer)
-        self._there = _integer(card, "base")
+        device = _integer(card, "device", least=-1)
+        self._there = MemoryRange(_integer(card, "base"), self._here.size, None if device < 0 else device)
 
     def attend(self, spec: RunSpec, remote: Any) -> None:
         """Nothing has to be sent: reads are one-sided."""
@@ -153,10 +163,10 @@ class NixlEnd:
     def prepare(self, spec: RunSpec, remote: Any, local: Any) -> Any:
         """Return a call that reads the blocks."""
         if spec not in self._prepared:
-            sides = (("NIXL_INIT_AGENT", self._base, local), (self._peer, self._there, remote))
+            sides = (("NIXL_INIT_AGENT", self._here, local), (self._peer, self._there, remote))
             lists = [
-                self._agent.prep_xfer_dlist(name, self._rows(base, ids, spec.shuffled), "DRAM")
-                for name, base, ids in sides
+                self._agent.prep_xfer_dlist(name, self._rows(where, ids, spec.shuffled), segment_type(where))
+                for name, where, ids in sides
             ]
             indices = np.arange(spec.blocks if spec.shuffled else 1, dtype=np.int32)
             self._prepared[spec] = self._agent.make_prepped_xfer("READ", lists[0], indices, lists[1], indices, b"")
@@ -181,12 +191,12 @@ class NixlEnd:
             self._agent.remove_remote_agent(self._peer)
         self._agent.deregister_memory(self._memory)
 
-    def _rows(self, base: int, ids: Any, shuffled: bool) -> Any:
-        size = self.arena.block_bytes
+    def _rows(self, where: MemoryRange, ids: Any, shuffled: bool) -> Any:
+        size, device = self.arena.block_bytes, where.device or 0
         if not shuffled:  # one run of neighbours: one descriptor
-            return np.array([[base + int(ids[0]) * size, len(ids) * size, 0]], dtype=np.uint64)
-        starts = np.uint64(base) + ids.astype(np.uint64) * np.uint64(size)
-        return np.stack([starts, np.full(len(ids), size, np.uint64), np.zeros(len(ids), np.uint64)], axis=1)
+            return np.array([[where.address + int(ids[0]) * size, len(ids) * size, device]], dtype=np.uint64)
+        starts = np.uint64(where.address) + ids.astype(np.uint64) * np.uint64(size)
+        return np.stack([starts, *(np.full(len(ids), each, np.uint64) for each in (size, device))], axis=1)
 
 
 class GlooEnd:
@@ -196,7 +206,7 @@ class GlooEnd:
         ConfigError: torch was built without gloo.
     """
 
-    def __init__(self, arena: HostArena, role: str) -> None:
+    def __init__(self, arena: Arena, role: str) -> None:
         try:
             self._torch: Any = importlib.import_module("torch")
             self._c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
@@ -256,9 +266,9 @@ class GlooEnd:
         return [blocks[i] for i in ids.tolist()] if shuffled else [blocks[int(ids[0]) : int(ids[-1]) + 1].reshape(-1)]
 
 
-def _integer(fields: Fields, name: str) -> int:
+def _integer(fields: Fields, name: str, least: int = 0) -> int:
     value = fields.get(name)
-    if type(value) is not int or value < 0:
+    if type(value) is not int or value < least:
         raise InvalidRequestError(f"{name} must be a number", field=name)
     return value
 

@@ -11,14 +11,16 @@ import numpy.typing as npt
 
 from baton.bench.core.agents import Message
 from baton.errors import ConfigError
-from baton.kv_cache.arena import HostArena, arena_bytes
+from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.kv_types import FLOAT_BYTES
 from baton.kv_cache.layout import BLOCK_ALIGNMENT, KVLayout, LayerShape
-from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
+from baton.kv_cache.shards import KVGeometry, shard_layout, shard_specs
 from baton.kv_transfer.protocol.frames import BadFrameError
 
 Ids = npt.NDArray[np.int64]
+HOST = "host"
+"""Where blocks lie that no device has."""
 MAX_SOURCES = 64
 MAX_BLOCKS = 1 << 22
 MODES = ("serial", "chunked", "layer-wise")
@@ -93,10 +95,6 @@ class Shape:
             kv_cast=self.cast,
         )
 
-    def new_shards(self, num_blocks: int) -> KVShards:
-        """Allocate the arenas of all ranks; nothing in them is touched."""
-        return KVShards([HostArena(num_blocks, layout.block_bytes) for layout in self.layouts()])
-
     def memory(self, num_blocks: int) -> int:
         """Bytes of the arenas of all ranks."""
         return sum(arena_bytes(num_blocks, layout.block_bytes) for layout in self.layouts())
@@ -118,13 +116,14 @@ def round_up_block(size: int) -> int:
 
 
 class SourceSpec(Message, frozen=True):
-    """A source to open: its number, the run's seed, its blocks, and the kinds of pipe it offers."""
+    """A source to open: its number, the run's seed, its blocks, the pipes it offers, and where the blocks lie."""
 
     index: int
     seed: int
     shape: Shape
     num_blocks: int
     kinds: tuple[str, ...]
+    memory: str = HOST
 
     def __post_init__(self) -> None:
         if not (0 <= self.index < MAX_SOURCES and 0 < self.num_blocks <= MAX_BLOCKS):
@@ -156,13 +155,25 @@ class SourceFacts(Message, frozen=True):
 
 
 class TargetSpec(Message, frozen=True):
-    """A target to open: its number, the run's seed, its blocks (as many for each source), and whom it reads from."""
+    """A target to open.
+
+    Attributes:
+        index: Its number.
+        seed: Of the run.
+        shape: Of its blocks.
+        num_blocks: For each source.
+        sources: Whom it reads from.
+        memory: Where its blocks lie.
+        source_memory: Where the sources' lie, which bare copies begin in.
+    """
 
     index: int
     seed: int
     shape: Shape
     num_blocks: int
     sources: tuple[SourceFacts, ...]
+    memory: str = HOST
+    source_memory: str = HOST
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sources) <= MAX_SOURCES or not 0 < self.num_blocks * len(self.sources) <= MAX_BLOCKS:

@@ -24,7 +24,7 @@ import torch
 from baton.engine.device.compute import ComputeDevice
 from baton.engine.device.memory import HANDLE_BYTES, DeviceMemory, allocate, open_memory
 from baton.errors import ConfigError, InternalError, PipeClosedError
-from baton.kv_cache.arena import ArenaState, Spans
+from baton.kv_cache.arena import ArenaState, MemoryRange, Spans
 from baton.kv_cache.arena.base import Bytes, read_header, require_spans, state_bytes
 from baton.types import Epoch
 
@@ -124,6 +124,11 @@ class DeviceArena:
     def export(self) -> tuple[bytes, int]:
         """Return the handle of the blocks, and a new read-only descriptor of the state, which the caller closes."""
         return self._whole.handle(), os.open(f"/proc/self/fd/{self._state_fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def memory_range(self) -> MemoryRange:
+        """Return where the blocks lie."""
+        device = self._device.memory.index if self._device.is_cuda else None
+        return MemoryRange(self.memory.data_ptr(), self.memory.numel(), device)
 
     def settle(self) -> None:
         """Wait until all is done that the engine has queued by now."""

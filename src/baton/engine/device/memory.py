@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -25,6 +26,7 @@ from baton.errors import ConfigError, PipeClosedError
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _STAND_IN = struct.Struct("<8sqqq")
 _STAND_IN_MAGIC = b"BATONMEM"
 
@@ -68,6 +70,52 @@ def open_memory(device: torch.device, handle: bytes, size: int) -> DeviceMemory:
     """
     opened = CudaMemory.open if device.type == "cuda" else StandInMemory.open
     return opened(device, handle, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where memory begins.
+
+    Attributes:
+        address: As its process sees it.
+        device: Index of the GPU that it is on; ``None``: the host's memory.
+    """
+
+    address: int
+    device: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """Return where a tensor begins."""
+        return cls(tensor.data_ptr(), tensor.device.index if tensor.is_cuda else None)
+
+    def __add__(self, offset: int) -> Place:
+        return Place(self.address + offset, self.device)
+
+
+def queue_copy(target: Place, source: Place, size: int, stream: int) -> None:
+    """Queue a copy of bytes as CUDA's runtime has it, and nothing around it: the measure of every other copy.
+
+    Args:
+        target: Where to.
+        source: Where from. Where one end is the host's memory, that must be pinned, or the call waits.
+        size: Bytes.
+        stream: Handle of a CUDA stream. Where both ends are the host's memory, they are copied before it returns.
+
+    Raises:
+        OSError: CUDA refused.
+    """
+    if target.device is None and source.device is None:
+        ctypes.memmove(target.address, source.address, size)
+        return
+    to, since = ctypes.c_void_p(target.address), ctypes.c_void_p(source.address)
+    count, queue = ctypes.c_size_t(size), ctypes.c_void_p(stream)
+    if target.device is not None and source.device is not None:
+        devices = ctypes.c_int(target.device), ctypes.c_int(source.device)
+        _cuda_runtime().call("cudaMemcpyPeerAsync", to, devices[0], since, devices[1], count, queue)
+    else:
+        kind = _HOST_TO_DEVICE if source.device is None else _DEVICE_TO_HOST
+        _cuda_runtime().call("cudaMemcpyAsync", to, since, count, ctypes.c_int(kind), queue)
 
 
 # CUDA

@@ -143,9 +143,31 @@ class Arena(Protocol):
         """Release the memory's descriptor; harmless if repeated."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """Where an arena's blocks lie, for what addresses memory by itself, as network cards do.
+
+    Attributes:
+        address: Of the first, as this process sees it.
+        size: Bytes of all.
+        device: Index of the GPU that has them; ``None``: the host, also where its memory stands in for a device's.
+    """
+
+    address: int
+    size: int
+    device: int | None = None
+
+    def __str__(self) -> str:
+        where = "host memory" if self.device is None else f"the memory of cuda:{self.device}"
+        return f"{self.size} bytes of {where}"
+
+
 @runtime_checkable
 class SharedDeviceArena(Protocol):
     """What an :class:`Arena` in device memory has that other processes on this host can open, to copy on the device."""
+
+    def memory_range(self) -> MemoryRange:
+        """Return where the blocks lie."""
 
     def export(self) -> tuple[bytes, int]:
         """Return the handle of the blocks, and a new read-only descriptor of the state, which the caller closes.
@@ -176,6 +198,17 @@ class SharedDeviceArena(Protocol):
         Raises:
             InternalError: A span is not within a block, or sizes differ.
         """
+
+
+def memory_range(arena: Arena) -> MemoryRange:
+    """Return where an arena's blocks lie.
+
+    Raises:
+        InternalError: Nothing but the arena itself reaches them.
+    """
+    if isinstance(arena, SharedDeviceArena):
+        return arena.memory_range()
+    return MemoryRange(int(arena.blocks.ctypes.data), arena.num_blocks * arena.block_bytes)
 
 
 def whole_blocks(block_ids: npt.ArrayLike | list[BlockId], block_bytes: int) -> Spans:

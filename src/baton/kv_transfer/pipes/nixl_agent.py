@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from baton.config.ucx import set_nixl_log_level, set_ucx_environment
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
+from baton.kv_cache.arena import MemoryRange
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
@@ -88,7 +89,7 @@ class NixlAgent:
         api = _import_nixl()
         self.name = f"baton-{secrets.token_hex(8)}"
         self.refused = False
-        self._errors = _error_types(api)
+        self._errors = error_types(api)
         self._lock = threading.Lock()
         self._peers: dict[str, int] = {}
         self._failed: set[str] = set()
@@ -377,7 +378,13 @@ def _own_logging() -> Iterator[None]:
         theirs.setLevel(logging.WARNING)
 
 
-def _error_types(api: ModuleType) -> tuple[type[Exception], ...]:
+def segment_type(where: MemoryRange) -> str:
+    """Return what NIXL calls the kind of memory: that of the host, or of a GPU."""
+    return "DRAM" if where.device is None else "VRAM"
+
+
+def error_types(api: ModuleType) -> tuple[type[Exception], ...]:
+    """Return what NIXL's calls raise."""
     bindings = api.nixlBind
     found = [getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return (RuntimeError, *(item for item in found if isinstance(item, type) and issubclass(item, Exception)))
