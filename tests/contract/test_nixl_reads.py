@@ -165,10 +165,10 @@ def test_layers_that_are_there_are_read_at_once_and_the_next_are_asked_for_meanw
     progress, rows, asked = rig.source_arena.progress, list[int](), list[int]()
     real_read, real_ask = NixlAgent.read, nixl.request_progress
 
-    def read(agent: NixlAgent, peer: str, where: Any, *args: Any) -> None:
+    def read(agent: NixlAgent, peer: str, where: Any, *args: Any, **named: Any) -> None:
         rows.append(int(where[0][:, 1].sum()))
         assert asked[-1] == 4  # for what the source computes while we read
-        real_read(agent, peer, where, *args)
+        real_read(agent, peer, where, *args, **named)
         progress.advance(8)
 
     def ask(stream: Stream, value: int, wait: Wait) -> None:

@@ -95,7 +95,7 @@ class Side:
         self.print = dataclasses.replace(base, tp_size=tp, pp_size=pp)
         geometry, specs = KVGeometry(layers, dtype), shard_specs(tp, pp)
         self.blocks = TOKENS // self.size
-        arena = StandInArena if shared else FakeDeviceArena if on_device else HostArena
+        arena = (StandInArena if shared else FakeDeviceArena) if on_device else HostArena
         sizes = [shard_layout(geometry, spec, self.size).block_bytes for spec in specs]
         self.shards = KVShards([arena(self.blocks, size) for size in sizes])
         arrays = kept_as(kv, layer_types(dtype, len(layers)))
@@ -127,7 +127,8 @@ class Pair:
     ) -> None:
         kv = whole_kv(layers)
         self.layers = layers
-        shared = kind == "cuda_ipc"
+        shared = kind in ("cuda_ipc", "nixl")
+        on_device = (True, True) if kind == "cuda_ipc" else on_device
         self.source = Side(shapes[0], dtypes[0], kv, layers, on_device=on_device[0], shared=shared)
         if dtypes[0] != dtypes[1]:
             kv = read_as(kv, layer_types(dtypes[0], len(layers)))

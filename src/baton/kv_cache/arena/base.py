@@ -164,7 +164,13 @@ class MemoryRange:
 
 @runtime_checkable
 class SharedDeviceArena(Protocol):
-    """What an :class:`Arena` in device memory has that other processes on this host can open, to copy on the device."""
+    """What an :class:`Arena` in device memory has that other processes on this host can open, to copy on the device.
+
+    Attributes:
+        block_bytes: Of each block.
+    """
+
+    block_bytes: int
 
     def memory_range(self) -> MemoryRange:
         """Return where the blocks lie."""

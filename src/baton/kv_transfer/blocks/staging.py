@@ -123,7 +123,7 @@ class StagedReader:
         """
         if arena.mapped:
             return self._read(pipe, reads, arena.blocks, wait)
-        if isinstance(pipe, DeviceReadPipe) and not self.casts:
+        if isinstance(pipe, DeviceReadPipe) and not self.casts and pipe.reaches(arena):
             valid = pipe.read_device(reads, arena, wait)
             return Cast(valid, np.zeros(len(valid), dtype=np.bool_))
         total = _nothing_lost(len(reads))

@@ -231,7 +231,11 @@ class CastingReadPipe(ReadPipe):
 
 
 class DeviceReadPipe(ReadPipe):
-    """A pipe that reads from device memory into device memory without a way through host memory."""
+    """A pipe that reads into device memory without a way through this host's memory."""
+
+    def reaches(self, arena: Arena) -> bool:
+        """Whether it can read into this arena; else its blocks go by way of host memory."""
+        return True
 
     @abstractmethod
     def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:

@@ -8,6 +8,10 @@ A connection beside it carries the handshake, what NIXL must know of the arenas,
     READ_DONE  (empty) the reader has them
     BLOCKS     unchanged: bitmap
 
+Blocks may be in device memory on either side, if NIXL can register it: a card that reads the GPU's memory then takes
+them without a way through the host's. What the source's device has queued it has done before the first answer
+(:meth:`~baton.kv_cache.arena.SharedDeviceArena.settle`), and the target's before it is written.
+
 Between the first answer and READ_DONE the owner's serving thread drives its agent, which UCX needs where the medium has
 no one-sided reads of its own (sockets), and to connect two agents. Otherwise nothing polls.
 """
@@ -17,26 +21,37 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from baton.config.ucx import infiniband_ports
-from baton.errors import ConfigError, InvalidRequestError
+from baton.errors import ConfigError, InternalError, InvalidRequestError
+from baton.kv_cache.arena import Arena, SharedDeviceArena, memory_range
 from baton.kv_cache.reshard import merge_segments
-from baton.kv_transfer.copy.block_copy import BATCH_BYTES, fence, merge_runs
-from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeKind, PipeOptions, Served, ServeLimits
+from baton.kv_transfer.copy.block_copy import fence
+from baton.kv_transfer.pipes.base import (
+    DeviceReadPipe,
+    FollowingReadPipe,
+    LayerRead,
+    PipeKind,
+    PipeOptions,
+    Served,
+    ServeLimits,
+)
 from baton.kv_transfer.pipes.nixl_agent import (
     NixlAgent,
     Region,
-    Rows,
     describe_agent,
+    device_obstacle,
     nixl_obstacle,
     parse_agent,
     progress_until_readable,
+    range_of,
 )
+from baton.kv_transfer.pipes.nixl_rows import Base, base_of, batches, parse_arenas
 from baton.kv_transfer.pipes.pool import WORD, Connection, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
@@ -55,15 +70,12 @@ from baton.kv_transfer.protocol.sockets import Stream
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, current
 from baton.rpc.service_token import Token
 
-BATCH_ROWS = 16_384
-"""Rows of one NIXL request at most."""
 AGENTS = 4
 """Agents of a process that reads: as many reads move bytes at once, as many as an instance makes. After the first each
 costs 30 ms to make, 5 MB and a registration of the arenas, once that many reads go on at once."""
 MAX_RETIRED = 16
 """Agents at most that NIXL's refusals have spoilt. They end with the process: ended before that, with half of a peer in
 them, they were seen to take the process down with them. Beyond that the next kind of pipe is taken."""
-_MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,12 +84,12 @@ class NixlConnection(Connection):
 
     Attributes:
         peer: Name of the server's agent.
-        bases: Address of the first block and bytes per block, per rank of the source.
+        bases: Where the blocks of each rank of the source are.
     """
 
     agent: NixlAgent
     peer: str
-    bases: tuple[tuple[int, int], ...]
+    bases: tuple[Base, ...]
 
 
 class NixlTargets:
@@ -110,13 +122,14 @@ class NixlTargets:
             self._agents.append(agent)
             return agent
 
-    def region(self, agent: NixlAgent, blocks: Bytes) -> Region:
+    def region(self, agent: NixlAgent, blocks: Bytes | SharedDeviceArena) -> Region:
         """Return an agent's registration of an arena's blocks."""
-        key = (agent, int(blocks.ctypes.data), blocks.nbytes)
+        where = range_of(blocks)
+        key = (agent, where.address, where.size)
         with self._lock:
             region = self._regions.get(key)
             if region is None:
-                region = agent.register(blocks.reshape(-1))
+                region = agent.register(blocks if isinstance(blocks, SharedDeviceArena) else blocks.reshape(-1))
                 if agent in self._agents or agent in self._retired:
                     self._regions[key] = region
             return region
@@ -136,7 +149,7 @@ class NixlTargets:
             agent.close()
 
 
-class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
+class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceReadPipe):
     """Reads a peer's blocks one-sided.
 
     Args:
@@ -168,6 +181,23 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
 
     def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Read over one connection; see :meth:`PooledReadPipe.request`."""
+        return self._read(connection, reads, local, wait)
+
+    def reaches(self, arena: Arena) -> bool:
+        """Whether NIXL can register the arena's memory."""
+        return not device_obstacle(arena)
+
+    def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
+        """Read into device memory; see :meth:`DeviceReadPipe.read_device`."""
+        if not isinstance(arena, SharedDeviceArena):
+            raise InternalError("the target is no arena in device memory")
+        # What still works on blocks that were somebody else's before: a copy from elsewhere knows of no stream.
+        arena.settle()
+        return self.in_requests(reads, wait, lambda connection, part: self._read(connection, part, arena, wait))
+
+    def _read(
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes | SharedDeviceArena, wait: Wait
+    ) -> Valid:
         sent = _ask(connection, reads, wait)
         self._fetch(connection, reads if sent.all() else reads.take(sent), local, wait)
         return sent & _finish(connection, len(reads), wait)
@@ -204,12 +234,15 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
             self._fetch(connection, dataclasses.replace(good, segments=segments, steps=None), local, wait)
         return sent & _finish(connection, len(reads), wait)
 
-    def _fetch(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> None:
+    def _fetch(
+        self, connection: NixlConnection, reads: BlockReads, local: Bytes | SharedDeviceArena, wait: Wait
+    ) -> None:
         """Copy blocks that the peer lets be read."""
         agent, region = connection.agent, self._targets.region(connection.agent, local)
+        source = connection.bases[reads.source_shard]
         try:
-            for rows in _batches(reads, local, connection.bases[reads.source_shard]):
-                agent.read(connection.peer, rows, region, connection.stream, wait)
+            for rows in batches(reads, base_of(local), source):
+                agent.read(connection.peer, rows, region, connection.stream, wait, source=source.kind)
         finally:
             if region.stuck:  # only the agent's end keeps it from writing into the blocks one day
                 agent.close()
@@ -223,7 +256,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe):
 
     def _meet(self, agent: NixlAgent, stream: Stream, fields: Mapping[str, Any]) -> NixlConnection:
         name, metadata = parse_agent(fields)
-        bases = _parse_arenas(fields.get("arenas"))
+        bases = parse_arenas(fields.get("arenas"), fields.get("devices"))
         if (agent, name) not in self._met:
             agent.connect(name, metadata)
             self._met[agent, name] = None
@@ -257,6 +290,12 @@ class NixlServer(TcpServer):
 
         serve_reads(stream, self._served.shards, limits, answer)
 
+    def _settle(self) -> None:
+        """Wait until all is done that computes into the arenas and is queued by now."""
+        for arena in self._served.shards.arenas:
+            if isinstance(arena, SharedDeviceArena):
+                arena.settle()
+
     def close(self) -> None:
         """Close the socket and end the agent."""
         super().close()
@@ -266,12 +305,21 @@ class NixlServer(TcpServer):
         arenas = self._served.shards.arenas
         with self._lock:
             if self._region is None:
-                self._region = self._agent.register(*(arena.blocks.reshape(-1) for arena in arenas))
+                memories = (
+                    arena if isinstance(arena, SharedDeviceArena) else arena.blocks.reshape(-1) for arena in arenas
+                )
+                self._region = self._agent.register(*memories)
             region = self._region
-        bases = [[int(arena.blocks.ctypes.data), arena.block_bytes] for arena in arenas]
-        return describe_agent(self._agent.name, region.metadata) | {"arenas": bases}
+        ranges = [memory_range(arena) for arena in arenas]
+        about: dict[str, Any] = {
+            "arenas": [[each.address, arena.block_bytes] for each, arena in zip(ranges, arenas, strict=True)]
+        }
+        if any(each.device is not None for each in ranges):  # without it: host memory, as older readers take it to be
+            about["devices"] = [each.device for each in ranges]
+        return describe_agent(self._agent.name, region.metadata) | about
 
     def _let_read(self, stream: Stream, reads: BlockReads, limits: ServeLimits) -> None:
+        self._settle()
         before = current(self._served.shards.primary, reads)
         _send_bits(stream, before, limits)
         while True:
@@ -284,7 +332,9 @@ class NixlServer(TcpServer):
             if kind is FrameKind.READ_DONE:
                 break
             payload = stream.recv_exact(length, wait, "reading a request")
-            send_progress(stream, self._served.shards, payload, limits, meanwhile=self._agent.progress)
+            send_progress(
+                stream, self._served.shards, payload, limits, meanwhile=self._agent.progress, settle=self._settle
+            )
         fence()
         _send_bits(stream, before & current(self._served.shards.primary, reads), limits)
 
@@ -293,7 +343,6 @@ class NixlKind(PipeKind):
     """Pipes through NIXL."""
 
     name: ClassVar[str] = "nixl"
-    serves_host_memory_only: ClassVar[bool] = True
 
     def __init__(self, options: PipeOptions) -> None:
         super().__init__(options)
@@ -301,8 +350,10 @@ class NixlKind(PipeKind):
 
     @classmethod
     def obstacle(cls, options: PipeOptions) -> str:
-        """NIXL must be installed."""
-        return nixl_obstacle()
+        """NIXL must be installed, and what is served must be memory that it can register."""
+        if (why := nixl_obstacle()) or options.host_memory or options.arena is None:
+            return why
+        return device_obstacle(options.arena)
 
     @classmethod
     def suits(cls, options: PipeOptions) -> bool:
@@ -367,49 +418,6 @@ def _finish(connection: NixlConnection, count: int, wait: Wait) -> Valid:
     return _recv_bits(connection.stream, count, wait)
 
 
-def _batches(reads: BlockReads, local: Bytes, base: tuple[int, int]) -> Iterator[tuple[Rows, Rows]]:
-    """Cut reads into NIXL requests: rows of where to and where from, neighbours joined."""
-    block_bytes = local.shape[1]
-    address, remote_bytes = base
-    if reads.segments is None:
-        if remote_bytes != block_bytes:
-            raise InvalidRequestError(f"blocks of {remote_bytes} bytes into blocks of {block_bytes}", field="segments")
-        runs = merge_runs(reads.remote_ids, reads.local_ids)
-        to, source, sizes = runs[:, 0] * block_bytes, runs[:, 1] * block_bytes, runs[:, 2] * block_bytes
-    else:
-        segments = reads.segments
-        to = (reads.local_ids[:, None] * block_bytes + segments[:, 1]).reshape(-1)
-        source = (reads.remote_ids[:, None] * remote_bytes + segments[:, 0]).reshape(-1)
-        sizes = np.broadcast_to(segments[:, 2], (len(reads), len(segments))).reshape(-1)
-    to, source, sizes = _cut(to, source, sizes)
-    if len(sizes) == 0:
-        return
-    batch = (np.cumsum(sizes) - sizes) // BATCH_BYTES
-    edges = np.union1d(np.flatnonzero(np.diff(batch)) + 1, np.arange(0, len(sizes), BATCH_ROWS)).astype(np.int64)
-    for first, end in zip(edges.tolist(), [*edges[1:].tolist(), len(sizes)], strict=True):
-        part = slice(first, end)
-        yield _rows(to[part] + local.ctypes.data, sizes[part]), _rows(source[part] + address, sizes[part])
-
-
-_Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def _cut(to: _Numbers, source: _Numbers, sizes: _Numbers) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Cut rows longer than a batch."""
-    if len(sizes) == 0 or int(sizes.max()) <= BATCH_BYTES:
-        return to, source, sizes
-    pieces = -(-sizes // BATCH_BYTES)
-    of = np.repeat(np.arange(len(sizes)), pieces)
-    offsets = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * BATCH_BYTES
-    return to[of] + offsets, source[of] + offsets, np.minimum(BATCH_BYTES, sizes[of] - offsets)
-
-
-def _rows(addresses: _Numbers, sizes: _Numbers) -> Rows:
-    rows = np.zeros((len(sizes), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1] = addresses, sizes
-    return rows
-
-
 def _send_bits(stream: Stream, bits: Valid, limits: ServeLimits) -> None:
     payload = pack_bits(bits)
     wait = Wait(time.monotonic() + limits.frame_s)
@@ -422,13 +430,3 @@ def _recv_bits(stream: Stream, count: int, wait: Wait) -> Valid:
     if length != size:
         raise BadFrameError(f"{length} bytes came for the bits of {count} blocks")
     return unpack_bits(stream.recv_exact(size, wait, "asking for blocks"), count)
-
-
-def _parse_arenas(arenas: object) -> tuple[tuple[int, int], ...]:
-    if not isinstance(arenas, list) or not 0 < len(arenas) <= _MAX_RANKS:
-        raise BadFrameError("the peer's arenas are malformed", field="arenas")
-    for arena in arenas:
-        right = isinstance(arena, list) and len(arena) == 2 and all(type(v) is int and 0 < v < 1 << 63 for v in arena)
-        if not right:
-            raise BadFrameError("the peer's arenas are malformed", field="arenas")
-    return tuple((int(address), int(size)) for address, size in arenas)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from baton.config.ucx import set_nixl_log_level, set_ucx_environment
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
-from baton.kv_cache.arena import MemoryRange
+from baton.kv_cache.arena import Arena, MemoryRange, SharedDeviceArena
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
@@ -33,7 +33,7 @@ from baton.kv_transfer.types import Bytes
 
 log = logging.getLogger(__name__)
 Rows = npt.NDArray[np.uint64]
-"""uint64 [n, 3]: address, bytes, device (0)."""
+"""uint64 [n, 3]: address, bytes, index of the device (0 in host memory)."""
 
 MAX_PEERS = 256
 """Peers known at once, as far as they are not in use."""
@@ -48,6 +48,9 @@ _SPINS = 200
 _PAUSE_S = (20e-6, 500e-6)
 """Shortest and longest pause between two looks at a read under way, after the first ``_SPINS`` looks without any."""
 
+_TRYING = threading.Lock()
+_REFUSED_DEVICES: dict[int, str] = {}
+"""By the index of a GPU: why NIXL does not take its memory, or empty."""
 _PROGRESS_PAUSE_S = 1e-3
 """Pause between two looks at what a peer's read needs, where it needs anything. Looking oftener was measured to slow
 reads down between processes (they need nothing but the processor), and not to speed them up over sockets."""
@@ -58,12 +61,14 @@ class Region:
     """Memory that an agent has registered.
 
     Attributes:
-        memories: uint8 [bytes] each.
+        memories: uint8 [bytes] each, or arenas in device memory; kept alive.
+        kind: What NIXL calls the memory (:func:`segment_type`), one for all.
         metadata: What a peer's agent needs to read it, and nothing about other regions.
         stuck: Reads into it that could not be brought to an end; it must not be used again.
     """
 
-    memories: tuple[Bytes, ...]
+    memories: tuple[Bytes | SharedDeviceArena, ...]
+    kind: str
     metadata: bytes
     descriptors: Any
     stuck: list[Any] = field(default_factory=list)
@@ -108,26 +113,31 @@ class NixlAgent:
         """Whether the agent was closed, or given up because a read into an arena was stuck."""
         return self._agent is None
 
-    def register(self, *memories: Bytes) -> Region:
+    def register(self, *memories: Bytes | SharedDeviceArena) -> Region:
         """Register memory, to be read from or into.
 
         Args:
-            memories: uint8 [bytes], C-contiguous; kept alive by the region.
+            memories: uint8 [bytes], C-contiguous, or arenas in device memory; all of one kind.
 
         Raises:
             PipeClosedError: The agent was closed.
-            ConfigError: The memory cannot be registered (a limit on locked memory, say).
+            ConfigError: The memory cannot be registered (a limit on locked memory, say, or NIXL's UCX was built without
+                CUDA).
         """
+        ranges = [range_of(memory) for memory in memories]
+        kind = segment_type(ranges[0])
+        if any(segment_type(each) != kind for each in ranges):
+            raise ConfigError("memory of the host and of a device cannot be registered as one", field="pipes")
         with self._lock:
             agent = self._get()
             try:
-                rows = [(memory.ctypes.data, memory.nbytes, 0, "") for memory in memories]
-                descriptors = agent.register_memory(rows, "DRAM", backends=[_BACKEND])
+                rows = [(each.address, each.size, each.device or 0, "") for each in ranges]
+                descriptors = agent.register_memory(rows, kind, backends=[_BACKEND])
                 metadata = bytes(agent.get_partial_agent_metadata(descriptors, True, [_BACKEND]))
             except self._errors as error:
-                size = sum(memory.nbytes for memory in memories)
-                raise ConfigError(f"NIXL cannot register {size} bytes: {error}", field="pipes") from error
-        return Region(memories, metadata, descriptors)
+                what = " and ".join(map(str, ranges[:2])) + (" and more" if len(ranges) > 2 else "")
+                raise ConfigError(f"NIXL cannot register {what}: {error}", field="pipes") from error
+        return Region(memories, kind, metadata, descriptors)
 
     def connect(self, name: str, metadata: bytes) -> None:
         """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
@@ -183,7 +193,9 @@ class NixlAgent:
         with self._lock:
             self._get().get_new_notifs([_BACKEND])  # notifications: Baton's pipes say everything over their lines
 
-    def read(self, peer: str, rows: tuple[Rows, Rows], target: Region, line: Stream, wait: Wait) -> None:
+    def read(
+        self, peer: str, rows: tuple[Rows, Rows], target: Region, line: Stream, wait: Wait, *, source: str = "DRAM"
+    ) -> None:
         """Copy a peer's memory; on return or error nothing writes into the target any more, unless it says ``stuck``.
 
         Args:
@@ -192,13 +204,14 @@ class NixlAgent:
             target: The region that the first rows are in.
             line: A connection to the peer; its end ends the read.
             wait: Deadline and cancel flag.
+            source: What NIXL calls the peer's memory.
 
         Raises:
             PipeClosedError: The peer or this agent is gone, or the peer does not own that memory.
             DeadlineError, CancelledError: As their names say.
         """
         wait.check("reading a peer's memory")
-        handle, state = self._start(peer, rows)
+        handle, state = self._start(peer, rows, (target.kind, source))
         try:
             self._await(handle, state, line, wait)
         except BaseException as error:
@@ -220,11 +233,11 @@ class NixlAgent:
                 self._try(lambda name=name: agent.remove_remote_agent(name))
             self._peers.clear()
 
-    def _start(self, peer: str, rows: tuple[Rows, Rows]) -> tuple[Any, str]:
+    def _start(self, peer: str, rows: tuple[Rows, Rows], kinds: tuple[str, str]) -> tuple[Any, str]:
         with self._lock:
             agent = self._get()
             try:
-                local, remote = (agent.get_xfer_descs(part, "DRAM") for part in rows)
+                local, remote = (agent.get_xfer_descs(part, kind) for part, kind in zip(rows, kinds, strict=True))
                 handle = agent.initialize_xfer("READ", local, remote, peer, b"", [_BACKEND])
                 return handle, agent.transfer(handle)
             except self._errors as error:
@@ -376,6 +389,48 @@ def _own_logging() -> Iterator[None]:
         theirs.handlers.clear()
         theirs.propagate = True
         theirs.setLevel(logging.WARNING)
+
+
+def device_obstacle(arena: Arena) -> str:
+    """Say why NIXL cannot serve an arena in device memory from here, or read into it; empty: it can.
+
+    A GPU's memory is tried, with an agent of its own, once per device and process: whether UCX was built with CUDA only
+    a registration tells. That it cannot be registered is said in the log.
+    """
+    if not isinstance(arena, SharedDeviceArena):
+        return "the nixl pipe serves host memory only, or device memory that has addresses, and these blocks have none"
+    device = arena.memory_range().device
+    if device is None:  # memory of the host stands in for a device's
+        return ""
+    with _TRYING:
+        if device not in _REFUSED_DEVICES:
+            _REFUSED_DEVICES[device] = _try_device(arena)
+            if _REFUSED_DEVICES[device]:
+                log.warning("%s", _REFUSED_DEVICES[device])
+        return _REFUSED_DEVICES[device]
+
+
+def _try_device(arena: SharedDeviceArena) -> str:
+    where = arena.memory_range()
+    try:
+        agent = NixlAgent()
+    except ConfigError as error:
+        return error.message
+    try:
+        agent.register(arena)
+    except ConfigError as error:
+        name = f"cuda:{where.device}"
+        return f"the nixl pipe takes no blocks in the memory of {name} ({error.message}): it needs NIXL with CUDA"
+    finally:
+        agent.close()
+    return ""
+
+
+def range_of(memory: Bytes | SharedDeviceArena) -> MemoryRange:
+    """Return where memory lies."""
+    if isinstance(memory, SharedDeviceArena):
+        return memory.memory_range()
+    return MemoryRange(int(memory.ctypes.data), memory.nbytes)
 
 
 def segment_type(where: MemoryRange) -> str:
