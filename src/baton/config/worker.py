@@ -57,8 +57,9 @@ class EngineConfig:
     )
     device: str = option(
         "cpu",
-        "where the model runs: cpu, cuda:0, ...; interpret: what runs on GPUs, in Triton's interpreter, for tests "
-        "(TRITON_INTERPRET=1)",
+        "where the model runs: cpu, cuda:0, ...; with --tp and --pp the first rank's GPU, the others have those that "
+        "follow, or one for each rank (cuda:0,cuda:2); interpret: what runs on GPUs, in Triton's interpreter, for "
+        "tests (TRITON_INTERPRET=1)",
     )
     cuda_graphs: tuple[str, ...] = option(
         ("on",),
@@ -205,8 +206,7 @@ class EngineConfig:
             raise ConfigError(f"itl_slo_ms must be positive, got {self.itl_slo_ms}", field="itl_slo_ms")
         if self.tp * self.pp > MAX_RANKS:
             raise ConfigError(f"tp * pp must be at most {MAX_RANKS}, got {self.tp * self.pp}", field="tp")
-        if self.tp * self.pp > 1 and not self.device.startswith("cpu"):
-            raise ConfigError(f"tp and pp work on device cpu only, got {self.device}", field="device")
+        self._check_devices()
         if not 0.0 <= self.tenant_cache_share <= 1.0:
             raise ConfigError(
                 f"tenant_cache_share must be in [0, 1], got {self.tenant_cache_share}", field="tenant_cache_share"
@@ -218,6 +218,17 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"
             )
+
+    def _check_devices(self) -> None:
+        """Check that a list of devices has one for each rank."""
+        names = self.device.split(",")
+        if len(names) == 1:
+            return
+        if len(names) != self.tp * self.pp:
+            ranks = f"tp {self.tp} and pp {self.pp} make {self.tp * self.pp} ranks"
+            raise ConfigError(f"device names {len(names)} devices, but {ranks}", field="device")
+        if len(set(names)) < len(names) or not all(name.startswith("cuda:") for name in names):
+            raise ConfigError(f"device {self.device!r}: a list is of different GPUs, as cuda:0,cuda:1", field="device")
 
     def _check_width(self) -> None:
         """Check ``speculative_width``, and that what is asked for beside it can be done with trees."""

@@ -15,7 +15,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.device.arena import STAGING_BYTES
-from baton.engine.device.compute import compute_device
+from baton.engine.device.compute import ComputeDevice, rank_device
 from baton.engine.device.pool import free_bytes, new_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
@@ -46,24 +46,30 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     Raises:
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
-    device = compute_device(config.device)
+    devices = _devices(config, executor)
     blocks = plan_kv_blocks(config, executor)
     layouts = _layouts(config, executor)
     groups = executor.layout.num_groups
     # The one more is never written: it stands in tables where a block was given back.
     arena_blocks = blocks if groups == 1 else blocks * groups + 1
-    wanted = sum(arena_bytes(arena_blocks, layout.block_bytes) for layout in layouts)
-    available = free_bytes(executor.device)
-    if wanted > available:
-        # To touch it would have this process, or another one, killed for memory.
-        fit = max(0, available // (wanted // blocks))
-        raise ConfigError(
-            f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB, but only {available / 2**20:.0f} MiB are free: "
-            f"{fit} would fit",
-            field="kv_blocks",
-        )
+    for memory, ranks in _by_memory(devices).items():
+        wanted = sum(arena_bytes(arena_blocks, layouts[rank].block_bytes) for rank in ranks)
+        available = free_bytes(memory)
+        if wanted > available:
+            # To touch it would have this process, or another one, killed for memory.
+            fit = max(0, available // (wanted // blocks))
+            on = f" on {memory}" if len(devices) > len(ranks) else ""
+            raise ConfigError(
+                f"{blocks} KV blocks take {wanted / 2**20:.0f} MiB{on}, but only {available / 2**20:.0f} MiB are free: "
+                f"{fit} would fit",
+                field="kv_blocks",
+            )
     private = private and len(layouts) == 1
-    shards = KVShards([new_arena(device, arena_blocks, layout.block_bytes, private=private) for layout in layouts])
+    arenas = [
+        new_arena(device, arena_blocks, layout.block_bytes, private=private, leader=devices[0])
+        for device, layout in zip(devices, layouts, strict=True)
+    ]
+    shards = KVShards(arenas)
     try:
         shards.touch()
         executor.bind(shards)
@@ -148,46 +154,59 @@ def plan_kv_blocks(config: EngineConfig, executor: Executor) -> int:
 
 def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
-    # All ranks share this host's memory; a follower's activations are taken to be as large as the leader's.
-    activations = _activation_bytes(config, executor) * len(executor.shards)
-    graphs = executor.graph_bytes()
+    activations, graphs = _activation_bytes(config, executor), executor.graph_bytes()
+    layouts = _layouts(config, executor)
     staging = STAGING_BYTES if executor.device.type == "cuda" else 0
-    available = free_bytes(executor.device)
-    block_bytes = sum(layout.block_bytes * layout.num_groups for layout in _layouts(config, executor))
-    usable = config.pool_fraction * max(0, available - activations - graphs - staging)
-    useful = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
-    blocks = min(int(usable) // block_bytes, useful)
-    log.info(
-        "KV pool: %d blocks of %d bytes (%.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for graphs)",
-        *(blocks, block_bytes, available / 2**20, activations / 2**20, graphs / 2**20),
-    )
+    blocks = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
+    for memory, ranks in _by_memory(_devices(config, executor)).items():
+        peaks, available = sum(activations[rank] for rank in ranks), free_bytes(memory)
+        block_bytes = sum(layouts[rank].block_bytes * layouts[rank].num_groups for rank in ranks)
+        usable = config.pool_fraction * max(0, available - peaks - graphs - staging)
+        blocks = min(int(usable) // block_bytes, blocks)
+        log.info(
+            "KV pool: %d blocks of %d bytes (%s: %.0f MiB free after loading, %.0f MiB for activations, %.0f MiB for "
+            "graphs)",
+            *(blocks, block_bytes, memory, available / 2**20, peaks / 2**20, graphs / 2**20),
+        )
     return blocks
 
 
-def _activation_bytes(config: EngineConfig, executor: Executor) -> int:
-    """Peak bytes of a step of ``max_num_batched_tokens``, extrapolated from a short one, and of its logits."""
+def _devices(config: EngineConfig, executor: Executor) -> list[ComputeDevice]:
+    """The ranks' devices."""
+    ranks = len(executor.shards)
+    return [rank_device(config.device, rank, ranks) for rank in range(ranks)]
+
+
+def _by_memory(devices: list[ComputeDevice]) -> dict[torch.device, list[int]]:
+    """Which ranks' pools and activations are in the same memory."""
+    found: dict[torch.device, list[int]] = {}
+    for rank, device in enumerate(devices):
+        found.setdefault(device.memory, []).append(rank)
+    return found
+
+
+def _activation_bytes(config: EngineConfig, executor: Executor) -> list[int]:
+    """Peak bytes of a step of ``max_num_batched_tokens`` on each rank, extrapolated from a short one, and of logits."""
     tokens = min(FIRST_TRIAL_TOKENS, config.max_num_batched_tokens, executor.max_model_len)
     executor.trial_run(tokens)
     begin = time.perf_counter()
-    peak = _peak_of(executor, tokens)
+    peaks = _peaks_of(executor, tokens)
     per_token = max(1e-9, (time.perf_counter() - begin) / tokens)
     more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
-        tokens, peak = more, _peak_of(executor, more)
+        tokens, peaks = more, _peaks_of(executor, more)
     drafts = MOST_ROWS if config.speculative != "none" else 0
     logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS + drafts) * executor.vocab_size * 4 * 3
-    return int(peak * config.max_num_batched_tokens / tokens) + logits
+    return [int(peak * config.max_num_batched_tokens / tokens) + logits for peak in peaks]
 
 
-def _peak_of(executor: Executor, tokens: int) -> int:
+def _peaks_of(executor: Executor, tokens: int) -> list[int]:
+    """Return the peak of each rank; on a CPU a follower's is taken to be as large as the leader's."""
     if executor.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(executor.device)
-        before = torch.cuda.memory_allocated(executor.device)
-        executor.trial_run(tokens)
-        return int(torch.cuda.max_memory_allocated(executor.device)) - before
+        return executor.peak_bytes(tokens)
     before = _resident_peak(reset=True)
     executor.trial_run(tokens)
-    return max(0, _resident_peak(reset=False) - before)
+    return [max(0, _resident_peak(reset=False) - before)] * len(executor.shards)
 
 
 def _resident_peak(*, reset: bool) -> int:

@@ -1,4 +1,7 @@
-"""Collective operations of an instance's ranks, over gloo on loopback: sums in a stage, hidden states between stages.
+"""Collective operations of an instance's ranks: sums in a stage, hidden states between stages.
+
+Over gloo on loopback, between GPUs by NCCL: there an operation is queued on the device behind what computes its input,
+and what is queued after it waits for it.
 
 Process groups are made directly, not through torch's global registry: several engines may live in one process. Gloo
 reports at once when a peer's connection closes; a rank that fails therefore leaves its groups, ranks that wait for it
@@ -15,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.errors import InternalError
+from baton.config.nccl import set_nccl_environment
+from baton.engine.device.compute import ComputeDevice
+from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec
 
 LOOPBACK = "127.0.0.1"
@@ -39,12 +44,18 @@ class Rendezvous:
 class Communicator:
     """One rank's connection to the other ranks.
 
-    Attributes:
+    Args:
         spec: This rank.
+        device: Where it computes; default: a CPU.
+
+    Attributes:
+        spec: As given.
+        generation: Of the groups that it joined last.
     """
 
-    def __init__(self, spec: ShardSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: ShardSpec, device: ComputeDevice | None = None) -> None:
+        self.spec, self.generation = spec, 0
+        self._device = device or ComputeDevice(torch.device("cpu"), on_gpu=False)
         self._stage: Any = None
         self._all: Any = None
 
@@ -69,6 +80,11 @@ class Communicator:
         return self.spec.tp_size > 1
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.spec.tp_size * self.spec.pp_size == 1
+
+    @property
     def connected(self) -> bool:
         """Whether the groups are there; after :meth:`disconnect` they are not."""
         return self._stage is not None or self._all is not None
@@ -85,17 +101,30 @@ class Communicator:
         """
         self.disconnect()
         store = _store(rendezvous) if isinstance(rendezvous, int) else rendezvous.store
-        device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)
+        make = _nccl_group if self._device.is_cuda else _gloo_group
+        self._device.enter()
         spec = self.spec
         if spec.tp_size > 1:
-            name = f"{generation}/stage-{spec.pp_rank}"
-            self._stage = _group(store, name, device, (spec.tp_rank, spec.tp_size))
+            self._stage = make(store, f"{generation}/stage-{spec.pp_rank}", spec.tp_rank, spec.tp_size)
         if spec.pp_size > 1:
-            self._all = _group(store, f"{generation}/all", device, (spec.index, spec.tp_size * spec.pp_size))
+            self._all = make(store, f"{generation}/all", spec.index, spec.tp_size * spec.pp_size)
+        self.generation = generation
 
     def disconnect(self) -> None:
         """Close the connections, which wakes ranks that wait for this one; harmless if repeated."""
-        self._stage = self._all = None
+        groups, self._stage, self._all = (self._stage, self._all), None, None
+        for group in groups:
+            if group is not None and self._device.is_cuda:
+                group.abort()  # what is queued on the device would wait for the others for ever
+
+    def all_agree(self, *, fine: bool) -> bool:
+        """Whether all ranks, each of which must ask, say that something went well."""
+        group = self._all or self._stage
+        if group is None:
+            return fine
+        wrong = torch.tensor([0.0 if fine else 1.0], device=self._device.memory)
+        group.allreduce([wrong]).wait()
+        return float(wrong) == 0.0
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks of this stage, in place where it is contiguous."""
@@ -105,7 +134,7 @@ class Communicator:
 
     def receive_hidden(self, like: torch.Size | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Receive hidden states from the same place of the stage before."""
-        hidden = torch.empty(tuple(like), dtype=dtype)
+        hidden = torch.empty(tuple(like), dtype=dtype, device=self._device.memory)
         self._need(self._all).recv([hidden], self.spec.index - self.spec.tp_size, 0).wait()
         return hidden
 
@@ -131,7 +160,7 @@ class Communicator:
                 raise InternalError(f"logits of shape {tuple(logits.shape)}, expected {(rows, vocab_size)}")
             self._need(self._all).send([logits.float().contiguous()], 0, 1).wait()
         if self.spec.index == 0:
-            logits = torch.empty((rows, vocab_size), dtype=torch.float32)
+            logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=self._device.memory)
             if rows:
                 last = (self.spec.pp_size - 1) * self.spec.tp_size
                 self._need(self._all).recv([logits], last, 1).wait()
@@ -146,7 +175,7 @@ class Communicator:
 def is_disconnect(error: BaseException) -> bool:
     """Whether an error only says that another rank has disconnected, not why."""
     text = str(error)
-    return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe"))
+    return any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe", "NCCL communicator was"))
 
 
 def _store(port: int, listener: int | None = None) -> Any:
@@ -162,9 +191,20 @@ def _store(port: int, listener: int | None = None) -> Any:
     )
 
 
-def _group(store: Any, name: str, device: Any, place: tuple[int, int]) -> Any:
-    """Make a group of ``place = (rank, size)``."""
+def _gloo_group(store: Any, name: str, rank: int, size: int) -> Any:
     parts: Any = dist
     options = parts.ProcessGroupGloo._Options()
+    device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)
     options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=STEP_TIMEOUT_S)
-    return parts.ProcessGroupGloo(parts.PrefixStore(name, store), *place, options)
+    return parts.ProcessGroupGloo(parts.PrefixStore(name, store), rank, size, options)
+
+
+def _nccl_group(store: Any, name: str, rank: int, size: int) -> Any:
+    """Make a group of GPUs; NCCL's own connections are made with the first operation."""
+    parts: Any = dist
+    if not dist.is_nccl_available():
+        raise ConfigError("tp and pp on GPUs need NCCL, which this torch was built without", field="device")
+    set_nccl_environment()
+    options = parts.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=STEP_TIMEOUT_S)
+    return parts.ProcessGroupNCCL(parts.PrefixStore(name, store), rank, size, options)

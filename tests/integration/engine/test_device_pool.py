@@ -37,7 +37,7 @@ def device_pools(monkeypatch: pytest.MonkeyPatch) -> list[Arena]:
     """Have engines keep their pools in device memory; returns the arenas."""
     made: list[Arena] = []
 
-    def new_arena(_: ComputeDevice, blocks: int, block_bytes: int, *, private: bool) -> Arena:
+    def new_arena(_: ComputeDevice, blocks: int, block_bytes: int, **__: object) -> Arena:
         made.append(DeviceArena(DEFINED, blocks, block_bytes))
         return made[-1]
 

@@ -20,6 +20,7 @@ from tests.support.models.quantized_checkpoints import (
 from tests.support.models.stored_kv import add_tensors, kv_scales
 
 from baton.config import EngineConfig
+from baton.engine.executor import self_check
 from baton.engine.llm import LLM
 from baton.engine.quantization.modules import held_weights
 from baton.errors import ConfigError
@@ -42,6 +43,13 @@ def interpreted(path: object, **changes: object) -> EngineConfig:
     return EngineConfig(model=str(path), **values)
 
 
+@pytest.fixture
+def short_self_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens at load: each takes the interpreter long, and what the self-check sees is tested elsewhere."""
+    for name, value in {"LENGTHS": (5, 3), "SPLITS": (3, 2), "FAR_TOKENS": 3, "FAR_ROWS": 1}.items():
+        monkeypatch.setattr(self_check, name, value)
+
+
 ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 """A program of the interpreter's takes milliseconds, and there is one for each head of each token."""
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -56,8 +64,15 @@ GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
     ],
 )
 def test_every_path_gives_the_tokens_of_generate(
-    tmp_path: Path, architecture: str, changes: dict[str, Any], path: str, graphs: tuple[str, ...]
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    architecture: str,
+    changes: dict[str, Any],
+    path: str,
+    graphs: tuple[str, ...],
 ) -> None:
+    if architecture != "llama":
+        request.getfixturevalue("short_self_checks")
     folder = make_checkpoint(tmp_path, architecture, **changes)
     prompts = mixed_prompts(4, VOCAB, count=3, longest=18)
     expected = hf_greedy(folder, prompts, NEW_TOKENS)
@@ -77,6 +92,7 @@ def quantized(folder: Path, name: str, architecture: str, **sizes: Any) -> Quant
     return quantize_checkpoint(plain, folder, name)
 
 
+@pytest.mark.usefixtures("short_self_checks")
 @pytest.mark.parametrize(
     ("name", "form", "kv_dtype", "graphs"),
     [
@@ -114,6 +130,7 @@ def test_packed_weights_and_kv_of_8_bits_give_the_tokens_of_the_cpu(
     assert sum(each.nbytes for each in operators) < 0.3 * plain
 
 
+@pytest.mark.usefixtures("short_self_checks")
 @pytest.mark.parametrize(
     ("architecture", "name", "layers", "path"),
     [
@@ -133,6 +150,7 @@ def test_logits_of_packed_weights_are_those_of_the_dequantized_model(
     assert "by their definition" not in caplog.text
 
 
+@pytest.mark.usefixtures("short_self_checks")
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
     """By the group of inputs, in linear layers and in front of both products of experts; see ``test_quantized_*``."""
     made = quantized(tmp_path, "fp8-block", "qwen3_moe", **ONE_LAYER, moe_intermediate_size=64)

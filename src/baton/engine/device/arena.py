@@ -7,6 +7,10 @@ before anything that writes it is queued, so an unchanged generation after a cop
 
 Another process cannot wait for this one's stream. It asks, and is answered once what was queued by then is done
 (:meth:`DeviceArena.settle`); then it copies on the device, out of memory that it has opened by a handle.
+
+Of several ranks the leader allocates all arenas, each on its rank's device, and a follower opens its own by the handle
+(:meth:`DeviceArena.attach`). What followers queue is ordered by the leader's stream: a layer is told of once the sum
+over the ranks behind it is queued there, which ends when all of them have written the layer.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class DeviceArena:
         num_blocks: How many.
         block_bytes: Size of each.
         epoch: Default: a new one.
+        leader: Where this process computes, if not there: what is queued there orders what other ranks write.
 
     Attributes:
         memory: The blocks, uint8 [num_blocks, block_bytes] on the device.
@@ -51,15 +56,26 @@ class DeviceArena:
     mapped = False
     fd = -1
 
-    def __init__(self, device: ComputeDevice, num_blocks: int, block_bytes: int, *, epoch: Epoch | None = None) -> None:
+    def __init__(
+        self,
+        device: ComputeDevice,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        epoch: Epoch | None = None,
+        leader: ComputeDevice | None = None,
+    ) -> None:
         fd = os.memfd_create("baton-kv-state", os.MFD_CLOEXEC)
         os.ftruncate(fd, state_bytes(num_blocks))
         mapping = np.frombuffer(mmap.mmap(fd, state_bytes(num_blocks)), np.uint8)
         state = ArenaState.create(mapping, num_blocks, block_bytes, epoch)
         self._use(device, state, fd, allocate(device.memory, num_blocks * block_bytes))
+        self._leader = leader or device
 
     def _use(self, device: ComputeDevice, state: ArenaState, fd: int, memory: DeviceMemory) -> None:
         self._device, self._state_fd, self._whole = device, fd, memory
+        self._leader, self._handle = device, b""
+        self._elsewhere: dict[torch.device, torch.Tensor] = {}
         self.num_blocks, self.block_bytes, self.epoch = state.num_blocks, state.block_bytes, state.epoch
         self.generations, self.progress = state.generations, state.progress
         self.memory = memory.tensor.view(self.num_blocks, self.block_bytes)
@@ -134,11 +150,21 @@ class DeviceArena:
         """Wait until all is done that the engine has queued by now."""
         if self._device.is_cuda:
             queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            queued.record(torch.cuda.default_stream(self._device.memory))
+            queued.record(torch.cuda.default_stream(self._leader.memory))
             queued.synchronize()
 
     def open_peer(self, handle: bytes, fd: int) -> DeviceArena:
-        """Open another process's arena, to read it alone; ``fd`` is closed.
+        """Open another process's arena, to read it alone; see :meth:`attach`."""
+        return DeviceArena.attach(self._device, handle, fd)
+
+    @classmethod
+    def attach(cls, device: ComputeDevice, handle: bytes, fd: int) -> DeviceArena:
+        """Open another process's arena by what :meth:`export` returned there.
+
+        Args:
+            device: Of this process, which is to reach it.
+            handle: Of its blocks.
+            fd: Of its state, which is closed.
 
         Raises:
             PipeClosedError: It cannot be reached from here.
@@ -154,9 +180,10 @@ class DeviceArena:
             raise PipeClosedError(f"the state of the peer's arena cannot be mapped ({error})") from error
         finally:
             os.close(fd)
-        peer = DeviceArena.__new__(DeviceArena)
-        opened = open_memory(self._device.memory, handle, num_blocks * block_bytes)
-        peer._use(self._device, ArenaState.at(mapping, header), -1, opened)
+        peer = cls.__new__(cls)
+        opened = open_memory(device.memory, handle, num_blocks * block_bytes)
+        peer._use(device, ArenaState.at(mapping, header), -1, opened)
+        peer._handle = handle
         return peer
 
     def copy_from(self, peer: DeviceArena, taken: Spans, into: Spans) -> None:
@@ -174,15 +201,26 @@ class DeviceArena:
         self._check(int(taken[:, 2].sum()), into)
         if not np.array_equal(taken[:, 2], into[:, 2]):
             raise InternalError("spans that are copied to spans of another size")
-        at = 0
+        source, at = peer._reached_from(self._device.memory), 0
         for part in self._parts(taken):
             size, to = int(part[:, 2].sum()), into[at : at + len(part)]
             with self._copying():
                 staging, _ = self._buffers(host=False)
-                self._copies.gather_spans(peer.memory, part, staging[:size])
+                self._copies.gather_spans(source, part, staging[:size])
                 self._copies.scatter_spans(self.memory, to, staging[:size])
                 self._finish()
             at += len(part)
+
+    def _reached_from(self, device: torch.device) -> torch.Tensor:
+        """The blocks of an arena of another process, as a device of this one reaches them: each opens them itself."""
+        if device == self._device.memory:
+            return self.memory
+        with self._lock:
+            found = self._elsewhere.get(device)
+            if found is None:
+                opened = open_memory(device, self._handle, self.num_blocks * self.block_bytes)
+                found = self._elsewhere[device] = opened.tensor.view(self.num_blocks, self.block_bytes)
+        return found
 
     def _check(self, num_bytes: int, spans: Spans) -> None:
         require_spans(spans, num_bytes, self.num_blocks, self.block_bytes)
@@ -214,7 +252,7 @@ class DeviceArena:
             if self._stream is None:
                 yield
                 return
-            self._stream.wait_stream(torch.cuda.default_stream(self._device.memory))
+            self._stream.wait_stream(torch.cuda.default_stream(self._leader.memory))
             with torch.cuda.device(self._device.memory), torch.cuda.stream(self._stream):
                 yield
 

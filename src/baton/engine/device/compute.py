@@ -37,6 +37,11 @@ class ComputeDevice:
         """Whether there are streams, graphs and memory of a GPU."""
         return self.memory.type == "cuda"
 
+    def enter(self) -> None:
+        """Have what this thread launches go to the device: Triton launches where the thread is."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.memory)
+
     @property
     def is_interpreted(self) -> bool:
         """Whether Triton's interpreter runs the operators of GPUs."""
@@ -69,6 +74,33 @@ def compute_device(name: str) -> ComputeDevice:
         raise ConfigError(f"device {name!r}: torch sees {count} CUDA devices", field="device")
     _require_triton(name)
     return ComputeDevice(_usable(torch.device("cuda", device.index or 0), name), on_gpu=True)
+
+
+def rank_device(name: str, rank: int, ranks: int) -> ComputeDevice:
+    """Return the device of one rank of an instance.
+
+    Args:
+        name: As :func:`compute_device` takes it: of the first rank, after which the others have the GPUs that follow;
+            or one for each rank, separated by commas.
+        rank: From 0 on.
+        ranks: How many there are.
+
+    Raises:
+        ConfigError: As :func:`compute_device`, or there are fewer GPUs than ranks; names ``device`` or ``tp``.
+    """
+    names = name.split(",")
+    if len(names) > 1:
+        return compute_device(names[rank])
+    if ranks == 1 or not name.startswith("cuda"):
+        return compute_device(name)
+    first = torch.device(name).index or 0
+    count = torch.cuda.device_count()
+    if first + ranks > count:
+        which = f"cuda:{first} to cuda:{first + ranks - 1}"
+        raise ConfigError(
+            f"tp and pp make {ranks} ranks, which need {which}: torch sees {count} CUDA devices", field="tp"
+        )
+    return compute_device(f"cuda:{first + rank}")
 
 
 def _usable(device: torch.device, name: str) -> torch.device:

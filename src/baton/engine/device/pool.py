@@ -18,10 +18,20 @@ _CONTROL_GROUPS = (
 """Versions 2 and 1: folder, files of limit and use, and the part of the use that can be dropped."""
 
 
-def new_arena(device: ComputeDevice, blocks: int, block_bytes: int, *, private: bool) -> Arena:
-    """Return an arena where a model runs; ``private``: no other process will read it."""
+def new_arena(
+    device: ComputeDevice, blocks: int, block_bytes: int, *, private: bool, leader: ComputeDevice | None = None
+) -> Arena:
+    """Return an arena where a model runs.
+
+    Args:
+        device: Of the rank.
+        blocks: How many.
+        block_bytes: Size of each.
+        private: No other process will read it.
+        leader: Of this process's own rank, if that is another one.
+    """
     if device.on_gpu:
-        return DeviceArena(device, blocks, block_bytes)
+        return DeviceArena(device, blocks, block_bytes, leader=leader)
     return HostArena(blocks, block_bytes, private=private)
 
 

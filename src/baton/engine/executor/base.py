@@ -124,7 +124,10 @@ class Executor(Protocol):
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
 
     def graph_bytes(self) -> int:
-        """Measure what captured decode steps will take on the device, beside weights and pool."""
+        """Measure what captured decode steps will take on each rank's device at most, beside weights and pool."""
+
+    def peak_bytes(self, num_tokens: int) -> list[int]:
+        """Return what such a run takes of each rank's GPU at its peak, in bytes; of GPUs alone."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run one step: write the new tokens' KV into the pool and return the logits.

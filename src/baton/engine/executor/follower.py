@@ -17,6 +17,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_disconnect
+from baton.engine.device.arena import DeviceArena
+from baton.engine.device.compute import rank_device
 from baton.engine.executor.channel import (
     ChannelClosedError,
     Message,
@@ -28,7 +30,7 @@ from baton.engine.executor.channel import (
 from baton.engine.runner.input_batch import KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
-from baton.kv_cache.arena import HostArena
+from baton.kv_cache.arena import Arena, HostArena
 from baton.kv_cache.shards import ShardSpec
 from baton.logs import set_up_logging
 
@@ -44,9 +46,13 @@ class Follower:
 
     def __init__(self, config: EngineConfig, spec: ShardSpec) -> None:
         torch.set_num_threads(config.threads)
-        self.communicator = Communicator(spec)
-        self._runner = ModelRunner(config, load_whole(config, hold=False), self.communicator)
+        self._device = rank_device(config.device, spec.index, spec.tp_size * spec.pp_size)
+        self._device.enter()
+        self.communicator = Communicator(spec, self._device)
+        whole = load_whole(config, hold=False, rank=spec.index)
+        self._runner = ModelRunner(config, whole, self.communicator)
         self._steps: StepBuffer | None = None
+        self._allocated = 0
 
     def answer(self, message: Message, descriptors: list[int]) -> Message:
         """Do what a message asks for; what it cannot do is told in the answer."""
@@ -68,18 +74,36 @@ class Follower:
             case "use":
                 return {"why": self._runner.use(ExecutionPath(message["path"]))}
             case "bind":
-                self._runner.bind(HostArena.attach(_only(descriptors), writable=True))
+                self._runner.bind(self._arena(message, _only(descriptors)))
+            case "graph_bytes":
+                return {"bytes": self._runner.graph_bytes()}
+            case "measure":
+                torch.cuda.reset_peak_memory_stats(self._device.memory)
+                self._allocated = torch.cuda.memory_allocated(self._device.memory)
+            case "measured":
+                return {"bytes": torch.cuda.max_memory_allocated(self._device.memory) - self._allocated}
             case "step":
                 if self._steps is None:
                     raise InternalError("a step before there is memory for it")
                 scratch = int(message["scratch_blocks"]), int(message["offset"])
-                self._runner.run(self._steps.read(), *scratch, stored=bool(message["stored"]))
+                batch = self._steps.read()
+                self._runner.run(batch, *scratch, stored=bool(message["stored"]))
+                if self._device.is_cuda and self.communicator.spec.pp_rank and not len(batch.logit_rows):
+                    # Nothing comes back to the leader behind which it could wait for what is written here.
+                    torch.cuda.synchronize(self._device.memory)
             case "move":
                 sources, targets = (np.array(message[name], np.int64) for name in ("sources", "targets"))
                 self._runner.move_kv(KVMoves(sources, targets))
             case unknown:
                 raise InternalError(f"a follower does not know the request {unknown!r}")
         return {}
+
+    def _arena(self, message: Message, descriptor: int) -> Arena:
+        """This rank's arena, which the leader has allocated."""
+        handle = str(message["handles"][self.communicator.spec.index - 1])
+        if not handle:
+            return HostArena.attach(descriptor, writable=True)
+        return DeviceArena.attach(self._device, bytes.fromhex(handle), descriptor)
 
 
 def _config(values: dict[str, Any]) -> EngineConfig:

@@ -16,6 +16,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
+from baton.engine.device.compute import rank_device
 from baton.engine.executor.base import ExecutorLostError, Quality
 from baton.engine.executor.quality import QualityCheck
 from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
@@ -41,7 +42,8 @@ class InProcessExecutor:
         self.config = config
         self.shards = shard_specs(config.tp, config.pp)
         self.input_buffers: InputBuffers | None = None
-        self.communicator = Communicator(self.shards[0])
+        self.compute = rank_device(config.device, 0, len(self.shards))
+        self.communicator = Communicator(self.shards[0], self.compute)
         self._on_layer: Callable[[int], None] | None = None
         self.quality: Quality | None = None
 
@@ -56,7 +58,7 @@ class InProcessExecutor:
         config = self.config
         whole = load_whole(config)
         model, self.geometry, self.max_model_len = whole.model, whole.geometry, whole.max_len
-        self.device = model.device
+        self.device = self.compute.memory
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
         self.architecture = model.architecture
@@ -214,6 +216,7 @@ class InProcessExecutor:
         """Use arenas of the ranks' layouts as the KV pool."""
         if len(shards.arenas) != len(self.shards):
             raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
+        self.compute.enter()
         captured = self._runner.bind(shards.primary)
         if captured:
             self.description += f", {captured}"
@@ -221,7 +224,17 @@ class InProcessExecutor:
 
     def graph_bytes(self) -> int:
         """Measure what captured decode steps will take; see :meth:`baton.engine.executor.base.Executor.graph_bytes`."""
+        self.compute.enter()
         return self._runner.graph_bytes()
+
+    def peak_bytes(self, num_tokens: int) -> list[int]:
+        """Run a prompt over memory of its own; see :meth:`baton.engine.executor.base.Executor.peak_bytes`."""
+        if not self.compute.is_cuda:
+            raise InternalError("the memory of a step is measured on GPUs alone")
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.trial_run(num_tokens)
+        return [int(torch.cuda.max_memory_allocated(self.device)) - before]
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
@@ -244,11 +257,13 @@ class InProcessExecutor:
 
     def move_kv(self, moves: KVMoves) -> None:
         """Move KV within the pool; see :meth:`baton.engine.executor.base.Executor.move_kv`."""
+        self.compute.enter()
         self._runner.move_kv(moves)
 
     def _run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
     ) -> ForwardOutput:
+        self.compute.enter()  # whatever thread this is: tokens are chosen in it, too
         return self._runner.run(batch, scratch_blocks, offset, stored=stored)
 
     def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:

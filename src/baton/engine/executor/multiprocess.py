@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Rendezvous, is_disconnect
@@ -36,8 +37,11 @@ from baton.engine.executor.in_process import InProcessExecutor
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath
 from baton.errors import BatonError, ConfigError, InternalError
+from baton.kv_cache.arena import SharedDeviceArena
 from baton.kv_cache.shards import KVShards, ShardSpec
 from baton.logs import log_style
+
+ResultT = TypeVar("ResultT")
 
 LOAD_TIMEOUT_S = 1800.0
 """How long a follower may take to load its share, after the leader has loaded its own."""
@@ -191,9 +195,51 @@ class MultiprocessExecutor(InProcessExecutor):
         self._connect_ranks()
 
     def bind(self, shards: KVShards) -> None:
-        """Bind this rank's arena, and give every follower its own."""
-        super().bind(shards)
-        self.ask({"do": "bind"}, descriptors=[(arena.fd,) for arena in shards.arenas[1:]])
+        """Bind this rank's arena, and give every follower its own; all capture steps at the same time."""
+        arenas = shards.arenas[1 : len(self.shards)]
+        exported = [arena.export() if isinstance(arena, SharedDeviceArena) else None for arena in arenas]
+        fds = [arena.fd if found is None else found[1] for arena, found in zip(arenas, exported, strict=True)]
+        message: Message = {"do": "bind", "handles": [found[0].hex() if found else "" for found in exported]}
+        try:
+            self._together(message, lambda: super(MultiprocessExecutor, self).bind(shards), [(fd,) for fd in fds])
+        finally:
+            for found in exported:
+                if found is not None:
+                    os.close(found[1])
+
+    def graph_bytes(self) -> int:
+        """Measure what captured decode steps take, on all ranks at the same time: they are captured together."""
+        if not self.compute.is_cuda:
+            return 0
+        mine, theirs = self._together({"do": "graph_bytes"}, super().graph_bytes)
+        return max(mine, *(int(answer["bytes"]) for answer in theirs))
+
+    def peak_bytes(self, num_tokens: int) -> list[int]:
+        """Measure on all ranks; see :meth:`baton.engine.executor.base.Executor.peak_bytes`."""
+        self.ask({"do": "measure"})
+        mine = super().peak_bytes(num_tokens)
+        return [*mine, *(int(answer["bytes"]) for answer in self.ask({"do": "measured"}))]
+
+    def _together(
+        self, message: Message, call: Callable[[], ResultT], descriptors: Sequence[Sequence[int]] = ()
+    ) -> tuple[ResultT, list[Message]]:
+        """Have all followers do something while this rank does it, in which ranks wait for each other.
+
+        Raises:
+            ConfigError, InternalError: A rank could not.
+            ExecutorLostError: A follower died.
+        """
+        if not self.communicator.connected:
+            self._connect_ranks()
+        self._send(message, descriptors)
+        try:
+            return call(), self._answers(LOAD_TIMEOUT_S)
+        except Exception as error:
+            self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
+            raise (error if isinstance(error, ConfigError) else self._cause_of(error)) from error
+        except BaseException:
+            self.communicator.disconnect()
+            raise
 
     def ask(self, message: Message, *, descriptors: Sequence[Sequence[int]] = ()) -> list[Message]:
         """Have all followers do something, and return their answers.

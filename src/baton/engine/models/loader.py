@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice, compute_device
+from baton.engine.device.compute import ComputeDevice, rank_device
 from baton.engine.gguf.source import GgufSource
 from baton.engine.models.checkpoint import WeightFile, weight_files
 from baton.engine.models.quantized_loader import load_quantized
@@ -40,7 +40,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, and where it came from."""
+    """A model in evaluation mode, and where it came from."""
 
     module: Any
     text_config: Any
@@ -49,29 +49,34 @@ class LoadedModel:
     files: list[WeightFile]
     dtype: str
     device: torch.device
+    """Where its weights are."""
     eos_token_ids: frozenset[int]
     identity: str = ""
     """What decides its numbers beside the files: how it was quantized at load, and other activations than theirs."""
     rounds_inputs: bool = False
     """Whether inputs of some layers are rounded to 8 bits."""
     compute: ComputeDevice = ComputeDevice(torch.device("cpu"), on_gpu=False)  # noqa: RUF009 - it is frozen
-    """What runs it; its memory is ``device``."""
+    """What runs it; its memory is ``device``, but for a model that is to be divided first."""
     kept: TensorFiles | None = None
     """Whose pages plain weights are, where others are quantized: not needed in memory where operators have copies."""
 
 
-def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
+def load_model(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> LoadedModel:
     """Load a decoder-only model whose attention can be replaced.
 
     Args:
         config: Of the engine.
         hold: Whether quantized weights are in memory then; else they are read whenever they are used.
+        rank: Whose device the model, or a part of it, is for; one that is to be divided stays in host memory.
 
     Raises:
         ConfigError: No such model, a damaged checkpoint, an architecture that is unknown or cannot be served, or a
             device that is not there.
     """
-    device = compute_device(config.device)
+    ranks = config.tp * config.pp
+    device = rank_device(config.device, rank, ranks)
+    device.enter()
+    memory = device.memory if ranks == 1 else torch.device("cpu")
     folder = model_directory(config.model, HUB_PATTERNS)
     raw = read_json(folder / "config.json")
     if not raw:
@@ -91,10 +96,12 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     else:
         kept = TensorFiles(files)
         module = _load_quantized(kept, folder, hf_config, config, model_class, quantized)
-    module = _to_device(module, device, architecture).eval()
+    if memory == device.memory:
+        to_device(module, device, architecture)
+    module = module.eval()
     module.requires_grad_(requires_grad=False)
     try:
-        place_weights(module, device.memory, hold=hold)
+        place_weights(module, memory, hold=hold)
     except ValueError as error:
         raise _not_loaded(error, folder, architecture) from error
     except torch.cuda.OutOfMemoryError as error:
@@ -107,7 +114,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         raise ConfigError(f"weights of {architecture} are {module.dtype}; use --dtype", field="dtype")
     if device.is_interpreted and dtype == "bfloat16":
         raise ConfigError("device interpret has no right bfloat16: use --dtype float32", field="dtype")
-    if dtype == "float16" and device.memory.type == "cpu":
+    if dtype == "float16" and not device.on_gpu:
         log.warning("float16 is slow on a CPU: use --dtype bfloat16 or float32")
     text_config = module.config.get_text_config(decoder=True)
     eos_token_ids = _eos_token_ids(folder, text_config)
@@ -118,7 +125,7 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
         folder,
         files,
         dtype,
-        device.memory,
+        memory,
         eos_token_ids,
         identity=identity(config),
         rounds_inputs=rounds_inputs(module),
@@ -127,14 +134,14 @@ def load_model(config: EngineConfig, *, hold: bool = True) -> LoadedModel:
     )
 
 
-def _to_device(module: Any, device: ComputeDevice, architecture: str) -> Any:
-    """Take a module's weights to the device.
+def to_device(module: Any, device: ComputeDevice, architecture: str) -> None:
+    """Take a module's weights to the device, but for quantized ones.
 
     Raises:
         ConfigError: They do not fit; names ``device``.
     """
     if not device.is_cuda:
-        return module
+        return
     wanted = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
     free = int(torch.cuda.mem_get_info(device.memory)[0])
     if wanted > free:
@@ -143,7 +150,7 @@ def _to_device(module: Any, device: ComputeDevice, architecture: str) -> Any:
             f"{device.memory}",
             field="device",
         )
-    return module.to(device.memory)
+    module.to(device.memory)
 
 
 def _model_config(folder: Path, raw: dict[str, Any]) -> Any:

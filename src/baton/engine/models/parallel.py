@@ -22,7 +22,7 @@ from torch import nn
 
 from baton.engine.communicator import Communicator
 from baton.engine.models.latent import absorb
-from baton.engine.models.loader import LoadedModel
+from baton.engine.models.loader import LoadedModel, to_device
 from baton.engine.models.quirks import (
     HEAD_NORMS,
     JOINED_MLP,
@@ -65,7 +65,7 @@ class Share:
 
 
 def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator: Communicator) -> Share:
-    """Cut a whole model down, in place, to what this process computes of it.
+    """Cut a whole model down, in place, to what this process computes of it, and take that where it computes.
 
     Args:
         model: As it was loaded.
@@ -73,7 +73,7 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
         communicator: Of this rank; of the only one: all of the model stays.
 
     Raises:
-        ConfigError: It cannot be divided so; names ``tp`` or ``pp``.
+        ConfigError: It cannot be divided so (names ``tp`` or ``pp``), or does not fit the device (names ``device``).
     """
     shard = communicator.spec
     layers = layer_range(len(attention), shard.pp_size, shard.pp_rank)
@@ -93,7 +93,16 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
         field = "pp" if shard.tp_size == 1 else "tp"
         reason = f"its modules are not put together as others' are ({type(error).__name__}: {error})"
         raise ConfigError(f"{model.architecture} cannot be divided over {field}: {reason}", field=field) from error
+    if model.device != model.compute.memory:
+        to_device(model.module, model.compute, model.architecture)
+        for held in held_weights(model.module):
+            held.move(model.compute.memory)
+        specs = {module: _on_device(spec, model.compute.memory) for module, spec in specs.items()}
     return Share(specs, layers.start, communicator, absorb(model, specs))
+
+
+def _on_device(spec: AttentionSpec, device: torch.device) -> AttentionSpec:
+    return spec if spec.sinks is None else replace(spec, sinks=spec.sinks.to(device))
 
 
 class Reduced(nn.Module):

@@ -70,6 +70,12 @@ class HeldWeight:
         if self._weight is None:
             self._weight = KeptWeight(self.get())
 
+    def move(self, device: torch.device) -> None:
+        """Have the weight lie on another device, now and when it is read again."""
+        self.device = device
+        if self._weight is not None:
+            self._weight = KeptWeight(to_device(self._weight.get(), device))
+
     def release(self) -> None:
         """Drop the weight from memory."""
         self._weight = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.communicator import Communicator
 from baton.engine.device.compute import device_failure
 from baton.engine.device.staging import HostStaging
 from baton.engine.models.fused import FusedDecoder
@@ -28,11 +29,18 @@ class StepCapture:
         model: What is run.
         attention: Its attention.
         staging: Takes a step's numbers to the device.
+        communicator: To other ranks, which capture at the same time: sums over them are part of a step.
     """
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, attention: PagedAttention, staging: HostStaging
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        attention: PagedAttention,
+        staging: HostStaging,
+        communicator: Communicator,
     ) -> None:
+        self._communicator = communicator
         self.sizes, self._named = config.graph_sizes, config.cuda_graphs != ("on",)
         self._model, self._attention, self._staging = model, attention, staging
 
@@ -57,10 +65,15 @@ class StepCapture:
             try:
                 graphs.capture(size)
             except torch.cuda.OutOfMemoryError:
-                log.warning("%s: no memory for captured steps of %d sequences", self._model.architecture, size)
+                if self._communicator.is_alone:
+                    log.warning("%s: no memory for captured steps of %d sequences", self._model.architecture, size)
+                else:
+                    why = f"there is no memory for steps of {size} sequences"
             except RuntimeError as error:
                 _refuse_lost(error)
                 why = str(error).strip().partition("\n")[0]
+            if not self._communicator.all_agree(fine=not why):
+                why = why or "another rank could not"
                 break
         if why or not graphs.sizes:
             return None, self._without(why or "there is no memory for them")

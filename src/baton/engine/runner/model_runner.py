@@ -85,17 +85,18 @@ class WholeModel:
     scales: list[HeadScales | None]
 
 
-def load_whole(config: EngineConfig, *, hold: bool = True) -> WholeModel:
+def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> WholeModel:
     """Load a model and find out what its attention is.
 
     Args:
         config: Of the engine.
         hold: Whether all quantized weights are held in memory: not for ranks that keep a part.
+        rank: Which of the instance's.
 
     Raises:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
-    model = load_model(config, hold=hold)
+    model = load_model(config, hold=hold, rank=rank)
     specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
     specs = compress(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -143,7 +144,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
-        self._model, self._max_len, self._communicator = whole.model, whole.max_len, communicator
+        self._max_len, self._communicator = whole.max_len, communicator
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
         self._stored = self.layout
         self._plain: KVLayout = dataclasses.replace(self.layout, dtype=whole.model.dtype)
@@ -153,6 +154,7 @@ class ModelRunner:
         for held in held_weights(whole.model.module):
             held.hold()
         device = whole.model.compute
+        self._model = model = dataclasses.replace(whole.model, device=device.memory)
         library = cpu_operators(config, on_gpu=device.on_gpu)
         context = AttentionContext(device.memory, library, device.on_gpu)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
@@ -164,10 +166,10 @@ class ModelRunner:
         self.attention_backend = self._attention.name
         self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
         self._quantized = quantized_layers(whole.model.module)
-        self.linears, make = choose_linear(config, whole.model, library)
+        self.linears, make = choose_linear(config, model, library)
         self._operators: LayerOperators = GpuOperators() if device.on_gpu else CpuOperators(library, make)
         self._on_gpu, self._staging = device.on_gpu, HostStaging(device)
-        self._generic = GenericDecoder(whole.model, self._share, self._attention)
+        self._generic = GenericDecoder(model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
         self._pools: list[LayerPool] = []
         self._scratch: list[LayerPool] = []
@@ -176,8 +178,9 @@ class ModelRunner:
         self._replaced: dict[str, torch.nn.Module] = {}
         self._packed_linears = config.packed_linears
         self._draft: DraftLayers | None = None
-        self._step_capture = StepCapture(config, whole.model, self._attention, self._staging)
+        self._step_capture = StepCapture(config, model, self._attention, self._staging, communicator)
         self._graphs: DecodeGraphs | None = None
+        self._captured_with = 0
 
     def describe_quantized(self, *, packs: bool) -> str:
         """Return what quantized weights there are, for people, and what multiplies by them; empty: there are none.
@@ -294,6 +297,7 @@ class ModelRunner:
         if not self._step_capture.sizes:
             return ""
         self._graphs, captured = self._step_capture.capture(self._decoder, self._pools, self._table_shape)
+        self._captured_with = self._communicator.generation
         return captured
 
     def graph_bytes(self) -> int:
@@ -313,6 +317,7 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, batch: ForwardBatch) -> ForwardOutput:
         logits = graphs.run(batch, self._tables(batch))
+        logits = self._communicator.gather_logits(logits, len(batch.logit_rows), self._vocab_size)
         if (on_layer := self._decoder.on_layer) is not None:
             for layer in range(len(self._pools)):  # whoever is told of a layer waits for what is queued
                 on_layer(layer)
@@ -341,6 +346,9 @@ class ModelRunner:
         pools = self._scratch or self._pools
         if not pools:
             raise InternalError("forward before bind")
+        if self._graphs is not None and self._captured_with != self._communicator.generation:
+            log.warning("ranks have met anew: steps that were captured before are run eagerly from now on")
+            self._graphs = None
         if self._graphs is not None and not scratch_blocks and self._graphs.takes(batch):
             return self._replay(self._graphs, batch)
         plan = self._attention.prepare(
@@ -410,7 +418,7 @@ def _kept_per_token(pool: LayerPool) -> list[torch.Tensor]:
 
 def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:
     """The checkpoint's scales of a rank's layers and heads, where attention reads them."""
-    spec, found, device = communicator.spec, list[HeadScales | None](), whole.model.device
+    spec, found, device = communicator.spec, list[HeadScales | None](), whole.model.compute.memory
     for layer in layer_range(len(whole.scales), spec.pp_size, spec.pp_rank):
         pair, heads = whole.scales[layer], list(shard_heads(whole.geometry, spec, layer))
         found.append(None if pair is None else (pair[0][heads].to(device), pair[1][heads].to(device)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice, compute_device
+from baton.engine.device.compute import ComputeDevice, rank_device
 from baton.engine.device.pool import new_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.sequence import Sequence
@@ -36,19 +36,23 @@ class ModelDrafter(ChainDrafter[ModelState]):
     Args:
         executor: Has loaded the draft model.
         num_blocks: Of its KV pool.
-        device: Where it runs.
+        devices: Where each of its ranks runs.
     """
 
     name = "draft"
 
-    def __init__(self, executor: Executor, num_blocks: int, device: ComputeDevice) -> None:
-        super().__init__(num_blocks, executor.layout.block_size, executor.max_model_len, device)
+    def __init__(self, executor: Executor, num_blocks: int, devices: SequenceOf[ComputeDevice]) -> None:
+        super().__init__(num_blocks, executor.layout.block_size, executor.max_model_len, devices[0])
         self._executor = executor
         layouts = [
             shard_layout(executor.geometry, spec, self._block_size, executor.layout.groups) for spec in executor.shards
         ]
         private = len(layouts) == 1
-        self._shards = KVShards([new_arena(device, num_blocks, each.block_bytes, private=private) for each in layouts])
+        arenas = [
+            new_arena(device, num_blocks, each.block_bytes, private=private, leader=devices[0])
+            for device, each in zip(devices, layouts, strict=True)
+        ]
+        self._shards = KVShards(arenas)
         executor.bind(self._shards)
 
     def _known(self, sequence: Sequence) -> ModelState:
@@ -91,6 +95,7 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
     own = dataclasses.replace(
         config,
         model=path,
+        device=",".join(config.device.split(",")[: config.speculative_tp]),
         tp=config.speculative_tp,
         pp=1,
         quantization="none",  # the target's flags: the draft's checkpoint may be quantized itself
@@ -118,4 +123,5 @@ def load_draft_model(config: EngineConfig, executor: Executor) -> ModelDrafter:
             field="speculative_model",
         )
     blocks = draft_blocks(config, draft.max_model_len, draft.layout.block_bytes, draft.device)
-    return ModelDrafter(draft, blocks, compute_device(config.device))
+    ranks = len(draft.shards)
+    return ModelDrafter(draft, blocks, [rank_device(own.device, rank, ranks) for rank in range(ranks)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.integration.engine.speculation.test_draft_heads import tokens_of, write_head
-from tests.integration.engine.test_interpreted_device import ONE_LAYER, VOCAB, interpreted
+from tests.integration.engine.test_interpreted_device import ONE_LAYER, VOCAB, interpreted, short_self_checks
 from tests.support.equality import mixed_prompts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.next_token import write_next_token
@@ -19,7 +19,6 @@ from tests.support.servers.cluster import LocalCluster
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
 from baton.engine.device.arena import DeviceArena
-from baton.engine.executor import self_check
 from baton.engine.llm import LLM
 from baton.engine.sample.sampler import SamplerRow
 from baton.engine.speculation.draft_model import ModelDrafter
@@ -28,19 +27,14 @@ from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import SpeculationStats, Speculator
 from baton.types import SamplingParams
 
+__all__ = ["short_self_checks"]
+
+pytestmark = pytest.mark.usefixtures("short_self_checks")
 NEW_TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 SAMPLINGS = [GREEDY, GREEDY.replace(temperature=0.7, seed=3)]
 PROMPTS = [[9, 12, 33] * 3, mixed_prompts(4, VOCAB, count=2, longest=14)[1]]
 MIMO = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]}
-
-
-@pytest.fixture(autouse=True)
-def short_self_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token takes the interpreter long, and what the self-check sees is tested elsewhere."""
-    monkeypatch.setattr(self_check, "LENGTHS", (5, 3))
-    monkeypatch.setattr(self_check, "SPLITS", (3, 2))
-    monkeypatch.setattr(self_check, "FAR_TOKENS", 3)
 
 
 def small_llama(folder: Path) -> Path:

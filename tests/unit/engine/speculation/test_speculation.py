@@ -181,7 +181,7 @@ def test_answers_are_those_without_speculation_by_a_draft_model(
     compiler: GrammarCompiler, plain: Answers, seed: int, num_blocks: int
 ) -> None:
     """The same model (seed 0) draws the same tokens wherever it has room; another one is wrong and changes nothing."""
-    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS, seed=seed), num_blocks, CPU)
+    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS, seed=seed), num_blocks, [CPU])
     engine = Engine(compiler, draft, speculative_tokens=5)
     engine.add_all()
     assert engine.run() == plain
@@ -199,7 +199,7 @@ def test_answers_are_those_without_speculation_by_a_draft_model(
 def test_a_draft_model_computes_again_what_was_refused_rolled_back_or_evicted(
     compiler: GrammarCompiler, plain: Answers
 ) -> None:
-    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS), 64, CPU)
+    draft = ModelDrafter(ToyRunner(block_size=BLOCK, vocab_size=VOCAB, eos=EOS), 64, [CPU])
     engine = Engine(compiler, draft, speculative_tokens=3)
     engine.add("sampled", SAMPLINGS["sampled"], PROMPT[:5])
     for at in range(6):

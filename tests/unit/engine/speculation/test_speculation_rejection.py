@@ -65,7 +65,7 @@ class RandomDrafter:
 
 def draft_model(seed: int = 1) -> ModelDrafter:
     """A model that is another one than the target, which has seed 0."""
-    drafter = ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400, CPU)
+    drafter = ModelDrafter(ToyRunner(block_size=4, vocab_size=VOCAB, eos=EOS, seed=seed), 400, [CPU])
     drafter.tells_draws = True
     return drafter
 
