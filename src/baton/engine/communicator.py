@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from baton.config.nccl import set_nccl_environment
-from baton.engine.device.compute import ComputeDevice
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec
 
@@ -53,9 +52,9 @@ class Communicator:
         generation: Of the groups that it joined last.
     """
 
-    def __init__(self, spec: ShardSpec, device: ComputeDevice | None = None) -> None:
+    def __init__(self, spec: ShardSpec, device: torch.device | None = None) -> None:
         self.spec, self.generation = spec, 0
-        self._device = device or ComputeDevice(torch.device("cpu"), on_gpu=False)
+        self._device = device or torch.device("cpu")
         self._stage: Any = None
         self._all: Any = None
 
@@ -101,8 +100,7 @@ class Communicator:
         """
         self.disconnect()
         store = _store(rendezvous) if isinstance(rendezvous, int) else rendezvous.store
-        make = _nccl_group if self._device.is_cuda else _gloo_group
-        self._device.enter()
+        make = _nccl_group if self._device.type == "cuda" else _gloo_group
         spec = self.spec
         if spec.tp_size > 1:
             self._stage = make(store, f"{generation}/stage-{spec.pp_rank}", spec.tp_rank, spec.tp_size)
@@ -114,7 +112,7 @@ class Communicator:
         """Close the connections, which wakes ranks that wait for this one; harmless if repeated."""
         groups, self._stage, self._all = (self._stage, self._all), None, None
         for group in groups:
-            if group is not None and self._device.is_cuda:
+            if group is not None and self._device.type == "cuda":
                 group.abort()  # what is queued on the device would wait for the others for ever
 
     def all_agree(self, *, fine: bool) -> bool:
@@ -122,7 +120,7 @@ class Communicator:
         group = self._all or self._stage
         if group is None:
             return fine
-        wrong = torch.tensor([0.0 if fine else 1.0], device=self._device.memory)
+        wrong = torch.tensor([0.0 if fine else 1.0], device=self._device)
         group.allreduce([wrong]).wait()
         return float(wrong) == 0.0
 
@@ -134,7 +132,7 @@ class Communicator:
 
     def receive_hidden(self, like: torch.Size | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Receive hidden states from the same place of the stage before."""
-        hidden = torch.empty(tuple(like), dtype=dtype, device=self._device.memory)
+        hidden = torch.empty(tuple(like), dtype=dtype, device=self._device)
         self._need(self._all).recv([hidden], self.spec.index - self.spec.tp_size, 0).wait()
         return hidden
 
@@ -160,7 +158,7 @@ class Communicator:
                 raise InternalError(f"logits of shape {tuple(logits.shape)}, expected {(rows, vocab_size)}")
             self._need(self._all).send([logits.float().contiguous()], 0, 1).wait()
         if self.spec.index == 0:
-            logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=self._device.memory)
+            logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=self._device)
             if rows:
                 last = (self.spec.pp_size - 1) * self.spec.tp_size
                 self._need(self._all).recv([logits], last, 1).wait()

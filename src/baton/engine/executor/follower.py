@@ -48,7 +48,7 @@ class Follower:
         torch.set_num_threads(config.threads)
         self._device = rank_device(config.device, spec.index, spec.tp_size * spec.pp_size)
         self._device.enter()
-        self.communicator = Communicator(spec, self._device)
+        self.communicator = Communicator(spec, self._device.memory)
         whole = load_whole(config, hold=False, rank=spec.index)
         self._runner = ModelRunner(config, whole, self.communicator)
         self._steps: StepBuffer | None = None

@@ -43,7 +43,7 @@ class InProcessExecutor:
         self.shards = shard_specs(config.tp, config.pp)
         self.input_buffers: InputBuffers | None = None
         self.compute = rank_device(config.device, 0, len(self.shards))
-        self.communicator = Communicator(self.shards[0], self.compute)
+        self.communicator = Communicator(self.shards[0], self.compute.memory)
         self._on_layer: Callable[[int], None] | None = None
         self.quality: Quality | None = None
 
