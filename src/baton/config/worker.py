@@ -135,7 +135,8 @@ class EngineConfig:
         "kept apart from KV that was computed in its dtype",
     )
     attention_backend: str = option(
-        "auto", "attention operator: auto, cpp, torch, triton, or one of an installed package"
+        "auto",
+        "attention operator: auto, cpp, torch, triton, flashinfer (if installed), or one of an installed package",
     )
     packed_linears: bool = option(True, "repack weights for the processor (bfloat16 on a CPU)")
     executor: str = option(

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
@@ -22,7 +25,7 @@ from baton.config import EngineConfig
 from baton.engine.plugins import find_implementation
 from baton.errors import ConfigError
 from baton_kernels.cpu import CpuLibrary, OperatorsMissingError, load_library, runnable_variants
-from baton_kernels.paged_attention import CpuPagedAttention, PagedAttention, TorchPagedAttention
+from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, PagedAttention, TorchPagedAttention
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ BUILTIN_BACKENDS = {
     "cpp": "baton.engine.attention:cpp_attention",
     "torch": "baton.engine.attention:torch_attention",
     "triton": "baton.engine.attention:triton_attention",
+    "flashinfer": "baton.engine.attention:flashinfer_attention",
 }
 """Built-in factories: a new one is a file and a line here."""
 ENTRY_POINTS = "baton.attention_backends"
@@ -43,11 +47,15 @@ class AttentionContext:
         device: Of the model.
         operators: Baton's C++ operators, if they can be used.
         on_gpu: Whether the operators of GPUs run the model: on a GPU, or in Triton's interpreter.
+        dtype: Of the model's numbers.
+        specs: The attention of each of its layers.
     """
 
     device: torch.device
     operators: CpuLibrary | None
     on_gpu: bool = False
+    dtype: torch.dtype = torch.float32
+    specs: tuple[AttentionSpec, ...] = ()
 
 
 AttentionFactory = Callable[[AttentionContext], PagedAttention]
@@ -80,6 +88,40 @@ def triton_attention(context: AttentionContext) -> PagedAttention:
     if context.device.type == "cpu" and not is_interpreted():
         raise ConfigError("attention_backend triton needs a GPU, not device cpu", field="attention_backend")
     return TritonPagedAttention(context.device)
+
+
+def flashinfer_attention(context: AttentionContext) -> PagedAttention:
+    """Return FlashInfer, over Triton's kernels for what it does not do; the log says in how many layers that is."""
+    library = _flashinfer(context)
+    from baton_kernels.paged_attention.flashinfer import FlashInferPagedAttention, obstacle
+
+    reasons = Counter(filter(None, (obstacle(spec, context.dtype) for spec in context.specs)))
+    if context.specs and reasons.total() == len(context.specs):
+        why = " and ".join(reasons)
+        raise ConfigError(f"attention_backend flashinfer does not do {why}: use triton", field="attention_backend")
+    for reason, count in reasons.items():
+        log.warning(
+            "attention in %d of %d layers by triton: flashinfer does not do %s", count, len(context.specs), reason
+        )
+    return FlashInferPagedAttention(context.device, library)
+
+
+def _flashinfer(context: AttentionContext) -> ModuleType:
+    """Import FlashInfer.
+
+    Raises:
+        ConfigError: It is not installed, or the device is none of its; names ``attention_backend``.
+    """
+    if context.device.type != "cuda":
+        where = "interpret" if context.on_gpu else context.device.type
+        raise ConfigError(f"attention_backend flashinfer needs a GPU, not device {where}", field="attention_backend")
+    try:
+        return import_module("flashinfer")
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend flashinfer needs FlashInfer ({error}): pip install flashinfer-python",
+            field="attention_backend",
+        ) from error
 
 
 def choose_attention(name: str, context: AttentionContext) -> PagedAttention:

@@ -156,7 +156,8 @@ class ModelRunner:
         device = whole.model.compute
         self._model = model = dataclasses.replace(whole.model, device=device.memory)
         library = cpu_operators(config, on_gpu=device.on_gpu)
-        context = AttentionContext(device.memory, library, device.on_gpu)
+        numbers, specs = TORCH_DTYPES[whole.model.dtype], tuple(self._share.specs.values())
+        context = AttentionContext(device.memory, library, device.on_gpu, numbers, specs)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
         types = [POOL_DTYPES[kind] for kind in layer_types(self.layout.dtype, len(self.layout.layers))]
         stores = getattr(self._attention, "stores", frozenset[torch.dtype]())
