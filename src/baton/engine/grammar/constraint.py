@@ -12,7 +12,6 @@ The mask wins over everything else that chooses tokens. What contradicts it mean
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ of bounded length that is nearly full, most tokens are followed until they are t
 SLOW_S = 0.002
 """What the masks of a step may take beside that before it is measured whose they are."""
 WATCHED_STEPS = 16
-COSTLY_S = 0.0001
-"""Masks whose last one took more are worth the interpreter's lock going from thread to thread."""
 FIRST_WORDS = 64
 """Of a mask: the first 2,048 tokens."""
 MAX_EXTRA_S = 0.5
@@ -65,15 +62,13 @@ class Constraint:
         cost: Shared by all forks.
         started: Whether the grammar applies yet.
         error: Why no token can be chosen any more; empty: one can.
-        mask_seconds: What its last mask took, where they are computed one by one.
     """
 
-    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "mask_seconds", "matcher", "started")
+    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
         self.cost = RequestCost()
-        self.mask_seconds = 0.0
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
@@ -89,7 +84,7 @@ class Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
-        copy.cost, copy.mask_seconds = self.cost, self.mask_seconds
+        copy.cost = self.cost
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
         return copy
 
@@ -177,8 +172,8 @@ class StepMasks:
 
     Where the forward pass has all processors, that thread would take one from it, and each operation waits for the
     slowest of its threads: masks cost their time on one processor then, while the others wait. So does handing a cheap
-    mask over, which takes longer than the mask. There the engine's thread computes masks before the forward pass, the
-    costly ones together with that pass's other threads.
+    mask over, which takes longer than the mask. There the engine's thread computes masks before the forward pass,
+    together with that pass's other threads.
 
     Args:
         backend: Whose matchers the constraints have.
@@ -301,30 +296,26 @@ class StepMasks:
             self._watched = WATCHED_STEPS
 
     def _fill_one_by_one(self, guided: Sequence[Constraint], masks: npt.NDArray[np.uint32]) -> None:
-        """Compute masks in this thread, and those that may be expected to cost much in the team's threads."""
-        left = deque(zip(guided, masks, strict=True))
-        costly = deque[tuple[Constraint, TokenMask]]()
-        if self._team is not None and self._team.threads > 1:
-            costly.extend(each for each in left if each[0].mask_seconds > COSTLY_S)
-        if self._team is not None and len(costly) > 1:
-            left = deque(each for each in left if each[0].mask_seconds <= COSTLY_S)
-            self._team.run(lambda: self._drain(costly))
-        self._drain(left)
+        """Compute masks in this thread, and with it in the team's: each takes what no other has taken."""
+        left = iter(list(zip(guided, masks, strict=True)))
+        if self._team is not None and self._team.threads > 1 and len(guided) > 1:
+            self._team.run(lambda: self._drain(left))
+        else:
+            self._drain(left)
 
-    def _drain(self, left: deque[tuple[Constraint, TokenMask]]) -> None:
-        """Compute what no other thread has taken."""
+    def _drain(self, left: Iterator[tuple[Constraint, TokenMask]]) -> None:
+        # Masks are computed without the interpreter's lock, and with few instructions between them threads seldom meet.
         fill, clock = self._backend.fill_mask, time.thread_time
+        if not self._watched:
+            for one, mask in left:
+                fill(one.matcher, mask)
+            return
         begun = clock()
-        while left:
-            try:
-                one, mask = left.popleft()
-            except IndexError:  # another thread was faster
-                return
+        for one, mask in left:
             fill(one.matcher, mask)
             ended = clock()
-            one.mask_seconds, begun = ended - begun, ended
-            if self._watched:
-                _charge(one, one.mask_seconds, self._may_take)
+            _charge(one, ended - begun, self._may_take)
+            begun = ended
 
 
 def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool]:
