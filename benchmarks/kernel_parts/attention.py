@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from benchmarks.kernel_parts.measure import Check, Timed, error
 
 from baton_kernels.paged_attention import AttentionSpec, LayerPool, RaggedBatch, Rotation, paged_attention_reference
+from baton_kernels.paged_attention.flashinfer import FlashInferPagedAttention
 from baton_kernels.paged_attention.gpu import TritonPagedAttention
 
 BLOCK_SIZE = 16
@@ -132,7 +134,7 @@ def _decode(name: str, spec: AttentionSpec, sequences: int, storage: torch.dtype
         rivals["torch SDPA, KV not in blocks"] = lambda: F.scaled_dot_product_attention(
             q[:, :, None], keys, values, scale=spec.scale, enable_gqa=True
         )[:, :, 0]
-        rivals |= _flashinfer_decode(spec, batch, pool, q, device)
+        rivals |= _flashinfer(spec, batch, pool, q, device)
     flops = 2 * sequences * context * spec.num_heads * (spec.k_dim + spec.v_dim)
     tunes = ("attention_few", _sizes(spec))
     return Timed(name, lambda: backend.attend(plan, spec, pool, q), sizes, flops, rivals, tunes=tunes)
@@ -153,6 +155,7 @@ def _prefill(name: str, spec: AttentionSpec, tokens: int, device: torch.device) 
     }
     if tokens <= 2048:
         rivals |= _flex(query, keys, values, spec)
+    rivals |= _flashinfer(spec, batch, pool, q, device)
     flops = 2 * tokens * tokens / 2 * spec.num_heads * (spec.k_dim + spec.v_dim)
     sizes = 2 * tokens * (2 * spec.num_heads + 2 * spec.kv_heads) * spec.k_dim
     tunes = ("attention_many", _sizes(spec))
@@ -200,22 +203,14 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     }
 
 
-def _flashinfer_decode(
+def _flashinfer(
     spec: AttentionSpec, batch: RaggedBatch, pool: LayerPool, q: torch.Tensor, device: torch.device
 ) -> dict[str, Any]:
-    """FlashInfer over the same blocks, where it is installed."""
+    """FlashInfer over the same blocks, where it is installed, as engines run it; planned by its first run."""
     try:
-        import flashinfer
+        library = importlib.import_module("flashinfer")
     except ImportError:
         return {}
-    sequences, width = batch.block_tables.shape
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * width
-    last = torch.full((sequences,), BLOCK_SIZE, dtype=torch.int32, device=device)
-    tables = torch.from_numpy(batch.block_tables.reshape(-1)).to(device)
-    wrapper.plan(
-        starts, tables, last, spec.num_heads, spec.kv_heads, spec.k_dim, BLOCK_SIZE,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, sm_scale=spec.scale,
-    )  # fmt: skip
-    return {"FlashInfer": lambda: wrapper.run(q, (pool.k, pool.v))}
+    backend = FlashInferPagedAttention(device, library)
+    plan = backend.prepare(batch)
+    return {"FlashInfer": lambda: backend.attend(plan, spec, pool, q)}

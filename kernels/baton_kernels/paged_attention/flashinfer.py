@@ -145,7 +145,17 @@ class FlashInferPagedAttention:
         if not plan.parts or pool.k.dtype != dtype or obstacle(spec, dtype):
             return self._triton.run_rotated(plan.triton, spec, pool, qkv, rotation)
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in qkv)
-        q = self._triton.write(plan.triton, spec, pool, (q, k, v), rotation)
+        return self.attend(plan, spec, pool, self._triton.write(plan.triton, spec, pool, (q, k, v), rotation))
+
+    def attend(self, plan: FlashInferPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor) -> torch.Tensor:
+        """Attend with q [T, num_heads, k_dim] over keys and values that are in the pool, by FlashInfer.
+
+        Args:
+            plan: Of a batch without trees.
+            spec: Without an :func:`obstacle`.
+            pool: In the dtype of the queries.
+            q: Queries.
+        """
         if len(plan.parts) == 1:
             attended: torch.Tensor = self._planned(plan, plan.parts[0], spec, pool).run(q, (pool.k, pool.v))
             return attended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -126,3 +127,16 @@ def test_why_not() -> None:
     assert obstacle(dataclasses.replace(spec, k_dim=80, v_dim=80), HALF) == "heads of 80 and 80 elements"
     assert obstacle(dataclasses.replace(spec, latent=True), HALF) == "latents instead of keys and values"
     assert obstacle(dataclasses.replace(spec, sinks=torch.zeros(6)), HALF) == "attention sinks"
+
+
+def test_the_benchmark_has_it_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.kernel_parts import attention
+
+    case = make_case(MIXED, SHAPE, HALF)
+    want, pool = case.expected()
+    beside = case.batch, pool, case.q, CPU
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert attention._flashinfer(case.spec, *beside) == {}
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
+    (run,) = attention._flashinfer(case.spec, *beside).values()
+    torch.testing.assert_close(run().double(), want, rtol=0, atol=TOLERANCE[HALF])

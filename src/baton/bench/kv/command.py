@@ -41,7 +41,11 @@ def add_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     what.add_argument("--bytes", type=int, default=None, help="move so many bytes instead of a model's KV")
     what.add_argument("--descriptors", type=int, default=1, help="cut --bytes into so many blocks, in random order")
     how = parser.add_argument_group("how")
-    how.add_argument("--pipe", default=None, help="pipes to compare: shm,tcp,nixl,gloo (default: those that work)")
+    how.add_argument(
+        "--pipe",
+        default=None,
+        help="pipes to compare: shm,tcp,nixl,gloo, and cuda_ipc with --memory (default: those that work)",
+    )
     how.add_argument(
         "--memory",
         default="host",
