@@ -19,6 +19,10 @@ _TILES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_many": {"tile_m": (64, 128), "tile_n": (64, 128), "warps": (4, 8), "stages": (2, 3)},
     "experts": {"tile_m": (16, 64), "tile_n": (64, 128), "tile_k": (64, 128), "warps": (4, 8), "stages": (3,)},
     "quantized_experts": {"tile_m": (16, 64), "tile_n": (64, 128), "tile_k": (64, 128), "warps": (4,), "stages": (3,)},
+    "eight_bit_linear": {
+        "tile_m": (16, 64, 128), "tile_n": (64, 128), "tile_k": (128, 256), "warps": (4, 8), "stages": (3, 4),
+        "programs": (1, 3),
+    },
     "quantized_linear": {
         "tile_m": (0, 16, 32, 64, 128), "tile_n": (64, 128), "tile_k": (64, 128), "warps": (4, 8), "stages": (3, 4),
         "programs": (1, 3),
@@ -32,7 +36,7 @@ def candidates(operator: str, rows: int) -> Iterator[Tuning]:
     tiles = _TILES[operator]
     for values in itertools.product(*tiles.values()):
         found = Tuning(**dict(zip(tiles, values, strict=True)))
-        if rows and operator == "quantized_linear":
+        if rows and operator.endswith("_linear"):
             if found.tile_m > max(16, 2 * rows) or (found.tile_m and found.tile_m * 16 < rows):
                 continue
             if not found.tile_m and (rows < 64 or (found.warps, found.stages, found.programs) != (4, 3, 1)):

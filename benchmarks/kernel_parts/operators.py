@@ -14,12 +14,14 @@ from benchmarks.kernel_parts.measure import Check, Timed, error
 from baton_kernels import kv_copy as kv_copy_definition
 from baton_kernels.experts import ExpertWeights, experts_reference
 from baton_kernels.gpu import kv_copy
+from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear, takes_eight_bits
 from baton_kernels.gpu.experts import TritonExperts
 from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
 from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
 from baton_kernels.gpu.rejection import TritonRejectionSampler
 from baton_kernels.gpu.row_wise import TritonGatedMul, TritonRmsNorm
 from baton_kernels.gpu.sampling import TritonSampler
+from baton_kernels.quantized_activations import ActivationScheme, ActivationType
 from baton_kernels.quantized_experts import QuantizedExpertWeights, quantized_experts_reference
 from baton_kernels.quantized_linear import quantized_linear_reference
 from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
@@ -34,6 +36,8 @@ FORMS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "fp8": quantize_fp8,
     "nf4": quantize_nf4,
 }
+EIGHT_BITS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
+"""Whose inputs have 8 bits, too."""
 HIDDEN, INNER, VOCAB = 4096, 14336, 128256
 """Those of Llama 3.1 8B."""
 EXPERTS, TOP_K, EXPERT_INNER = 128, 8, 768
@@ -69,6 +73,8 @@ def checks(device: torch.device) -> Iterator[Check]:
     yield Check("rejection_sample", lambda: _check_rejection(device))
     for name, quantize in FORMS.items():
         yield Check(f"linear, {name}", lambda quantize=quantize: _check_linear(quantize, dtype, device, tolerance))
+        if name in EIGHT_BITS:
+            yield Check(f"linear, {name} by {name}", lambda name=name: _check_eight_bits(name, device))
         yield Check(f"moe, {name}", lambda quantize=quantize: _check_experts(quantize, dtype, device, tolerance))
     yield Check("moe", lambda: _check_experts(None, dtype, device, tolerance))
 
@@ -119,6 +125,18 @@ def _check_linear(
         x = torch.randn(tokens, 384).to(dtype)
         want = quantized_linear_reference(x.double(), weight)
         worst = max(worst, error(operator(x.to(device)), want, tolerance))
+    return worst
+
+
+def _check_eight_bits(form: str, device: torch.device) -> float:
+    weight, scheme = EIGHT_BITS[form](torch.randn(70, 384)), ActivationScheme(ActivationType(form))
+    if not takes_eight_bits(on(device, weight), scheme):
+        return 0.0
+    operator, worst = TritonEightBitLinear(on(device, weight), None, scheme), 0.0
+    for tokens in (1, 100):
+        x = torch.randn(tokens, 384)
+        want = quantized_linear_reference(x, weight, activations=scheme)
+        worst = max(worst, error(operator(x.to(device)), want, 1e-3))
     return worst
 
 
@@ -202,6 +220,24 @@ def _linears(device: torch.device) -> Iterator[Timed]:
                 # Another weight: it is not compared, only timed beside it.
                 {"torch bfloat16 (not compared)": lambda x=x: x @ plain.T},
                 tunes=("quantized_linear", when),  # type: ignore[arg-type]
+            )
+    yield from _eight_bits(device, plain)
+
+
+def _eight_bits(device: torch.device, plain: torch.Tensor) -> Iterator[Timed]:
+    for form, quantize in EIGHT_BITS.items():
+        weight, scheme = on(device, quantize(plain.cpu())), ActivationScheme(ActivationType(form))
+        if not takes_eight_bits(weight, scheme):
+            continue  # fp8, on a GPU without such numbers
+        operator = TritonEightBitLinear(weight, None, scheme)
+        for tokens, bucket in TOKENS.items():
+            x = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+            yield Timed(
+                f"linear, {form} by {form}, {HIDDEN} to {INNER}, {tokens} tokens",
+                lambda operator=operator, x=x: operator(x),
+                operator.nbytes + 2 * tokens * (HIDDEN + INNER),
+                2 * tokens * HIDDEN * INNER,
+                tunes=("eight_bit_linear", {"form": form, "tokens": bucket}),
             )
 
 

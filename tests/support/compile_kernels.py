@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_kernels.gpu import (
+    eight_bit_linear,
     experts,
     kv_copy,
     quantized_experts,
@@ -111,8 +112,22 @@ def quantized(form: int, scales: int, group: int, rows: tuple[int, ...]) -> None
         compiled(quantized_experts.quantized_down_kernel, down, numbers, constants, *how)
 
 
+def eight_bits(*, integer: bool) -> None:
+    """Compile products of 8 bits with 8 bits, for few tokens and many."""
+    stored = "*i8" if integer else "*fp8e4nv"
+    pointers = dict.fromkeys(("x", "values"), stored) | dict.fromkeys(("bias", "residual", "out"), DTYPE)
+    pointers |= dict.fromkeys(("x_scales", "scales", "zeros", "sums"), "*fp32")
+    for tokens in (1, 40, 4096):
+        chosen = tunings("eight_bit_linear", tokens=tokens)
+        constants = {"INTEGER": integer, "ZEROS": integer, "BIAS": True, "RESIDUAL": True, "SPLIT": tokens == 1}
+        constants |= {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
+        compiled(eight_bit_linear.eight_bit_kernel, pointers, {}, constants, chosen.warps, chosen.stages)
+
+
 def main() -> int:
     """Compile them all."""
+    eight_bits(integer=True)
+    eight_bits(integer=False)
     head, latent = (128, 1, 128), (512, 64, 512)
     for few in (True, False):
         for storage in range(3):

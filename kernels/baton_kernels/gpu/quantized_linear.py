@@ -119,7 +119,7 @@ class TritonQuantizedLinear:
         constants = weights.constants(chosen.tile_k)
         tile_k = int(constants["TILE_K"])
         grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
-        share, splits = _shares(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
+        share, splits = shares(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
         sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
         x_scales, bias, more = (out if each is None else each for each in (scales, self._bias, residual))
         flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
@@ -171,7 +171,7 @@ class TritonQuantizedLinear:
                 out += each
 
 
-def _shares(programs: int, columns: int, tile_k: int, chosen: Tuning, device: torch.device) -> tuple[int, int]:
+def shares(programs: int, columns: int, tile_k: int, chosen: Tuning, device: torch.device) -> tuple[int, int]:
     """Return how many columns a program takes, a multiple of ``tile_k``, and how many programs share a tile."""
     tiles = triton.cdiv(columns, tile_k)
     wanted = max(1, chosen.programs * processors(device) // programs)

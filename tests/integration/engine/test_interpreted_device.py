@@ -22,9 +22,14 @@ from tests.support.models.stored_kv import add_tensors, kv_scales
 from baton.config import EngineConfig
 from baton.engine.executor import self_check
 from baton.engine.llm import LLM
+from baton.engine.models.layer_operators import GpuOperators
 from baton.engine.quantization.modules import held_weights
 from baton.errors import ConfigError
 from baton.types import SamplingParams
+from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear
+from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN
+from baton_kernels.quantized_weights import Int8Weight
 
 VOCAB, NEW_TOKENS = 512, 4
 TOKENS = np.random.default_rng(5).integers(8, VOCAB, 14).tolist()
@@ -151,18 +156,33 @@ def test_logits_of_packed_weights_are_those_of_the_dequantized_model(
 
 
 @pytest.mark.usefixtures("short_self_checks")
-def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
-    """By the group of inputs, in linear layers and in front of both products of experts; see ``test_quantized_*``."""
-    made = quantized(tmp_path, "fp8-block", "qwen3_moe", **ONE_LAYER, moe_intermediate_size=64)
+@pytest.mark.parametrize(
+    ("name", "architecture", "sizes", "inputs"),
+    [
+        ("fp8-block", "qwen3_moe", {"moe_intermediate_size": 64}, "fp8"),
+        ("ct-w8a8", "llama", {}, "int8"),
+    ],
+)
+def test_inputs_are_rounded_as_the_checkpoint_says(
+    tmp_path: Path, name: str, architecture: str, sizes: dict[str, Any], inputs: str
+) -> None:
+    """By groups, in linear layers and in front of both products of experts; or by the token, multiplied in int8."""
+    made = quantized(tmp_path, name, architecture, **ONE_LAYER, **sizes)
     exact = plain_logits(made.plain, TOKENS)
     rounded, _ = engine_logits(interpreted(made.folder, device="cpu", packed_linears=False), TOKENS)
     got, how = engine_logits(interpreted(made.folder, cuda_graphs=("off",), max_model_len=16), TOKENS)
     assert how.startswith("fused decoder")
-    assert " by triton, inputs fp8" in how
+    assert f" by triton, inputs {inputs}" in how
     first = slice(0, 1)  # a token that no other one's rounding reaches
     errors = (got - rounded).norm(dim=-1), (rounded - exact).norm(dim=-1)
     assert errors[0][first] < 0.1 * errors[1][first]
     assert errors[0].median() < errors[1].median()
+
+
+def test_8_bits_are_multiplied_with_8_bits() -> None:
+    weight = Int8Weight(torch.ones(16, 32, dtype=torch.int8), torch.ones(16, 1))
+    for scheme, kind in ((INT8_PER_TOKEN, TritonEightBitLinear), (EXACT, TritonQuantizedLinear)):
+        assert type(GpuOperators().quantized_linear(weight, None, scheme)) is kind
 
 
 def test_bfloat16_is_refused_in_the_interpreter(tmp_path: Path) -> None:

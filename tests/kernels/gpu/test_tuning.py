@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from baton_kernels.gpu import tuning
 
-OPERATORS = ("attention_few", "attention_many", "experts", "quantized_experts", "quantized_linear")
+OPERATORS = ("attention_few", "attention_many", "experts", "quantized_experts", "quantized_linear", "eight_bit_linear")
 
 
 def write(folder: Path, name: str, warps: int, **fields: object) -> None:

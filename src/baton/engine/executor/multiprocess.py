@@ -392,6 +392,8 @@ class MultiprocessExecutor(InProcessExecutor):
     def follower_died(self, follower: FollowerProcess) -> None:
         """Note that a follower has died; called by the watching thread."""
         lost = self._note_loss(follower.death_error())
+        if self.compute.is_cuda:
+            self.communicator.disconnect()  # the step in flight waits on the device, for ever, and somebody for that
         with self._lock:
             on_lost, closed = self._on_lost, self._closed
         if not closed and on_lost is not None:

@@ -134,8 +134,11 @@ class GpuOperators:
         self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
     ) -> PackedLinear:
         """See :class:`LayerOperators`."""
+        from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear, takes_eight_bits
         from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
 
+        if takes_eight_bits(weight, activations):
+            return TritonEightBitLinear(weight, bias, activations)
         return TritonQuantizedLinear(weight, bias, activations)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
