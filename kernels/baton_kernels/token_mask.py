@@ -6,7 +6,7 @@ A mask has a bit per token, uint32 [ceil(vocab / 32)]: that of token ``t`` is bi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 
 TokenMask: TypeAlias = npt.NDArray[np.uint32]
+Upload: TypeAlias = Callable[..., list[torch.Tensor]]
+"""Takes arrays to a device as tensors of their shapes, in one copy that the host does not wait for."""
 
 
 def mask_words(vocab: int) -> int:
@@ -35,19 +37,25 @@ def unpack_mask(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
 
 
-def mask_tokens(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
+def mask_tokens(
+    logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask], upload: Upload | None = None
+) -> None:
     """The definition: forbid tokens in place, on any device.
 
     Args:
         logits: [R, vocab] of any float dtype.
         rows: Rows that have a mask.
         masks: Parallel to ``rows``.
+        upload: To the logits' device; default: copies that the host waits for.
     """
     # Words go to the device, a 32nd of what there is of tokens, and become bits there.
-    words = torch.from_numpy(np.stack(masks).view(np.int32)).to(logits.device)
+    packed, places = np.stack(masks).view(np.int32), np.array(rows, np.int64)
+    if upload is None:
+        words, at = (torch.from_numpy(array).to(logits.device) for array in (packed, places))
+    else:
+        words, at = upload(packed, places)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = (words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
-    at = torch.tensor(rows, device=logits.device)
     logits[at] = logits[at].masked_fill_(~allowed, float("-inf"))
 
 

@@ -10,6 +10,7 @@ give the exact value (a radix selection; Alabi et al., "Fast k-Selection Algorit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from baton_kernels.random_numbers import GOLDEN, MIX1, MIX2, Uint64s
 from baton_kernels.sampling import RowFilter
-from baton_kernels.token_mask import TokenMask
+from baton_kernels.token_mask import TokenMask, Upload
 
 TILE = 4096
 """Logits that a program holds at a time; a multiple of the chunk."""
@@ -177,7 +178,10 @@ class TritonSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._constants = RandomConstants(device)
+        self._device, self._constants = device, RandomConstants(device)
+
+    def _upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
 
     def __call__(
         self,
@@ -185,6 +189,7 @@ class TritonSampler:
         filters: Sequence[RowFilter],
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None] | None = None,
+        upload: Upload | None = None,
     ) -> torch.Tensor:
         """Return a token per row, int64 [R] on the device; -1 where the logits hold NaN or their greatest is infinite.
 
@@ -193,6 +198,7 @@ class TritonSampler:
             filters: R of them.
             keys: [R], what the random numbers of the draws come from.
             masks: Per row which tokens are allowed, uint32 [ceil(vocab / 32)], or ``None``: all.
+            upload: To the logits' device; default: copies that the host waits for.
         """
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         device, (rows, vocab) = logits.device, logits.shape
@@ -200,9 +206,12 @@ class TritonSampler:
         if not rows:
             return tokens
         numbers = np.array(filters, np.float64).reshape(rows, 4)
-        floats = torch.from_numpy(np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))).to(device)
-        top_k = torch.from_numpy(np.clip(numbers[:, 1], 0, vocab).astype(np.int32)).to(device)
-        drawn = self._constants.upload(np.ascontiguousarray(keys))
+        floats, top_k, drawn = (upload or self._upload)(
+            np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32)),
+            np.clip(numbers[:, 1], 0, vocab).astype(np.int32),
+            np.ascontiguousarray(keys).view(np.int64),
+        )
+        drawn = drawn.view(torch.uint64)
         words = -(-vocab // 32)
         masked = False
         bits = logits
@@ -210,7 +219,7 @@ class TritonSampler:
             masked = True
             everything = np.full(words, 0xFFFFFFFF, np.uint32)
             packed = np.stack([everything if mask is None else mask for mask in masks])
-            bits = torch.from_numpy(packed.view(np.int32)).to(device)
+            (bits,) = (upload or self._upload)(packed.view(np.int32))
         drawing = numbers[:, 0] > 0
         _sample_kernel[rows,](
             *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants.tensor, tokens),

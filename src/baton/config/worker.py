@@ -66,6 +66,12 @@ class EngineConfig:
         "on a GPU, batch sizes whose decode steps are captured and replayed: on (1, 2, 4 and multiples of 8 up to "
         "--max-num-seqs), off, or sizes as 1,8,32",
     )
+    async_scheduling: str = option(
+        "auto",
+        "launch the next step before the tokens of the one before are read, so that the device does not wait for the "
+        "scheduler; auto: on a GPU, without speculative decoding",
+        choices=("auto", "on", "off"),
+    )
     threads: int = option(1, "intra-op threads of each process on a CPU")
     tp: int = option(1, "tensor parallelism: processes that share each layer's heads")
     pp: int = option(1, "pipeline parallelism: stages of layers, each in tp processes of its own")

@@ -24,6 +24,8 @@ class ConnectorBridge:
             connector says that their last write has ended.
         held: Blocks of ended requests that the connector still offers to others.
         saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
+        landing: Blocks of sequences that ended while a later step was on its way, which still writes to them: a
+            reference each, to be given back when that step has been read.
     """
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
@@ -33,6 +35,7 @@ class ConnectorBridge:
         self.loading: dict[RequestId, Sequence] = {}
         self.held: dict[RequestId, list[BlockId]] = {}
         self.saving: dict[RequestId, list[BlockId]] = {}
+        self.landing: list[BlockId] = []
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
@@ -78,6 +81,11 @@ class ConnectorBridge:
         self.loading[sequence.group.request.request_id] = sequence
         return True
 
+    def take_landing(self) -> list[BlockId]:
+        """Remove and return :attr:`landing`."""
+        landing, self.landing = self.landing, []
+        return landing
+
     def cancel(self, sequence: Sequence) -> None:
         """Stop a load; the sequence stays in :attr:`loading` until its update comes."""
         if self._connector is not None:
@@ -110,7 +118,7 @@ class ConnectorBridge:
             self._connector.step_begins(saves)
 
     def _planned(self, sequence: Sequence, count: int) -> PlannedSave:
-        request, done = sequence.group.request, sequence.num_computed
+        request, done = sequence.group.request, sequence.num_launched
         return PlannedSave(
             request.request_id,
             tuple(sequence.block_ids),
@@ -140,6 +148,9 @@ class ConnectorBridge:
                 self.progress(sequence)  # with what it generated
             held = connector.request_finished(_name(sequence))
         blocks = sequence.take_blocks()
+        if sequence.num_flying:
+            self._pool.acquire(blocks)
+            self.landing += blocks
         if not held:
             self._pool.release(blocks)
         elif sequence.pinned:

@@ -1,8 +1,9 @@
 """The engine: requests in, tokens out, one step at a time.
 
 One thread owns an :class:`EngineCore` and calls all of its methods. A step polls the connector, schedules, runs one
-forward pass over all chosen tokens, samples, and returns what each sequence got. Tokens that a load brought are
-returned at once, by a step of their own.
+forward pass over all chosen tokens, samples, and returns what each sequence got; on a GPU the forward pass of the next
+step runs by then (:mod:`~baton.engine.step_pipeline`). Tokens that a load brought are returned at once, by a step of
+their own.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from baton.engine.executor.base import Executor, raise_if_lost
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
-from baton.engine.runner.input_batch import LogitRows, build_batch
 from baton.engine.sample.native import crowded_team
-from baton.engine.sample.sampler import token_logprobs
-from baton.engine.scheduler import Scheduler, StepPlan
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import RequestGroup, Sequence, SequenceState
 from baton.engine.speculation.drafter import Drafter
 from baton.engine.speculation.speculator import Speculator
-from baton.engine.speculation.verification import Chosen, StepSampling, accepted_moves
+from baton.engine.speculation.verification import Chosen, accepted_moves
 from baton.engine.step_budget import step_budget
+from baton.engine.step_pipeline import FlyingStep, StepPipeline
 from baton.engine.window_blocks import WindowGroups
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
@@ -46,6 +46,7 @@ class EngineCore:
 
     Attributes:
         executor: Runs the model.
+        steps: Launches steps.
         shards: The KV pool's memory, of all ranks.
         arena: This process's part of it, whose generations fence all parts.
         max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
@@ -75,7 +76,8 @@ class EngineCore:
             drafter: Proposes the tokens that sequences may go on with; ``None``: nobody does.
 
         Raises:
-            ConfigError: ``max_model_len`` is more than the model can do, or ``block_size`` is not the pool's.
+            ConfigError: ``max_model_len`` is more than the model can do, ``block_size`` is not the pool's, or steps
+                cannot be launched ahead that are to be.
         """
         if config.max_model_len is not None and config.max_model_len > executor.max_model_len:
             raise ConfigError(
@@ -109,7 +111,6 @@ class EngineCore:
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
         self._scheduler = Scheduler(config, self._pool, self._bridge, groups)
-        self._clock = clock
         self.bound_steps(False)
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
@@ -120,6 +121,8 @@ class EngineCore:
         team = crowded_team(config)
         self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size, team)
         self.speculator = None if drafter is None else Speculator(config, drafter, executor.vocab_size)
+        parts = self._scheduler, self._bridge, self.masks, self.speculator
+        self.steps = StepPipeline(config, executor, *parts, clock)
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len
         self.max_model_len = min(limit, pool_blocks // layout.num_groups * self._block_size)
@@ -199,6 +202,7 @@ class EngineCore:
         group = self._groups.get(request_id)
         if group is None or not 0 <= index < len(group.sequences):
             raise InternalError(f"request {request_id!r} has no sequence {index} to roll back")
+        self._settle(group.sequences[index])
         self._scheduler.roll_back(group.sequences[index], count)
 
     def clear_cache(self) -> None:
@@ -225,7 +229,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
         scheduler = self._scheduler
-        return bool(self._early or scheduler.running or scheduler.num_waiting) or self._bridge.pending
+        work = self._early or scheduler.running or scheduler.num_waiting or self.steps.flying
+        return bool(work) or self._bridge.pending
 
     @property
     def made_progress(self) -> bool:
@@ -283,7 +288,8 @@ class EngineCore:
         Raises:
             AssertionError: A block leaked or is owned twice.
         """
-        idle = not (self._groups or self._bridge.loading or self._bridge.held or self._bridge.saving)
+        bridge = self._bridge
+        idle = not (self._groups or bridge.loading or bridge.held or bridge.saving or bridge.landing)
         self._pool.check_integrity(idle=idle)
 
     # Steps
@@ -304,51 +310,47 @@ class EngineCore:
         loads = self._bridge.poll()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
-        plan = StepPlan() if loads and outputs else self._scheduler.schedule()
-        if plan.counts:
-            started, drafting = self._clock(), 0.0
-            if self.speculator is not None:
-                self.speculator.add_drafts(plan, self._scheduler)
-                drafting = self._clock() - started
-            try:
-                self._run(plan, outputs)
-            except Exception as error:
-                raise_if_lost(error)
-                _log.exception("step of %d sequences failed", len(plan))
-                for sequence in plan.counts:
-                    self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
-            else:
-                seconds = self._clock() - started
-                self._scheduler.note_time(plan, seconds)
-                if self.speculator is not None:
-                    self.speculator.note_time(plan, seconds, drafting)
-        self._progressed = bool(plan.counts or outputs or loads)
+        step = None if loads and outputs else self.steps.next_step()
+        if step is not None:
+            self._end_step(step, outputs)
+        self._progressed = bool(step or outputs or loads)
         self._flush_events()
         return outputs
 
-    @torch.inference_mode()
-    def _run(self, plan: StepPlan, outputs: list[SequenceOutput]) -> None:
-        hidden_of = () if self.speculator is None else self.speculator.hidden_of
-        batch = build_batch(plan, self._block_size, self.executor.input_buffers, hidden_of)
-        self._bridge.begin_step(plan.counts)
-        drawn_from = None if self.speculator is None else self.speculator.drawn_from
-        sampling = StepSampling(batch, self.masks, drawn_from)
+    def _settle(self, without: Sequence) -> None:
+        """Read the step that is on its way, as if a sequence were not in it; the next call of :meth:`step` reports it."""
+        if (step := self.steps.last_step()) is not None:
+            step.left_out = without
+            self._end_step(step, self._early)
+
+    def _end_step(self, step: FlyingStep, outputs: list[SequenceOutput]) -> None:
+        """Read a step, and end its sequences if it failed."""
         try:
-            output = self.executor.forward(batch.forward)
-        finally:
-            sampling.end_masks()
-        for rows in batch.prompt_rows:
-            self._score_prompt(rows, output.logits)
+            self._read(step, outputs)
+        except Exception as error:
+            raise_if_lost(error)
+            live = step.live
+            _log.exception("step of %d sequences failed", len(live))
+            for sequence in live:
+                self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
+        else:
+            self.steps.note_time(step)
+        self._pool.release(step.blocks)
+
+    @torch.inference_mode()
+    def _read(self, step: FlyingStep, outputs: list[SequenceOutput]) -> None:
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
-        sampled = sampling.choose(output.logits, on_gpu=output.on_gpu)
+        output, chosen = step.read()
+        live = step.live
+        sampled = [each for each in chosen if each.sequence in live]
         if self.speculator is not None:
-            self.speculator.observe(plan, output.hidden, {each.sequence: each.path for each in sampled})
+            self.speculator.observe(step.plan, output.hidden, {each.sequence: each.path for each in sampled})
         if (moves := accepted_moves(sampled, self._block_size)) is not None:
             self.executor.move_kv(moves)
-        for chosen in sampled:
-            if chosen.error:
-                self._fail_sampled(chosen, outputs)
-        for sequence, count in plan.counts.items():
+        for each in sampled:
+            if each.error:
+                self._fail_sampled(each, outputs)
+        for sequence, count in live.items():
             prompt = sequence.num_computed < sequence.num_prompt
             if prompt:
                 self._prefill_tokens += min(count, sequence.num_prompt - sequence.num_computed)
@@ -358,9 +360,9 @@ class EngineCore:
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
                 self._bridge.progress(sequence)
-        for chosen in sampled:
-            if chosen.sequence.state is not SequenceState.FINISHED:
-                self._accept(chosen, outputs)
+        for each in sampled:
+            if each.sequence.state is not SequenceState.FINISHED:
+                self._accept(each, outputs)
 
     def _fail_sampled(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """End a sequence that could not be given a token."""
@@ -368,12 +370,6 @@ class EngineCore:
             for sequence in chosen.sequence.group.sequences:
                 self._pool.forget(sequence.all_blocks)
         self._fail(chosen.sequence, chosen.error, outputs)
-
-    def _score_prompt(self, rows: LogitRows, logits: torch.Tensor) -> None:
-        group = rows.sequence.group
-        if group.prompt_logprobs is not None:
-            count = group.sampling.prompt_logprobs or 0
-            group.prompt_logprobs += token_logprobs(logits[rows.rows], rows.token_ids, [count] * len(rows.rows))
 
     def _finish_load(self, sequence: Sequence, update: LoadUpdate, outputs: list[SequenceOutput]) -> None:
         """Go on with a sequence whose load ended, with as much as arrived."""

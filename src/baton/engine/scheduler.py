@@ -95,7 +95,7 @@ def work_of_decodes(plan: StepPlan) -> StepWork:
     work = StepWork(rows=len(plan), decode_context=sum(sequence.num_tokens for sequence in plan.counts))
     for sequence, count in plan.counts.items():
         if count > 1:
-            work.add_prompt(sequence.num_computed, count - 1)
+            work.add_prompt(sequence.num_launched, count - 1)
     return work
 
 
@@ -124,6 +124,7 @@ class Scheduler:
         self._chunk = config.prefill_chunk
         self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._caching = config.prefix_caching
+        self._preempts = config.policy == "priority"
         self._max_loads = 4 * config.max_num_seqs if config.max_loads is None else config.max_loads
         self._max_load_blocks = int(config.load_share * pool.num_blocks)
         self.waiting = WaitingQueue()
@@ -153,11 +154,26 @@ class Scheduler:
             self._admit_waiting(plan, budget, room)
         return plan
 
+    def schedule_ahead(self) -> StepPlan:
+        """Choose the tokens of the step after one that is on its way, as if all that is expected of that came.
+
+        A plan for which somebody would have to be preempted is not made: that is done when all tokens are known.
+
+        Returns:
+            The plan; an empty one if there is nothing to compute, or it has to wait.
+        """
+        size, missing = self._block_size, 0
+        for sequence in itertools.chain(self.running, self.loaded):
+            missing += max(0, -(-(sequence.num_tokens + sequence.num_expected) // size) - len(sequence.block_ids))
+        if missing * self._groups.count > self._pool.num_free or (self._preempts and self.num_waiting):
+            return StepPlan()
+        return self.schedule()
+
     def _plan_decodes(self, plan: StepPlan, budget: int) -> int:
         more = budget - len(self.running)  # each gets one token first
         for sequence in self.running.copy():
             count = min(budget, self._decode_tokens(sequence, more))
-            if count and self._make_room(sequence, sequence.num_computed + count, plan):
+            if count and self._make_room(sequence, sequence.num_launched + count, plan):
                 plan.counts[sequence] = count
                 budget -= count
                 more -= count - 1
@@ -169,7 +185,7 @@ class Scheduler:
         As a rule one; more after tokens that were not sampled, but for so many that they are computed like a prompt.
         """
         missing = sequence.num_missing
-        if missing == 1 or (missing <= MOST_QUERIES and sequence.num_computed >= sequence.num_prompt):
+        if missing == 1 or (missing <= MOST_QUERIES and sequence.num_launched >= sequence.num_prompt):
             return min(missing, 1 + max(0, more), self._chunk)
         return 0
 
@@ -182,7 +198,7 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> int:
         for sequence in [other for other in self.running if other not in plan.counts]:
             count = self._chunk_of(plan, sequence, budget, room)
-            if count and self._make_room(sequence, sequence.num_computed + count, plan):
+            if count and self._make_room(sequence, sequence.num_launched + count, plan):
                 budget -= self._plan_chunk(plan, sequence, count, room)
         return budget
 
@@ -191,7 +207,7 @@ class Scheduler:
         count = min(sequence.num_missing, self._chunk, budget)
         if sequence.wants_prompt_logprobs:
             count = min(count, PROMPT_LOGPROB_ROWS - plan.num_scored)
-        return count if room is None else room.fit(count, sequence.num_computed)
+        return count if room is None else room.fit(count, sequence.num_launched)
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int, room: PrefillRoom | None) -> int:
         plan.counts[sequence] = count
@@ -200,7 +216,7 @@ class Scheduler:
             if plan.work is not None:
                 plan.work.rows += count
         if room is not None:
-            room.take(count, sequence.num_computed)
+            room.take(count, sequence.num_launched)
         return count
 
     @property

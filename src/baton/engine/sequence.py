@@ -101,6 +101,8 @@ class Sequence:
         num_prompt: Prompt tokens.
         num_tokens: Prompt and output tokens.
         num_computed: Leading tokens whose KV is in the pool.
+        num_flying: Tokens after them that steps on their way compute.
+        num_expected: Tokens that these steps choose for it and that it goes on with, whatever they are.
         num_committed: Leading blocks that were registered in the prefix cache.
         block_ids: Its blocks, from its first token on.
         buffer: All its tokens, uint32, and room for more.
@@ -129,6 +131,8 @@ class Sequence:
         "num_committed",
         "num_computed",
         "num_drafted",
+        "num_expected",
+        "num_flying",
         "num_lost",
         "num_passed",
         "num_preemptions",
@@ -160,6 +164,7 @@ class Sequence:
         self.max_output = 1 + len(output) if request.prefill_only else group.sampling.max_tokens or 1
         self.num_computed = 0
         self.num_committed = 0
+        self.num_flying = self.num_expected = 0
         self.block_ids: list[BlockId] = []
         self.table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
         self.windows: list[WindowTable] = []
@@ -193,9 +198,14 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
+    def num_launched(self) -> int:
+        """Leading tokens whose KV is in the pool or on its way: the next step goes on there."""
+        return self.num_computed + self.num_flying
+
+    @property
     def num_missing(self) -> int:
-        """Tokens whose KV has yet to be computed; 1: it decodes."""
-        return self.num_tokens - self.num_computed
+        """Tokens whose KV no step computes yet, one that is expected included; 1: it decodes."""
+        return self.num_tokens + self.num_expected - self.num_computed - self.num_flying
 
     @property
     def started(self) -> bool:

@@ -19,7 +19,7 @@ from baton.engine.device.arena import DeviceArena, arena_memory
 from baton.engine.device.compute import ComputeDevice
 from baton.engine.llm import LLM
 from baton.engine.sample import sampler
-from baton.engine.sample.native import gpu_sampler
+from baton.engine.sample.native import token_sampler
 from baton.engine.sample.sampler import SamplerRow
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
@@ -124,6 +124,6 @@ def test_tokens_are_chosen_on_the_device_as_on_a_cpu(monkeypatch: pytest.MonkeyP
         SamplerRow(one, 5 + i, stop_ids=(), prompt=(), output=(1, 2)) for i, one in enumerate([*params, *params[1:]])
     ]
     want = sampler.sample(logits.clone(), rows)
-    monkeypatch.setattr(sampler, "token_sampler", lambda *_, **__: gpu_sampler(DEVICE))
+    monkeypatch.setattr(sampler, "token_sampler", lambda *_, **__: token_sampler(DEVICE, on_gpu=True))
     got = sampler.sample(logits.to(DEVICE), rows)
     assert (got.token_ids, got.bad_rows) == (want.token_ids, (3,))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.engine.executor.base import ExecutorLostError
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves, with_chosen
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -38,6 +38,7 @@ class ToyRunner:
 
     attention_backend = description = "toy"
     why_no_trees = ""
+    takes_chosen = True
     quality = None
     device = torch.device("cpu")
 
@@ -109,7 +110,7 @@ class ToyRunner:
             raise error
         self.num_tokens += len(batch.token_ids)
         self.num_logit_rows += len(batch.logit_rows)
-        tokens = torch.from_numpy(batch.token_ids)
+        tokens = with_chosen(torch.from_numpy(batch.token_ids), batch.chosen)
         positions = torch.from_numpy(batch.positions)
         counts = np.diff(batch.query_starts)
         tables = torch.from_numpy(np.repeat(batch.block_tables.astype(np.int64), counts, axis=0))

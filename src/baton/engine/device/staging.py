@@ -1,6 +1,9 @@
-"""From arrays on the host to tensors on the device: one copy a step, out of pinned memory that is used again."""
+"""Between arrays on the host and tensors on the device, through pinned memory: copies that nobody waits for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,14 +11,14 @@ import torch
 
 from baton.engine.device.compute import ComputeDevice
 
-_BUFFERS = 2
-"""A step's arrays may be put together while the copy of those before is under way."""
+_BUFFERS = 8
+"""Copies of two steps, up to four of each: a step's numbers are put together while the one before runs."""
 _LEAST_BYTES = 1 << 16
 _ALIGNED = 16
 
 
 class HostStaging:
-    """Takes arrays to a device in one copy. Not thread safe: one per runner.
+    """Takes arrays to a device in one copy, and tensors back. Not thread safe: one per runner.
 
     Args:
         device: Where to.
@@ -65,3 +68,26 @@ class HostStaging:
             copied = copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(self._device.memory))
             self._copied[index] = copied
+
+    def download(self, *tensors: torch.Tensor) -> Callable[[], list[npt.NDArray[Any]]]:
+        """Queue copies to the host behind what is queued by now.
+
+        Args:
+            tensors: They must not be changed by what is queued later.
+
+        Returns:
+            What waits for the copies, and for nothing behind them, and returns the arrays.
+        """
+        if not self._device.is_cuda:
+            return lambda: [tensor.numpy() for tensor in tensors]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self._device.memory))
+
+        def read() -> list[npt.NDArray[Any]]:
+            copied.synchronize()
+            return [copy.numpy() for copy in copies]
+
+        return read

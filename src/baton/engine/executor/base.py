@@ -76,6 +76,8 @@ class Executor(Protocol):
         quality: How far what runs is from exact arithmetic with the weights that were loaded; ``None``: none of them
             are quantized, or nobody measured it.
         device: Where the model is.
+        takes_chosen: Whether a step may be launched before anybody has read what the one before chooses (``chosen`` of
+            :class:`ForwardBatch`); those of other packages that say nothing do not.
         input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
         why_no_trees: Why tokens of a step may not be nodes of trees (see :class:`ForwardBatch`); empty: they may.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
@@ -93,6 +95,7 @@ class Executor(Protocol):
     description: str
     quality: Quality | None
     device: torch.device
+    takes_chosen: bool
     input_buffers: InputBuffers | None
 
     @property

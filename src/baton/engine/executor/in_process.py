@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 class InProcessExecutor:
     """Runs rank 0 in this process; implements :class:`baton.engine.executor.base.Executor`."""
 
+    takes_chosen = True
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.shards = shard_specs(config.tp, config.pp)

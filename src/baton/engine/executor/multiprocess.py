@@ -144,6 +144,8 @@ def end_followers(followers: Sequence[FollowerProcess], stop_watching: int | Non
 class MultiprocessExecutor(InProcessExecutor):
     """Runs rank 0 in this process and every other rank in a child process."""
 
+    takes_chosen = False
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._generation = 0

@@ -24,7 +24,7 @@ import torch
 
 from baton.engine.device.compute import ComputeDevice
 from baton.engine.device.staging import HostStaging
-from baton.engine.runner.input_batch import ForwardBatch
+from baton.engine.runner.input_batch import ForwardBatch, with_chosen
 from baton_kernels.paged_attention import CapturedAttention
 
 log = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class _Step:
         padded[:count] = tables.reshape(count, shape.groups, used)
         places = [*self._places[:4], self._places[3] + padded.nbytes]
         staging.copy((tokens, positions, lens, padded), places, self._inputs)
+        if batch.chosen is not None:
+            self.tokens.copy_(with_chosen(self.tokens, batch.chosen))
         compact = self._inputs[places[3] : places[4]].view(torch.int32).view(padded.shape)
         self._tables.view(size, shape.groups, shape.width)[..., :used].copy_(compact)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.device.staging import HostStaging
 from baton.engine.scheduler import StepPlan
 from baton.engine.sequence import Sequence
 from baton_kernels.paged_attention import TokenTrees, ancestor_masks
@@ -17,11 +19,24 @@ IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """What a step that is on its way chooses: nobody has read it yet.
+
+    Attributes:
+        token_ids: int64 [R], where the logits are; below 0: none could be chosen.
+        rows: Of sequences that go on with one of them.
+    """
+
+    token_ids: torch.Tensor
+    rows: Mapping[Sequence, int]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A ragged batch of S sequences with T tokens in all; prompt chunks and decodes mix freely.
 
     Attributes:
-        token_ids: int64 [T], the sequences' new tokens one after the other.
+        token_ids: int64 [T], the sequences' new tokens one after the other; below 0, -1 - r stands for ``chosen[r]``.
         positions: int64 [T], each token's position in its sequence; in a tree of drafts by depth.
         query_starts: int32 [S + 1], where each sequence's new tokens begin; the last entry is T.
         context_lens: int32 [S], tokens of each sequence with this step's included.
@@ -32,6 +47,8 @@ class ForwardBatch:
             after the final norm.
         groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
         trees: Tokens that are nodes of trees; ``None``: none are.
+        chosen: int64, on the device, tokens that the step before chooses; below 0: any token will do, as nobody will
+            want what follows it. ``None``: the host knows all tokens.
     """
 
     token_ids: LongArray
@@ -43,6 +60,20 @@ class ForwardBatch:
     hidden_of: tuple[int, ...] = ()
     groups: int = 1
     trees: TokenTrees | None = None
+    chosen: torch.Tensor | None = None
+
+
+def with_chosen(token_ids: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+    """Return a batch's tokens with those put in that the step before chose; nothing is read by the host.
+
+    Args:
+        token_ids: int64 [T], see :class:`ForwardBatch`.
+        chosen: See there.
+    """
+    if chosen is None:
+        return token_ids
+    rows = (-1 - token_ids).clamp_(min=0)
+    return torch.where(token_ids < 0, chosen[rows].clamp_(min=0), token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +97,13 @@ class ForwardOutput:
         logits: [R, vocab], float32 or model dtype.
         hidden: The hidden states that were asked for, each [T, width], model dtype; empty if another process has some
             of them (the last of several pipeline stages).
-        on_gpu: Whether operators of GPUs are to take the logits on: on a GPU, or in Triton's interpreter.
+        staging: Takes numbers to the logits' device and back, where operators of GPUs are to take them on: on a GPU, or
+            in Triton's interpreter; ``None``: elsewhere.
     """
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
-    on_gpu: bool = False
+    staging: HostStaging | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +185,11 @@ def _new_arrays(tokens: int, sequences: int, width: int) -> StepArrays:
 
 
 def build_batch(
-    plan: StepPlan, block_size: int, buffers: InputBuffers | None = None, hidden_of: tuple[int, ...] = ()
+    plan: StepPlan,
+    block_size: int,
+    buffers: InputBuffers | None = None,
+    hidden_of: tuple[int, ...] = (),
+    chosen: ChosenTokens | None = None,
 ) -> StepBatch:
     """Flatten a plan; asks for logits of the rows that are sampled, scored or verified, and no others.
 
@@ -162,9 +198,10 @@ def build_batch(
         block_size: Tokens per block.
         buffers: Where the arrays have to lie; default: new ones.
         hidden_of: Which hidden states are wanted.
+        chosen: Tokens of the step before, if that is on its way.
     """
     counts, drafts, trees = plan.counts, plan.drafts, plan.trees
-    width = max(-(-(s.num_computed + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
+    width = max(-(-(s.num_launched + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
     groups = 1 + max(len(sequence.windows) for sequence in counts)
     take = _new_arrays if buffers is None else buffers.take
     token_ids, positions, starts, contexts, tables = take(plan.num_tokens, len(counts), width * groups)
@@ -177,12 +214,15 @@ def build_batch(
     ancestors = np.zeros(plan.num_tokens, np.uint64) if trees else None
     at = 0
     for i, (sequence, own) in enumerate(counts.items()):
-        start = sequence.num_computed
+        start = sequence.num_launched
         draft = drafts.get(sequence, ())
         new = own + len(draft)
         contexts[i] = context = start + new
         if new == 1:
-            token_ids[at] = sequence.buffer[start]
+            if chosen is not None and start == sequence.num_tokens:
+                token_ids[at] = -1 - chosen.rows[sequence]
+            else:
+                token_ids[at] = sequence.buffer[start]
             positions[at] = start
         else:
             token_ids[at : at + own] = sequence.buffer[start : start + own]
@@ -199,7 +239,7 @@ def build_batch(
             tables[i, table.group * width : table.group * width + blocks] = table.table[:blocks]
         if sequence.group.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
             prompt_rows += _add_prompt_rows(logit_rows, sequence, at, own)
-        if start + own == sequence.num_tokens:
+        if start + own == sequence.num_tokens + sequence.num_expected:
             last = at + own - 1
             if not logit_rows or logit_rows[-1] != last:
                 logit_rows.append(last)
@@ -223,6 +263,7 @@ def build_batch(
         hidden_of=hidden_of,
         groups=groups,
         trees=None if ancestors is None else TokenTrees(ancestors, contexts - np.diff(starts)),
+        chosen=None if chosen is None else chosen.token_ids,
     )
     return StepBatch(forward, sampled, sample_rows, prompt_rows, draft_rows)
 
@@ -230,7 +271,7 @@ def build_batch(
 def _add_prompt_rows(logit_rows: list[int], sequence: Sequence, at: int, new: int) -> list[LogitRows]:
     """Ask for the logits at those new positions whose next token is a prompt token not scored yet."""
     scored = sequence.group.prompt_logprobs or ()
-    start = sequence.num_computed
+    start = sequence.num_launched
     first = max(start, len(scored) - 1)
     end = min(start + new, sequence.num_prompt - 1)
     if first >= end:

@@ -32,7 +32,7 @@ from baton.engine.quantization.modules import describe, held_weights, quantized_
 from baton.engine.runner.capture import StepCapture
 from baton.engine.runner.decode_graphs import DecodeGraphs, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
-from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves
+from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.kv_types import layer_types
@@ -170,6 +170,7 @@ class ModelRunner:
         self.linears, make = choose_linear(config, model, library)
         self._operators: LayerOperators = GpuOperators() if device.on_gpu else CpuOperators(library, make)
         self._on_gpu, self._staging = device.on_gpu, HostStaging(device)
+        self._returned = self._staging if device.on_gpu else None
         self._generic = GenericDecoder(model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
         self._pools: list[LayerPool] = []
@@ -322,7 +323,7 @@ class ModelRunner:
         if (on_layer := self._decoder.on_layer) is not None:
             for layer in range(len(self._pools)):  # whoever is told of a layer waits for what is queued
                 on_layer(layer)
-        return ForwardOutput(logits, (), self._on_gpu)
+        return ForwardOutput(logits, (), self._returned)
 
     def run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
@@ -366,9 +367,10 @@ class ModelRunner:
         positions = batch.positions + offset if offset else batch.positions
         tokens, places, rows = self._staging.upload(batch.token_ids, positions, batch.logit_rows)
         with torch.inference_mode():
+            tokens = with_chosen(tokens, batch.chosen)
             logits, hidden = self._decoder.forward(tokens, places, rows, plan, pools, batch.hidden_of)
             logits = self._communicator.gather_logits(logits, len(rows), self._vocab_size)
-        return ForwardOutput(logits, hidden, self._on_gpu)
+        return ForwardOutput(logits, hidden, self._returned)
 
     @property
     def why_no_trees(self) -> str:

@@ -18,6 +18,8 @@ from baton_kernels.cpu.team import ThreadTeam
 from baton_kernels.sampling import CpuSampler, RowFilter
 from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
+ChooseOnDevice = Callable[..., torch.Tensor]
+"""As :class:`baton_kernels.gpu.sampling.TritonSampler` is called."""
 ChooseTokens = Callable[
     [torch.Tensor, Sequence[RowFilter], npt.NDArray[np.uint64], Sequence[TokenMask | None]], npt.NDArray[np.int64]
 ]
@@ -45,15 +47,14 @@ def cpu_sampler() -> CpuSampler | None:
 
 
 @functools.cache
-def gpu_sampler(device: torch.device) -> ChooseTokens | None:
-    """Return the operator of a GPU that samples, or ``None`` without Triton. Only tokens leave the device."""
+def gpu_sampler(device: torch.device) -> ChooseOnDevice | None:
+    """Return the operator of a GPU that samples, or ``None`` without Triton. Its tokens are on the device."""
     try:
         from baton_kernels.gpu.sampling import TritonSampler
     except ImportError as error:
         _log.warning("tokens are sampled in torch, several times slower: %s", error)
         return None
-    sampler = TritonSampler(device)
-    return lambda logits, filters, keys, masks: sampler(logits, filters, keys, masks).cpu().numpy()
+    return TritonSampler(device)
 
 
 def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens | None:
@@ -63,7 +64,12 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         device: Of the logits.
         on_gpu: Whether it is to be that of a GPU, which Triton's interpreter runs where logits are on a CPU.
     """
-    return gpu_sampler(device) if on_gpu or device.type != "cpu" else cpu_sampler()
+    if not on_gpu and device.type == "cpu":
+        return cpu_sampler()
+    sampler = gpu_sampler(device)
+    if sampler is None:
+        return None
+    return lambda logits, filters, keys, masks: sampler(logits, filters, keys, masks).cpu().numpy()
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from baton.types import SamplingParams
+from baton_kernels.token_mask import Upload
 
 Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
@@ -99,16 +100,26 @@ def count_tokens(params: SamplingParams, prompt: Iterable[int], output: Iterable
     return TokenCounts(prompt if params.repetition_penalty != 1.0 else (), output)
 
 
-def apply_edits(logits: torch.Tensor, rows: Sequence[tuple[int, LogitEdits, TokenCounts | None, int]]) -> None:
+def apply_edits(
+    logits: torch.Tensor,
+    rows: Sequence[tuple[int, LogitEdits, TokenCounts | None, int]],
+    upload: Upload | None = None,
+) -> None:
     """Edit logits in place.
 
     Args:
         logits: float32 [R, vocab].
         rows: For each row with edits: row, edits, token counts, output tokens so far.
+        upload: To the logits' device; default: copies that the host waits for.
     """
+
+    def waited_for(*arrays: npt.NDArray[np.generic]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(logits.device) for array in arrays]
+
+    take = upload or waited_for
     bias = [(row, *edits.bias) for row, edits, _, _ in rows if edits.bias is not None]
     if bias:
-        at, values = _join(bias, logits.device)
+        at, values = _join(bias, take)
         logits[at] += values
     banned = [
         (row, edits.banned, np.full(len(edits.banned), -np.inf, np.float32))
@@ -116,27 +127,22 @@ def apply_edits(logits: torch.Tensor, rows: Sequence[tuple[int, LogitEdits, Toke
         if done < edits.min_tokens
     ]
     if banned:
-        at, values = _join(banned, logits.device)
+        at, values = _join(banned, take)
         logits[at] = values
     counted = [(row, edits, *counts.pairs) for row, edits, counts, _ in rows if counts is not None]
     if counted:
-        _penalize(logits, counted)
+        _penalize(logits, counted, take)
 
 
 def _penalize(
     logits: torch.Tensor,
     rows: Sequence[tuple[int, LogitEdits, npt.NDArray[np.int64], npt.NDArray[np.float32]]],
+    upload: Upload,
 ) -> None:
-    device = logits.device
-    at, counts = _join([(row, ids, n) for row, _, ids, n in rows], device)
-    sizes = [len(ids) for _, _, ids, _ in rows]
-
-    def spread(values: list[float]) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(device)
-
-    repetition = spread([edits.repetition for _, edits, _, _ in rows])
-    frequency = spread([edits.frequency for _, edits, _, _ in rows])
-    presence = spread([edits.presence for _, edits, _, _ in rows])
+    at, counts = _join([(row, ids, n) for row, _, ids, n in rows], upload)
+    numbers = np.array([(e.repetition, e.frequency, e.presence) for _, e, _, _ in rows], np.float32)
+    (spread,) = upload(np.repeat(numbers.T, [len(ids) for _, _, ids, _ in rows], axis=1))
+    repetition, frequency, presence = spread
     values = logits[at]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= counts * frequency + (counts > 0) * presence
@@ -144,13 +150,11 @@ def _penalize(
 
 
 def _join(
-    rows: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]], device: torch.device
+    rows: Sequence[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]], upload: Upload
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return ((row indices, token ids), values) of all pairs."""
     at = np.repeat(np.array([row for row, _, _ in rows], np.int64), [len(ids) for _, ids, _ in rows])
     ids = np.concatenate([ids for _, ids, _ in rows])
     values = np.concatenate([values for _, _, values in rows])
-    return (
-        (torch.from_numpy(at).to(device), torch.from_numpy(ids).to(device)),
-        torch.from_numpy(values).to(device),
-    )
+    places, tokens, numbers = upload(at, ids, values)
+    return (places, tokens), numbers

@@ -35,7 +35,7 @@ from baton.types import SamplingParams, TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
 from baton_kernels.random_numbers import GOLDEN, exponentials, mix
 from baton_kernels.sampling import RowFilter
-from baton_kernels.token_mask import TokenMask, mask_tokens
+from baton_kernels.token_mask import TokenMask, Upload, mask_tokens
 
 SAMPLER_VERSION = "race-1"
 """Changes whenever another token may be drawn from the same logits with the same seed."""
@@ -122,6 +122,12 @@ class SamplerRow:
         row.append(token)
         return row
 
+    def later(self, count: int) -> SamplerRow:
+        """Return the row of this one's token after ``count`` more, of whichever: without a grammar, nothing counted."""
+        row = self.unguided()
+        row.position += count
+        return row
+
     def unguided(self) -> SamplerRow:
         """Return a row that draws alike, but for its grammar."""
         row = SamplerRow.__new__(SamplerRow)
@@ -188,23 +194,8 @@ def sample(
         amend: Has the last word, before log probabilities are taken.
         on_gpu: Whether the operator of a GPU chooses, wherever the logits are.
     """
-    logits = logits.detach()
-    edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
-    if edited:
-        logits = logits.float()
-        apply_edits(logits, edited)
     operator = token_sampler(logits.device, on_gpu=on_gpu)
-    masks = [row.mask for row in rows]
-    # The operator forbids tokens as it goes; here it is done for who looks at the logits afterwards.
-    shown = [
-        (i, row.mask)
-        for i, row in enumerate(rows)
-        if row.mask is not None and (operator is None or amend is not None or row.params.logprobs is not None)
-    ]
-    if shown:
-        apply_masks(logits, shown)
-        for i, _ in shown:
-            masks[i] = None
+    logits, masks = edit_logits(logits.detach(), rows, shown=operator is None or amend is not None)
     if operator is not None:
         found = operator(logits, [row.filter for row in rows], row_keys(rows), masks)
         tokens, bad = found.tolist(), tuple(np.flatnonzero(found < 0).tolist())
@@ -219,6 +210,37 @@ def sample(
     if amend is not None:
         amend(logits, tokens, bad)
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
+
+
+def edit_logits(
+    logits: torch.Tensor, rows: Sequence[SamplerRow], upload: Upload | None = None, *, shown: bool = False
+) -> tuple[torch.Tensor, list[TokenMask | None]]:
+    """Change single logits as the rows want it.
+
+    The operator forbids tokens as it goes; here it is done for who looks at the logits afterwards.
+
+    Args:
+        logits: [R, vocab]; may be changed.
+        rows: R rows.
+        upload: To the logits' device; default: copies that the host waits for.
+        shown: Whether somebody looks at all of them afterwards.
+
+    Returns:
+        The logits, and the masks that are still to be applied.
+    """
+    edited = [(i, row.edits, row.counts, row.position) for i, row in enumerate(rows) if row.edits is not None]
+    if edited:
+        logits = logits.float()
+        apply_edits(logits, edited, upload)
+    masks = [row.mask for row in rows]
+    here = [(i, m) for i, m in enumerate(masks) if m is not None and (shown or rows[i].params.logprobs is not None)]
+    if here and upload is not None:
+        mask_tokens(logits, [i for i, _ in here], [mask for _, mask in here], upload)
+    elif here:
+        apply_masks(logits, here)
+    for i, _ in here:
+        masks[i] = None
+    return logits, masks
 
 
 def apply_masks(logits: torch.Tensor, rows: Sequence[tuple[int, TokenMask]]) -> None:
@@ -336,15 +358,39 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
 
 
 def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    figures = (part.cpu().numpy() for part in logprob_figures(logits, ids, max(num_top)))
+    return join_figures(token_ids, num_top, *figures)
+
+
+LogprobTensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def logprob_figures(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> LogprobTensors:
+    """Return what is known of one token per row, on the device: nothing is read by the host.
+
+    Args:
+        logits: [R, vocab].
+        token_ids: int64 [R].
+        most: Alternatives of the row that has most of them.
+
+    Returns:
+        Log probabilities [R] and ranks [R], ids and log probabilities [R, most] of the most probable tokens.
+    """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
+    chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    most = min(max(num_top), logprobs.shape[-1])
-    top = torch.topk(logprobs, most, dim=-1)
-    top_ids, top_values = top.indices.tolist(), top.values.tolist()
+    top = torch.topk(logprobs, min(most, logprobs.shape[-1]), dim=-1)
+    return chosen[:, 0], ranks, top.indices, top.values
+
+
+def join_figures(
+    token_ids: Sequence[int], num_top: Sequence[int], *figures: npt.NDArray[np.generic]
+) -> list[TokenLogprob]:
+    """Return the log probabilities of one token per row, of what :func:`logprob_figures` found."""
     return [
         TokenLogprob(token, value, rank, tuple(one for one in zip(ids, values, strict=True) if one[1] > -math.inf)[:n])
-        for token, value, rank, ids, values, n in zip(
-            token_ids, chosen[:, 0].tolist(), ranks.tolist(), top_ids, top_values, num_top, strict=True
+        for token, n, value, rank, ids, values in zip(
+            token_ids, num_top, *(part.tolist() for part in figures), strict=True
         )
     ]

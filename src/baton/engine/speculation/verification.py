@@ -19,12 +19,15 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.grammar.constraint import StepMasks
-from baton.engine.runner.input_batch import KVMoves, StepBatch
+from baton.engine.runner.input_batch import ForwardOutput, KVMoves, StepBatch
+from baton.engine.sample.native import gpu_sampler
+from baton.engine.sample.queued import QueuedSample, queue_sample
 from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
 from baton.engine.speculation.tree import right_path
+from baton.errors import InternalError
 from baton.types import TokenLogprob
 from baton_kernels.token_mask import TokenMask
 
@@ -75,7 +78,7 @@ class StepSampling:
     def __init__(self, batch: StepBatch, masks: StepMasks | None, drawn_from: DrawnFrom | None = None) -> None:
         self._drawn_from, self._on_gpu = drawn_from, False
         self._wanted = [
-            _Rows(sequence, [], [row], [sequence.sampler])
+            _Rows(sequence, [], [row], [_next_row(sequence)])
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
         ]
         for found in batch.draft_rows:
@@ -85,6 +88,7 @@ class StepSampling:
         self._masks = masks
         self._guided = [row for row in self._samplers if row.constraint is not None] if masks is not None else []
         self._pending: Future[list[TokenMask]] | None = None
+        self._queued: QueuedSample | None = None
         if masks is not None and self._guided:
             rows = [row.mask_row(row.constraint) for row in self._guided if row.constraint is not None]
             self._pending = masks.begin(rows)
@@ -95,20 +99,42 @@ class StepSampling:
             for row, mask in zip(self._guided, self._masks.end(self._pending), strict=True):
                 row.mask = mask
 
-    def choose(self, logits: torch.Tensor, *, on_gpu: bool = False) -> list[Chosen]:
-        """Return what each sequence gets that is to have a token.
+    def choose(self, output: ForwardOutput) -> None:
+        """Choose tokens; on a GPU that is queued, and nothing is waited for.
 
         Args:
-            logits: [R, vocab], all rows of the batch; may be changed.
-            on_gpu: Whether the operator of a GPU chooses.
+            output: Of the forward pass; its logits may be changed.
         """
         if not self._wanted:
-            return []
+            return
+        logits, staging = output.logits, output.staging
         rows = [row for each in self._wanted for row in each.rows]
-        self._on_gpu = on_gpu
+        self._on_gpu = staging is not None
         amend = self._reject if self._drawn_from is not None and any(each.draft for each in self._wanted) else None
         wanted = logits if rows == list(range(len(logits))) else logits[rows]
-        found = sample(wanted, self._samplers, amend, on_gpu=on_gpu)
+        operator = gpu_sampler(logits.device) if staging is not None and amend is None else None
+        if staging is not None and operator is not None:
+            self._queued = queue_sample(wanted, self._samplers, operator, staging)
+            return
+        found = sample(wanted, self._samplers, amend, on_gpu=staging is not None)
+        self._queued = QueuedSample(torch.tensor(found.token_ids), lambda: found)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """What was chosen of each row, int64 where the logits are; of bad rows any number.
+
+        Raises:
+            InternalError: Nothing was chosen.
+        """
+        if self._queued is None:
+            raise InternalError("no tokens were chosen")
+        return self._queued.token_ids
+
+    def chosen(self) -> list[Chosen]:
+        """Wait for the tokens; returns what each sequence gets that is to have one."""
+        if self._queued is None:
+            return []
+        found = self._queued.read()
         bad = set(found.bad_rows)
         chosen, at = [], 0
         for each in self._wanted:
@@ -133,6 +159,12 @@ class StepSampling:
                 begins.append(begin)
         for begin, kept in zip(begins, keep_or_replace(drafts, on_gpu=self._on_gpu), strict=True):
             tokens[begin : begin + len(kept)] = kept
+
+
+def _next_row(sequence: Sequence) -> SamplerRow:
+    """Return the row of the token after those that steps on their way choose."""
+    count = sequence.num_expected
+    return sequence.sampler.later(count) if count else sequence.sampler
 
 
 def accepted_moves(sampled: list[Chosen], block_size: int) -> KVMoves | None:

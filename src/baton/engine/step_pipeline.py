@@ -1,0 +1,235 @@
+"""Steps on their way: launched, and read when they have run.
+
+In the plain order a step is launched and read before the next one is planned, and a device has nothing to do between
+the two. Where it chooses tokens by itself, the next step is launched first: planned as if each sequence went on, its
+tokens taken on the device from where the step before puts them. Then the step before is read, its tokens are reported,
+and requests come and go, while the device computes. ::
+
+    host     launch 1 | launch 2 | read 1, report | launch 3 | read 2, report | ...
+    device            | step 1 ............. | step 2 ............. | step 3 ...
+
+What the host knows of a sequence stays true: its tokens and ``num_computed`` are those of steps that were read, and
+blocks are registered when a step has been read. What steps on their way do to it is counted beside that
+(``num_flying``, ``num_expected``). Random numbers depend on seed and position alone, so tokens are the same.
+
+* Ends by length are foreseen. A sequence that ends otherwise (a stop token, an abort, an error) while the next step
+  computes it is left out when that step is read. Its blocks keep a reference until then: nobody else gets what a step
+  on its way may write to.
+* Nobody is preempted for a step that is launched ahead, and what would need the tokens (a grammar's mask, penalties by
+  counts, log probabilities of prompts, prompts that others fetch while they are computed) is not followed: the next
+  step comes in the plain order.
+* A step that cannot be launched, or fails, ends those sequences that it would have computed; the one before it is read
+  first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.connector_bridge import ConnectorBridge
+from baton.engine.executor.base import Executor
+from baton.engine.grammar.constraint import StepMasks
+from baton.engine.runner.input_batch import ChosenTokens, ForwardOutput, StepBatch, build_batch
+from baton.engine.sample.sampler import token_logprobs
+from baton.engine.scheduler import Scheduler, StepPlan
+from baton.engine.sequence import Sequence, SequenceState
+from baton.engine.speculation.speculator import Speculator
+from baton.engine.speculation.verification import Chosen, StepSampling
+from baton.errors import ConfigError, InternalError
+from baton.types import BlockId
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class FlyingStep:
+    """A step that was launched.
+
+    Attributes:
+        plan: What it computes.
+        started: When it was launched, seconds.
+        drafting: Seconds of that which drafts took.
+        expected: Sequences that go on with a token of it, each with the token's row.
+        batch: Its forward pass, and what the logits are for.
+        output: What the forward pass returned.
+        sampling: The choice of its tokens.
+        blocks: Those of sequences that ended while it was on its way; a reference each, to be given back once it has
+            been read.
+        left_out: A sequence for which it counts as not computed.
+        error: Why it was not launched; the other attributes mean nothing then.
+    """
+
+    plan: StepPlan
+    started: float
+    drafting: float = 0.0
+    expected: dict[Sequence, int] = field(default_factory=dict)
+    batch: StepBatch | None = None
+    output: ForwardOutput | None = None
+    sampling: StepSampling | None = None
+    blocks: list[BlockId] = field(default_factory=list)
+    left_out: Sequence | None = None
+    error: Exception | None = None
+
+    def read(self) -> tuple[ForwardOutput, list[Chosen]]:
+        """Wait for it; returns what it computed and chose. Log probabilities of prompts go to their requests.
+
+        Raises:
+            Exception: Whatever it failed with.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.batch is None or self.output is None or self.sampling is None:
+            raise InternalError("a step is read that was not launched")
+        for rows in self.batch.prompt_rows:
+            group = rows.sequence.group
+            if group.prompt_logprobs is not None:
+                count = [group.sampling.prompt_logprobs or 0] * len(rows.rows)
+                group.prompt_logprobs += token_logprobs(self.output.logits[rows.rows], rows.token_ids, count)
+        return self.output, self.sampling.chosen()
+
+    @property
+    def live(self) -> dict[Sequence, int]:
+        """The plan's sequences that have not ended meanwhile, with how many of their tokens it computes."""
+        counts, ended, out = self.plan.counts, SequenceState.FINISHED, self.left_out
+        return {each: count for each, count in counts.items() if each.state is not ended and each is not out}
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether the next step may be launched before this one is read."""
+        if self.error is not None or self.batch is None or self.batch.prompt_rows:
+            return False
+        if any(each.sampler.constraint is not None or each.sampler.counts is not None for each in self.expected):
+            return False
+        return not any(each.pinned for each in self.plan.counts)
+
+
+class StepPipeline:
+    """Launches steps, and knows which one is on its way.
+
+    Args:
+        config: Says whether steps are launched ahead.
+        executor: Runs the model.
+        scheduler: Plans steps.
+        bridge: Is told what steps compute.
+        masks: Of grammars; ``None``: no sequence is under one.
+        speculator: Drafts; ``None``: nobody does.
+        clock: Returns seconds.
+
+    Attributes:
+        ahead: Whether steps are launched before the one before is read. May be changed between steps.
+        flying: The step that was launched ahead and not read yet.
+
+    Raises:
+        ConfigError: They are to be, and cannot; names ``async_scheduling``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        scheduler: Scheduler,
+        bridge: ConnectorBridge,
+        masks: StepMasks | None,
+        speculator: Speculator | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._executor, self._scheduler, self._bridge = executor, scheduler, bridge
+        self._masks, self._speculator, self._clock = masks, speculator, clock
+        self._block_size = config.block_size
+        self._read_at = 0.0
+        self.flying: FlyingStep | None = None
+        self.ahead = _goes_ahead(config, executor, speculator)
+
+    def next_step(self) -> FlyingStep | None:
+        """Return the step to be read next, the one after it on its way where that may be; ``None``: there is none.
+
+        What is on its way of its sequences is that of the step after it alone, from now on.
+        """
+        step, self.flying = self.flying, None
+        if step is None:
+            step = self._launch(self._scheduler.schedule())
+        if step is None:
+            return None
+        if self.ahead and step.may_be_followed:
+            self.flying = self._launch(self._scheduler.schedule_ahead(), step)
+        return self._landed(step)
+
+    def last_step(self) -> FlyingStep | None:
+        """Return the step that is on its way, to be read with none after it; ``None``: there is none."""
+        step, self.flying = self.flying, None
+        return None if step is None else self._landed(step)
+
+    def note_time(self, step: FlyingStep) -> None:
+        """Learn from the time of a step that was read: since the one before was."""
+        now = self._clock()
+        seconds, self._read_at = now - max(step.started, self._read_at), now
+        self._scheduler.note_time(step.plan, seconds)
+        if self._speculator is not None:
+            self._speculator.note_time(step.plan, seconds, step.drafting)
+
+    def _launch(self, plan: StepPlan, before: FlyingStep | None = None) -> FlyingStep | None:
+        """Launch a plan, if there is anything in it; ``before`` has tokens of it that nobody has read."""
+        if not plan.counts:
+            return None
+        step = FlyingStep(plan, self._clock())
+        if self._speculator is not None:
+            self._speculator.add_drafts(plan, self._scheduler)
+            step.drafting = self._clock() - step.started
+        try:
+            self._run(step, before)
+        except Exception as error:
+            step.error = error
+        for sequence, count in plan.counts.items():
+            sequence.num_flying += count
+        for sequence in step.expected:
+            sequence.num_expected += 1
+        return step
+
+    @torch.inference_mode()
+    def _run(self, step: FlyingStep, before: FlyingStep | None) -> None:
+        chosen, speculator = None, self._speculator
+        if before is not None and before.expected and before.sampling is not None:
+            chosen = ChosenTokens(before.sampling.token_ids, before.expected)
+        hidden_of = () if speculator is None else speculator.hidden_of
+        batch = build_batch(step.plan, self._block_size, self._executor.input_buffers, hidden_of, chosen)
+        self._bridge.begin_step(step.plan.counts)
+        sampling = StepSampling(batch, self._masks, None if speculator is None else speculator.drawn_from)
+        try:
+            output = self._executor.forward(batch.forward)
+        finally:
+            sampling.end_masks()
+        sampling.choose(output)
+        step.batch, step.output, step.sampling = batch, output, sampling
+        for row, sequence in enumerate(batch.sampled):
+            if sequence.num_output + sequence.num_expected + 1 < sequence.max_output:
+                step.expected[sequence] = row
+
+    def _landed(self, step: FlyingStep) -> FlyingStep:
+        for sequence, count in step.plan.counts.items():
+            sequence.num_flying -= count
+        for sequence in step.expected:
+            sequence.num_expected -= 1
+        step.blocks = self._bridge.take_landing()
+        return step
+
+
+def _goes_ahead(config: EngineConfig, executor: Executor, speculator: Speculator | None) -> bool:
+    """Whether steps are launched before the one before is read; says why not where it was to be expected."""
+    wanted = config.async_scheduling
+    if wanted == "off" or (wanted == "auto" and config.device.startswith("cpu")):
+        return False
+    if speculator is not None:
+        why = "drafts follow tokens that are known"
+    elif not getattr(executor, "takes_chosen", False):
+        why = f"executor {config.executor} takes tokens from the host alone"
+    else:
+        return True
+    if wanted == "on":
+        raise ConfigError(f"async_scheduling on is not possible: {why}", field="async_scheduling")
+    _log.info("steps are not launched ahead: %s", why)
+    return False
