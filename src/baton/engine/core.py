@@ -318,7 +318,7 @@ class EngineCore:
         return outputs
 
     def _settle(self, without: Sequence) -> None:
-        """Read the step that is on its way, as if a sequence were not in it; the next call of :meth:`step` reports it."""
+        """Read the step that is on its way, as if a sequence were not in it; :meth:`step` reports it."""
         if (step := self.steps.last_step()) is not None:
             step.left_out = without
             self._end_step(step, self._early)

@@ -5,6 +5,8 @@ Without a GPU, memory of the CPU takes its place, and the Triton kernels run und
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -87,17 +89,18 @@ def test_one_engine_equals_generate(references: References, device_pools: list[A
     assert len(device_pools) == 1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(("architecture", "ahead"), [("llama", "on"), ("deepseek_v3", "auto")])
 async def test_hand_over_from_device_to_device(
-    references: References, device_pools: list[Arena], architecture: str
+    references: References, device_pools: list[Arena], architecture: str, ahead: str
 ) -> None:
     prompts = mixed_prompts(7, VOCAB, count=8, longest=200)
     expected = references.greedy(architecture, prompts, NEW_TOKENS)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    config = engine_config(references.checkpoint(architecture))
+    config = engine_config(references.checkpoint(architecture), async_scheduling=ahead)
     async with LocalCluster(config, decode_pipes=[("memory",), ("tcp",)]) as cluster:
         for kind, decode in zip(("memory", "tcp"), cluster.decode, strict=True):
-            results = [await cluster.generate(decode, prompt, sampling) for prompt in prompts]
+            assert decode.context.engine.core.steps.ahead == (CUDA or ahead == "on")
+            results = await asyncio.gather(*(cluster.generate(decode, prompt, sampling) for prompt in prompts))
             assert [result.token_ids for result in results] == expected
             moved = [r.trace for r in results if r.trace.path == common_pb2.PREFILL_PATH_REMOTE]
             assert {trace.pipe for trace in moved} == {kind}

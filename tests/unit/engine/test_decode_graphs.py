@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_rows_beyond_the_batch_have_no_length_whatever_was_there_before() -> Non
     graphs._steps[4] = step, lambda: seen.append(replay()) or seen[-1]  # type: ignore[func-returns-value]
     graphs.run(*batch_of([7]))
     assert seen[0][1:].tolist() == [[0.0] * 4] * 3
+
+
+def test_tokens_that_the_step_before_chose_are_taken_from_where_it_put_them() -> None:
+    graphs, _ = graphs_of(4)
+    batch, tables = batch_of([24, 3, 9])
+    known = batch.token_ids.copy()
+    batch.token_ids[:] = [-2, known[1], -1]
+    chosen = torch.tensor([known[2], known[0]])
+    got = graphs.run(replace(batch, chosen=chosen), tables)
+    batch.token_ids[:] = known
+    assert torch.equal(got, expected(batch, tables))
 
 
 def test_wider_tables_than_the_longest_sequence_needs_are_cut() -> None:
