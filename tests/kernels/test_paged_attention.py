@@ -170,6 +170,37 @@ def test_long_decodes_are_split_between_threads_and_merged(library: CpuLibrary, 
     check(make_case(((1500, 1), (900, 1)), (4, 2, 16, 16, 16), torch.float32, sinks=sinks), CpuPagedAttention(library))
 
 
+# As with drafts that are verified: some tokens see none of the last tile's keys, or of a part's.
+FEW = ((700, 2), (1030, 4), (641, 3), (66, 8), (129, 3), (64, 2), (3, 3), (900, 1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[3], SHAPES[6]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_few_tokens_beside_long_contexts(
+    library: CpuLibrary, dtype: torch.dtype, shape: tuple[int, int, int, int, int], variant: str, threads: int
+) -> None:
+    check(make_case(FEW, shape, dtype, **VARIANTS[variant]), CpuPagedAttention(library))
+
+
+def test_tokens_that_are_verified_together_attend_as_they_would_alone(library: CpuLibrary) -> None:
+    """Bit for bit: a draft that is verified has the attention of a step of its own."""
+    case = make_case(((300, 2), (130, 2)), (12, 4, 64, 64, 16), torch.float32)
+    together, pool = case.run(CpuPagedAttention(library))
+    for token, row in enumerate(case.batch.positions):
+        seq = token // 2
+        alone = RaggedBatch(
+            case.batch.positions[token : token + 1],
+            np.array([0, 1], np.int32),
+            np.array([row + 1], np.int32),
+            case.batch.block_tables[seq : seq + 1],
+            case.batch.block_size,
+        )
+        backend, one = CpuPagedAttention(library), slice(token, token + 1)
+        got = backend.run(backend.prepare(alone), case.spec, pool, case.q[one], case.k[one], case.v[one])
+        assert torch.equal(got, together[one])
+
+
 def test_stale_garbage_in_unused_parts_of_a_block_does_no_harm(library: CpuLibrary) -> None:
     case = make_case(((70, 67), (3, 1), (17, 1)), (4, 2, 16, 16, 16), torch.bfloat16)
     want, _ = case.expected()

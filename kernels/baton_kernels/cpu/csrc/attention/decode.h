@@ -1,4 +1,4 @@
-// The decode kernel: one new token, the few query heads that share a KV head, keys and values read once, in order.
+// The decode kernel: one new token or a few, the few query heads that share a KV head, keys and values read once, in order.
 // Bound by memory: rows are used as they lie in the pool, and the next tile is fetched while this one is worked on.
 #pragma once
 #include "paged_attention.h"
@@ -109,12 +109,18 @@ class Ahead {
   }
 };
 
-// One token of one sequence, the KV heads of an item, its keys in tiles: all heads of a tile before the next tile, so that
-// memory is read in long runs. T: of queries and outputs; S: of the pool.
+// An item's tokens of one sequence, its KV heads, its keys in tiles: all heads of a tile before the next tile, so that
+// memory is read in long runs. T: of queries and outputs; S: of the pool; G: query heads per KV head, times tokens: rows
+// that meet the same keys, those of a token side by side.
 template <class T, class S, int G>
 class Decode {
  public:
-  Decode(const Attention& args, const Item& item, Scratch& scratch) : a(args), item(item) {
+  Decode(const Attention& args, const Item& item, Scratch& scratch)
+      : a(args),
+        item(item),
+        group(args.num_heads / args.kv_heads),
+        token(args.query_starts[item.seq] + item.q0),
+        slot(args.context_lens[item.seq] - (args.query_starts[item.seq + 1] - token)) {
     steps = (a.k_dim + 2 * VL - 1) / (2 * VL);
     chunks = (a.v_dim + 2 * VL - 1) / (2 * VL);
     const size_t queries = (size_t)2 * G * steps, outputs = (size_t)2 * G * chunks;
@@ -126,7 +132,7 @@ class Decode {
     state = (State*)(row + VL * parts);
   }
 
-  // partials: null, or where to leave largest, sum and the unscaled output of each query head for merging. next: what
+  // partials: null, or where to leave largest, sum and the unscaled output of each row for merging. next: what
   // this thread will probably do after this, or null.
   void run(float* partials, const Item* next) {
     for (int h = 0; h < item.heads; ++h) begin(h);
@@ -139,7 +145,7 @@ class Decode {
         const Head<S> head(a, item.seq, item.head + h);
         head.rows(j, n, keys, values);
         if constexpr (Storage<S>::SCALED) head.scales(j, n, key_scales, value_scales);
-        tile(keys, values, n, h, ahead);
+        tile(keys, values, j, n, h, ahead);
       }
     }
     for (int h = 0; h < item.heads; ++h) finish(h, partials ? partials + (long)h * G * (a.v_dim + 2) : nullptr);
@@ -153,19 +159,23 @@ class Decode {
 
   const Attention& a;
   const Item& item;
+  const int group;
+  const long token, slot;  // of the first row
   int steps, chunks;
   vf *q, *out;  // [heads][steps][2][G] and [heads][chunks][2][G]
   float* row;
   State* state;  // [heads]
   alignas(64) float key_scales[KB], value_scales[KB];  // of a tile
 
+  int head_of(int h, int g) const { return (item.head + h) * group + g % group; }
+  long token_of(int g) const { return token + g / group; }
+
   void begin(int h) {
-    const long token = a.query_starts[item.seq];
     const bool sink = a.sinks && item.first;  // counted once where a decode is split
     vf *queries = q + (size_t)h * 2 * G * steps, *outputs = out + (size_t)h * 2 * G * chunks;
     for (int g = 0; g < G; ++g) {
-      const int head = (item.head + h) * G + g;
-      const T* x = (const T*)a.q + token * a.q_token + (long)head * a.q_head;
+      const int head = head_of(h, g);
+      const T* x = (const T*)a.q + token_of(g) * a.q_token + (long)head * a.q_head;
       for (int d = 0; d < 2 * VL * steps; d += VL) store(row + d, d < a.k_dim ? load_upto(x + d, a.k_dim - d) : vf{});
       if constexpr (whole<T, S>())
         state[h].unit[g] = this->whole_query(g, (int16_t*)queries);
@@ -251,7 +261,17 @@ class Decode {
   }
 #endif
 
-  void tile(const S** keys, const S** values, int n, int h, Ahead<S>& ahead) {
+  // Hide from rows of scores the keys j to j + n that their tokens do not see.
+  void hide_others(float (*s)[KB], long j, int n) const {
+    for (int g = 0; g < G; ++g) {
+      const long at = slot + g / group - j, low = a.window ? at - a.window + 1 : 0;
+      for (long i = 0; i < std::min<long>(low, n); ++i) s[g][i] = NEG_INF;
+      for (long i = std::max<long>(0, at + 1); i < n; ++i) s[g][i] = NEG_INF;
+    }
+  }
+
+  // Keys `begin` to begin + n.
+  void tile(const S** keys, const S** values, long begin, int n, int h, Ahead<S>& ahead) {
     const vf* queries = q + (size_t)h * 2 * G * steps;
     alignas(64) float s[G][KB];
     for (int j = 0; j < n; j += VL) {
@@ -288,6 +308,8 @@ class Decode {
         *(vf*)(s[g] + j) = scaled(a, score);
       }
     }
+    const long last = slot + item.tokens() - 1;
+    if (begin + n - 1 > slot || (a.window && begin <= last - a.window)) hide_others(s, begin, n);
     float factor[G];
     for (int g = 0; g < G; ++g) factor[g] = soften(s[g], n, state[h].largest[g], state[h].sum[g]);
     if constexpr (Storage<S>::SCALED)
@@ -319,8 +341,9 @@ class Decode {
     vf top = splat(NEG_INF), total = vf{};
     for (int i = 0; i < full; i += VL) top = vmax(top, *(vf*)(s + i));
     const float before = largest_so_far, now = std::max(before, largest(top));
+    const float base = now == NEG_INF ? 0.0f : now;  // a token may see none of these keys
     for (int i = 0; i < full; i += VL) {
-      const vf p = exp2v<sizeof(T) == 2>(*(vf*)(s + i) - now);
+      const vf p = exp2v<sizeof(T) == 2>(*(vf*)(s + i) - base);
       total += p;
       *(vf*)(s + i) = p;
     }
@@ -364,7 +387,6 @@ class Decode {
   }
 
   void finish(int h, float* partial) {
-    const long token = a.query_starts[item.seq];
     const vf* outputs = out + (size_t)h * 2 * G * chunks;
     for (int g = 0; g < G; ++g) {
       for (int c = 0; c < chunks; ++c)
@@ -377,7 +399,7 @@ class Decode {
         continue;
       }
       const float inverse = total > 0 ? 1.0f / total : 0.0f;
-      T* to = (T*)a.out + (token * a.num_heads + (item.head + h) * G + g) * a.v_dim;
+      T* to = (T*)a.out + (token_of(g) * a.num_heads + head_of(h, g)) * a.v_dim;
       for (int d = 0; d < a.v_dim; d += VL) store_upto(to + d, load(row + d) * inverse, a.v_dim - d);
     }
   }
@@ -385,7 +407,7 @@ class Decode {
 
 template <class T, class S>
 void decode(const Attention& a, const Item& item, const Item* next, Scratch& scratch, float* partials) {
-  switch (a.num_heads / a.kv_heads) {
+  switch (a.num_heads / a.kv_heads * item.tokens()) {
 #define BATON_GROUP(G) \
   case G:              \
     return Decode<T, S, G>(a, item, scratch).run(partials, next);

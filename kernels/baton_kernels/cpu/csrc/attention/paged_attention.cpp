@@ -11,35 +11,39 @@ namespace {
 constexpr int ITEMS_PER_THREAD = 4;  // so that threads end together
 constexpr long SPLIT_KEYS = 256;     // shortest part of a decode worth a merge
 
-// Split decodes: which partial results belong to the same head: `first` and every `stride`th after it.
+// A decode that is split over keys: its rows' partial results begin at `first` and at every `stride`th after it.
 struct Split {
-  int32_t seq, head, first, stride, count;
+  int32_t seq, head, q0, rows, first, stride, count;
 };
 
 struct Plan {
   std::vector<Item> items;
   std::vector<Split> splits;
-  int parts = 0;
+  int parts = 0;  // rows of partial results
 };
 
-// `wanted`: keys, times heads, per item. Divided by heads first (nothing to merge), then by keys.
-void add_decode(const Attention& a, int seq, long wanted, Plan& plan) {
-  const long end = a.context_lens[seq];
-  const long begin = a.window ? std::max<long>(0, end - a.window) : 0;
+// Tokens q0 to q1 of a sequence. `wanted`: keys, times heads, per item. Divided by heads first (nothing to merge), then by
+// keys.
+void add_decode(const Attention& a, int seq, int q0, int q1, long wanted, Plan& plan) {
+  const long start = a.context_lens[seq] - (a.query_starts[seq + 1] - a.query_starts[seq]), end = start + q1;
+  const long begin = a.window ? std::max<long>(0, start + q0 + 1 - a.window) : 0;
   const long keys = end - begin, pieces = std::max<long>(1, keys * a.kv_heads / wanted);
   const int heads = (int)((a.kv_heads + pieces - 1) / std::min<long>(pieces, a.kv_heads));
   const long parts = std::max<long>(1, std::min(keys / SPLIT_KEYS, keys / wanted));
   const long step = round_up((keys + parts - 1) / parts, KB);
+  const int rows = a.num_heads / a.kv_heads * (q1 - q0);
   for (int head = 0; head < a.kv_heads; head += heads) {
     const int count = std::min(heads, a.kv_heads - head), first = plan.parts;
     for (long at = begin; at < end; at += step) {
       const long until = std::min(end, at + step);
       const int part = step >= keys ? -1 : plan.parts;
-      if (part >= 0) plan.parts += count;
-      plan.items.push_back({seq, head, count, 0, 1, (int)at, (int)until, part, at == begin, (until - at) * count});
+      if (part >= 0) plan.parts += count * rows;
+      const long cost = (until - at) * count * (q1 - q0);
+      plan.items.push_back({seq, head, count, q0, q1, (int)at, (int)until, part, at == begin, cost});
     }
+    const int stride = count * rows;
     for (int h = 0; plan.parts > first && h < count; ++h)
-      plan.splits.push_back({seq, head + h, first + h, count, (plan.parts - first) / count});
+      plan.splits.push_back({seq, head + h, q0, rows, first + h * rows, stride, (plan.parts - first) / stride});
   }
 }
 
@@ -66,21 +70,30 @@ void add_expanded(const Attention& a, int seq, int tokens, Plan& plan) {
     }
 }
 
-// `rows`: about as many (token, head) rows make a tile.
-void make_plan(const Attention& a, int rows, Plan& plan) {
+// Tokens of a sequence that the decode kernel takes at a time; 0: they go through tiles. `most`: rows of all of them.
+int decode_tokens(const Attention& a, int seq, int most) {
+  const int tokens = a.query_starts[seq + 1] - a.query_starts[seq], group = a.num_heads / a.kv_heads;
+  if (a.key_up || a.is_tree(seq) || group > MAX_GROUP) return 0;
+  return tokens == 1 || tokens * group <= most ? MAX_GROUP / group : 0;
+}
+
+// `rows`: about as many (token, head) rows make a tile. few: up to so many of a sequence with several tokens are decodes.
+void make_plan(const Attention& a, int rows, int few, Plan& plan) {
   plan.items.clear(), plan.splits.clear(), plan.parts = 0;
-  const int group = a.num_heads / a.kv_heads;
   long decode_keys = 0;
-  for (int seq = 0; seq < a.num_seqs; ++seq)
-    if (a.query_starts[seq + 1] - a.query_starts[seq] == 1 && !a.is_tree(seq))
-      decode_keys += std::min<long>(a.context_lens[seq], a.window ? a.window : a.context_lens[seq]);
+  for (int seq = 0; seq < a.num_seqs; ++seq) {
+    const int tokens = a.query_starts[seq + 1] - a.query_starts[seq], at_once = decode_tokens(a, seq, few);
+    const long keys = std::min<long>(a.context_lens[seq], a.window ? a.window : a.context_lens[seq]);
+    if (at_once) decode_keys += keys * ((tokens + at_once - 1) / at_once);
+  }
   const long wanted = a.threads > 1 ? decode_keys * a.kv_heads / (a.threads * ITEMS_PER_THREAD) : decode_keys * a.kv_heads;
   for (int seq = 0; seq < a.num_seqs; ++seq) {
     const int tokens = a.query_starts[seq + 1] - a.query_starts[seq];
     if (a.key_up)
       add_expanded(a, seq, tokens, plan);
-    else if (tokens == 1 && group <= MAX_GROUP && !a.is_tree(seq))
-      add_decode(a, seq, std::max(1l, wanted), plan);
+    else if (const int at_once = decode_tokens(a, seq, few))
+      for (int at = 0; at < tokens; at += at_once)
+        add_decode(a, seq, at, std::min(tokens, at + at_once), std::max(1l, wanted), plan);
     else if (tokens > 0)
       add_tiles(a, seq, tokens, rows, plan);
   }
@@ -194,8 +207,7 @@ void write(const Attention& a, const Team& team, Scratch& scratch) {
 template <class C, class T, class S>
 void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, float* partials) {
   const Item& item = plan.items[i];
-  const int group = a.num_heads / a.kv_heads;
-  float* partial = item.part < 0 ? nullptr : partials + (long)item.part * group * (a.v_dim + 2);
+  float* partial = item.part < 0 ? nullptr : partials + (long)item.part * (a.v_dim + 2);
   typedef std::conditional_t<std::is_same_v<T, S>, PoolRows<T>, StoredRows<T, S>> Rows;
   if constexpr (std::is_same_v<T, S>)
     if (a.key_up) return Tile<C, T, ExpandedRows<C, T>>(a, item, scratch).run();
@@ -204,7 +216,7 @@ void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, fl
   const Item* next = after < plan.items.size() && plan.items[after].end > 0 ? &plan.items[after] : nullptr;
 #if defined(BATON_AMX)
   if constexpr (std::is_same_v<C, ComputeAmx> && std::is_same_v<T, S>)
-    if (DecodeAmx::takes(a)) return DecodeAmx(a, item, scratch).run(partial, next);
+    if (item.tokens() == 1 && DecodeAmx::takes(a)) return DecodeAmx(a, item, scratch).run(partial, next);
 #endif
   decode<T, S>(a, item, next, scratch, partial);
 }
@@ -212,9 +224,9 @@ void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, fl
 template <class T>
 void merge(const Attention& a, const Split& split, const float* partials) {
   const int group = a.num_heads / a.kv_heads;
-  const long row = a.v_dim + 2, part = (long)split.stride * group * row;
-  for (int g = 0; g < group; ++g) {
-    const float* first = partials + ((long)split.first * group + g) * row;
+  const long row = a.v_dim + 2, part = split.stride * row;
+  for (int g = 0; g < split.rows; ++g) {
+    const float* first = partials + (split.first + g) * row;
     float top = NEG_INF, total = 0;
     for (int i = 0; i < split.count; ++i) top = std::max(top, first[i * part]);
     std::vector<float> factor(split.count);
@@ -222,7 +234,8 @@ void merge(const Attention& a, const Split& split, const float* partials) {
       factor[i] = top == NEG_INF ? 0.0f : exp2f(first[i * part] - top);
       total += factor[i] * first[i * part + 1];
     }
-    T* to = (T*)a.out + ((long)a.query_starts[split.seq] * a.num_heads + split.head * group + g) * a.v_dim;
+    const long token = a.query_starts[split.seq] + split.q0 + g / group;
+    T* to = (T*)a.out + (token * a.num_heads + split.head * group + g % group) * a.v_dim;
     for (int d = 0; d < a.v_dim; d += VL) {
       vf acc = vf{};
       for (int i = 0; i < split.count; ++i) acc += load_upto(first + i * part + 2 + d, a.v_dim - d) * factor[i];
@@ -235,9 +248,9 @@ template <class C, class T, class S>
 void run(const Attention& a) {
   static thread_local Plan plan;
   static thread_local Scratch partial_scratch;
-  make_plan(a, Products<C>::TILE_ROWS, plan);
+  make_plan(a, Products<C>::TILE_ROWS, Products<C>::FEW_ROWS, plan);
   const Plan& work = plan;
-  float* partials = partial_scratch.get<float>((size_t)work.parts * (a.num_heads / a.kv_heads) * (a.v_dim + 2));
+  float* partials = partial_scratch.get<float>((size_t)work.parts * (a.v_dim + 2));
   std::atomic<long> next{0};
   parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;

@@ -9,7 +9,7 @@
 namespace baton {
 
 constexpr int KB = 64;          // keys per tile
-constexpr int MAX_GROUP = 8;    // query heads per KV head that the decode kernel takes; more go through tiles
+constexpr int MAX_GROUP = 8;    // rows (query heads of a KV head, times tokens) that the decode kernel takes at a time
 
 // The arguments of one call; laid out as the ctypes structure of the same name. Sizes and strides in elements.
 struct Attention {
@@ -103,12 +103,14 @@ inline vf scaled(const Attention& a, vf s) {
   return s * (a.scale * LOG2E);
 }
 
-// Part of the work: query tokens q0 to q1 of one head of a sequence (a tile), or one decode over keys begin to end of
-// some heads. `part`: -1, or where the partial results of a decode that is split over keys begin.
+// Part of the work: query tokens q0 to q1 of one head of a sequence (a tile), or of some heads over keys begin to end (a
+// decode, of few tokens). `part`: -1, or the row where the partial results of a decode that is split over keys begin.
 struct Item {
   int32_t seq, head, heads, q0, q1, begin, end, part;
   bool first;
   int64_t cost;
+
+  int tokens() const { return q1 - q0; }
 };
 
 }  // namespace baton

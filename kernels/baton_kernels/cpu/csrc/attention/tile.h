@@ -132,6 +132,7 @@ struct Products {
   static constexpr int ROWS = MR;
   static constexpr int STEPS = 1;  // keys have a multiple of so many steps
   static constexpr int TILE_ROWS = 192;  // about as many (token, head) rows share one packed tile of keys
+  static constexpr int FEW_ROWS = C::PAIR == 1 ? 24 : 0;  // so many are not worth packing keys for
 
   // q [ROWS][width] x keys [steps][KB] -> s [ROWS][KB]
   static void scores(const elem* q, int width, const elem* keys, int steps, float* s) {
@@ -158,6 +159,7 @@ struct Products<ComputeAmx> {
   static constexpr int ROWS = 2 * AMX_ROWS;
   static constexpr int STEPS = AMX_PAIRS;
   static constexpr int TILE_ROWS = 384;
+  static constexpr int FEW_ROWS = 0;
 
   static void scores(const elem* q, int width, const elem* keys, int steps, float* s) {
     amx_fence();
