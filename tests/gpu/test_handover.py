@@ -10,6 +10,9 @@ from tests.support.equality import ARCHITECTURES, References, mixed_prompts
 from tests.support.transport.device_pair import ask, device_pair
 
 from baton.client import AsyncClient
+from baton.engine.device.arena import DeviceArena
+from baton.engine.device.compute import compute_device
+from baton.kv_transfer.pipes.nixl_agent import device_obstacle, nixl_obstacle
 from baton.types import PrefillPath
 
 VOCAB, NEW_TOKENS = 512, 16
@@ -42,6 +45,17 @@ async def test_blocks_travel_through_host_memory_too(references: References, pip
         results = await ask(supervisor, prompts, NEW_TOKENS, 120.0)
     assert [each.token_ids for each in results] == expected
     assert {each.trace.pipe for each in results if each.trace is not None and each.trace.pipe} == {pipe}
+
+
+async def test_nixl_reads_device_memory_where_it_can_register_it(references: References) -> None:
+    if why := nixl_obstacle() or device_obstacle(DeviceArena(compute_device("cuda:0"), 4, 4096)):
+        pytest.skip(why)
+    prompts = mixed_prompts(6, VOCAB, count=8, longest=200)
+    expected = references.greedy("llama", prompts, NEW_TOKENS)
+    async with device_pair(references.checkpoint("llama"), "cuda:0", *FLAGS, pipes="nixl") as supervisor:
+        results = await ask(supervisor, prompts, NEW_TOKENS, 120.0)
+    assert [each.token_ids for each in results] == expected
+    assert {each.trace.pipe for each in results if each.trace is not None and each.trace.pipe} == {"nixl"}
 
 
 async def test_a_killed_prefill_instance_costs_no_answer_and_no_memory(references: References) -> None:

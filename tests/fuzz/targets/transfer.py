@@ -20,7 +20,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.pipes import messages as message_pipes
-from baton.kv_transfer.pipes import nixl, nixl_agent, torch_distributed
+from baton.kv_transfer.pipes import nixl_agent, nixl_rows, torch_distributed
 from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.protocol import handshake as protocol
@@ -146,10 +146,10 @@ def layouts(data: bytes) -> None:
         found.content_key()
         KIND.require_source(found, who="peer")
         found.require_reader(KIND, who="peer")
-    entry = choices.fields(["agent", "metadata", "digest", "arenas", "key", "value"], 5)
+    entry = choices.fields(["agent", "metadata", "digest", "arenas", "devices", "key", "value"], 5)
     for parse in (
         nixl_agent.parse_agent,
-        lambda value: nixl._parse_arenas(value.get("arenas")),
+        lambda value: nixl_rows.parse_arenas(value.get("arenas"), value.get("devices")),
         torch_distributed._parse_entry,
     ):
         with contextlib.suppress(BatonError):

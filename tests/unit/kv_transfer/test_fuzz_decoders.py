@@ -30,7 +30,7 @@ from baton.errors import BatonError, PermissionDeniedError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.pipes import messages as message_pipes
-from baton.kv_transfer.pipes import nixl, nixl_agent, torch_distributed
+from baton.kv_transfer.pipes import nixl_agent, nixl_rows, torch_distributed
 from baton.kv_transfer.protocol import read_wire
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import FrameKind, error_from_fields, pack_header, parse_header, parse_object
@@ -137,11 +137,11 @@ def test_descriptions_of_tensors(data: bytes, count: int) -> None:
 
 
 @FUZZ
-@given(objects("agent", "metadata", "digest", "arenas", "key", "value"))
+@given(objects("agent", "metadata", "digest", "arenas", "devices", "key", "value"))
 def test_introductions_of_pipes(fields: dict[str, Any]) -> None:
     for parse in (
         nixl_agent.parse_agent,
-        lambda x: nixl._parse_arenas(x.get("arenas")),
+        lambda x: nixl_rows.parse_arenas(x.get("arenas"), x.get("devices")),
         torch_distributed._parse_entry,
     ):
         with contextlib.suppress(TransferError):
