@@ -326,6 +326,8 @@ def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool
             groups.setdefault(row.banned, []).append(at)
     before = {banned: banned.forbid(masks, members) for banned, members in groups.items()}
     some = _any_token(masks)
+    if all(some):
+        return some
     for banned, members in groups.items():
         for at, words in zip(members, before[banned], strict=True):
             if not some[at]:
@@ -335,8 +337,8 @@ def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool
 
 def _any_token(masks: npt.NDArray[np.uint32]) -> list[bool]:
     """Return which masks have any token. Nearly all do among the first, which spell whatever is not one token."""
-    some: list[bool] = np.any(masks[:, :FIRST_WORDS], axis=1).tolist()
-    return [found or bool(mask.any()) for found, mask in zip(some, masks, strict=True)]
+    some: list[bool] = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).astype(np.bool_).tolist()
+    return some if all(some) else [found or bool(mask.any()) for found, mask in zip(some, masks, strict=True)]
 
 
 def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:
