@@ -55,7 +55,7 @@ def test_equality_with_a_backend_registered_from_outside(references: References,
     [
         ("farsighted", "attention farsighted, relative error"),
         ("gone", "'gone' cannot be imported"),
-        ("none", "'none' is not known .there are: auto, cpp, farsighted, gather, gone, torch"),
+        ("none", "'none' is not known .there are: auto, cpp, farsighted, flashinfer, gather, gone, torch"),
     ],
 )
 def test_a_backend_that_is_wrong_or_not_there_is_refused_by_name(references: References, name: str, words: str) -> None:
