@@ -6,7 +6,9 @@ of the roofline: a decode step reads all weights but the embedding and the KV of
 GPU copies (bytes read and written); a prompt's products and attention at the speed of a large product of matrices.
 
 ``outside`` is the part of a decode step in which the device computes nothing: one minus its kernels' time, by torch's
-profiler over some steps, divided by the time of as many steps without the profiler.
+profiler over some steps, divided by the time of as many steps without the profiler. ``plain_order`` has the same of the
+same engine with ``--async-scheduling off``: the next step is launched when the one before was read. Both orders take
+turns.
 
 ``--device interpret --smoke`` (with TRITON_INTERPRET=1) runs the same code with a tiny model, to see that it runs; its
 figures say nothing.
@@ -227,8 +229,23 @@ class DeviceBench:
         self._kv_bytes = layout.block_bytes / layout.block_size
 
     def decode(self, batch: int, load: Load, repeats: int) -> dict[str, Any]:
-        """Tokens per second of a full batch, and shares."""
-        speeds = [self._decode_once(batch, load) for _ in range(repeats + 1)][1:]
+        """Tokens per second of a full batch, and shares; also in the plain order, if steps are launched ahead."""
+        steps = self._engine.steps
+        orders, speeds = ([True, False] if steps.ahead else [False]), dict[bool, list[float]]()
+        for repeat in range(repeats + 1):
+            for ahead in orders:
+                steps.ahead = ahead
+                speed = self._decode_once(batch, load)
+                if repeat:
+                    speeds.setdefault(ahead, []).append(speed)
+        found = {}
+        for ahead in orders:
+            steps.ahead = ahead
+            found[ahead] = self._figures(batch, load, speeds[ahead])
+        steps.ahead = orders[0]
+        return {**found[orders[0]], **({"plain_order": found[False]} if orders[0] else {})}
+
+    def _figures(self, batch: int, load: Load, speeds: list[float]) -> dict[str, Any]:
         speed = statistics.median(speeds)
         context = load.context + load.new_tokens / 2
         step_bytes = self._weights + batch * context * self._kv_bytes

@@ -24,8 +24,8 @@ class ConnectorBridge:
             connector says that their last write has ended.
         held: Blocks of ended requests that the connector still offers to others.
         saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
-        landing: Blocks of sequences that ended while a later step was on its way, which still writes to them: a
-            reference each, to be given back when that step has been read.
+        landing: Blocks that were given up while a later step was on its way that knows them: a reference each, to be
+            given back when that step has been read.
     """
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
@@ -80,6 +80,12 @@ class ConnectorBridge:
             return False
         self.loading[sequence.group.request.request_id] = sequence
         return True
+
+    def keep_for_flying(self, sequence: Sequence, blocks: list[BlockId]) -> None:
+        """See to it that blocks which a sequence is about to give up are nobody's before a step on its way is read."""
+        if sequence.num_flying:
+            self._pool.acquire(blocks)
+            self.landing += blocks
 
     def take_landing(self) -> list[BlockId]:
         """Remove and return :attr:`landing`."""
@@ -148,9 +154,7 @@ class ConnectorBridge:
                 self.progress(sequence)  # with what it generated
             held = connector.request_finished(_name(sequence))
         blocks = sequence.take_blocks()
-        if sequence.num_flying:
-            self._pool.acquire(blocks)
-            self.landing += blocks
+        self.keep_for_flying(sequence, blocks)
         if not held:
             self._pool.release(blocks)
         elif sequence.pinned:

@@ -436,6 +436,7 @@ class Scheduler:
             return
         for table in sequence.windows:
             if gone := table.give_back(table.first_needed(sequence.num_computed, self._block_size)):
+                self._bridge.keep_for_flying(sequence, gone)
                 self._pool.release(gone)
 
     def _register(self, sequence: Sequence) -> None:

@@ -13,8 +13,9 @@ blocks are registered when a step has been read. What steps on their way do to i
 (``num_flying``, ``num_expected``). Random numbers depend on seed and position alone, so tokens are the same.
 
 * Ends by length are foreseen. A sequence that ends otherwise (a stop token, an abort, an error) while the next step
-  computes it is left out when that step is read. Its blocks keep a reference until then: nobody else gets what a step
-  on its way may write to.
+  computes it is left out when that step is read. Its blocks, and those that no window reaches any more, keep a
+  reference until then: nobody else gets what a step on its way may write to, or look at. For copies on the device the
+  order of what is queued would do; what comes over a network knows no such order.
 * Nobody is preempted for a step that is launched ahead, and what would need the tokens (a grammar's mask, penalties by
   counts, log probabilities of prompts, prompts that others fetch while they are computed) is not followed: the next
   step comes in the plain order.
@@ -58,8 +59,8 @@ class FlyingStep:
         batch: Its forward pass, and what the logits are for.
         output: What the forward pass returned.
         sampling: The choice of its tokens.
-        blocks: Those of sequences that ended while it was on its way; a reference each, to be given back once it has
-            been read.
+        blocks: Those that were given up while it was on its way; a reference each, to be given back once it has been
+            read.
         left_out: A sequence for which it counts as not computed.
         error: Why it was not launched; the other attributes mean nothing then.
     """

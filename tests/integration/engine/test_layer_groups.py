@@ -38,7 +38,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], sampling: SamplingParams = SAM
         ("gemma3", {"prefix_caching": False}),
         ("gemma3", {"tp": 2}),
         ("gemma2", {"block_size": 8, "kv_blocks": 48}),
-        ("gpt_oss", {}),
+        ("gpt_oss", {"async_scheduling": "on"}),
         ("cohere2", {}),
     ],
     ids=str,
