@@ -44,7 +44,10 @@ def _copy_blocks_kernel(pool, pairs, block_stride, elements, T: tl.constexpr):
 
 
 def gather_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
-    """See :func:`baton_kernels.kv_copy.gather_spans`; pool and buffer are on one device, the spans on the host."""
+    """See :func:`baton_kernels.kv_copy.gather_spans`; spans are on the host.
+
+    The copy runs where the buffer is, to which the pool may be another GPU's memory.
+    """
     _copy(pool, spans, buffer, gather=True)
 
 
@@ -78,7 +81,7 @@ def _copy(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor, *, gather:
     owner = np.repeat(np.arange(len(spans)), tiles)
     firsts = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
     parts = (spans.reshape(-1), np.cumsum(spans[:, 2]), owner, firsts)
-    flat = _upload(np.concatenate(parts), pool.device)
+    flat = _upload(np.concatenate(parts), buffer.device)
     _copy_kernel[len(owner),](
         pool, buffer, *flat.split([len(part) for part in parts]), pool.stride(0), T=TILE, GATHER=gather
     )

@@ -240,7 +240,7 @@ class DeviceArena:
     def _buffers(self, *, host: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the staging memory on the device, and that on the host if it is wanted."""
         if self._staging is None:
-            self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=self.memory.device)
+            self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=self._device.memory)
         if self._host is None and host:
             self._host = torch.empty(self._staging_bytes, dtype=torch.uint8, pin_memory=self._device.is_cuda)
         return self._staging, self._staging if self._host is None else self._host
