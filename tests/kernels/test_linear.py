@@ -67,6 +67,24 @@ def test_float32_weights_are_refused(library: CpuLibrary, kind: type[CpuLinear])
         kind(library, torch.zeros(4, 4))
 
 
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_any_number_of_threads_gives_the_same_bits(library: CpuLibrary, count: int) -> None:
+    """More rows than are converted at a time, and fewer panels than threads, too."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    for columns in (16, 40, 333):
+        weight = (torch.randn(columns, 96, generator=generator) * 0.05).bfloat16()
+        x = torch.randn(300, 96, generator=generator).bfloat16()
+        try:
+            torch.set_num_threads(1)
+            want = CpuLinear(library, weight)(x)
+            torch.set_num_threads(count)
+            got = CpuLinear(library, weight)(x)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("other", [OneDnnLinear, PlainLinear])
 @pytest.mark.parametrize("shape", SHAPES[2:6], ids=str)
 def test_the_others_equal_the_reference_too(other: type, shape: tuple[int, int, int]) -> None:

@@ -188,7 +188,7 @@ long group_stride(const Linear& a) {
 
 // Run by every thread of the team; `shared` is null where each thread has to convert the inputs for itself.
 template <class M>
-void run(const Linear& a, float* shared, const Team& team, Scratch& scratch) {
+void run(const Linear& a, float* shared, const Team& team, Shares& shares, Scratch& scratch) {
   const long panels = panels_of(a.out_features), stride = group_stride<M>(a);
   const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
   const size_t sums_size = (size_t)most.rows * PW;
@@ -199,7 +199,7 @@ void run(const Linear& a, float* shared, const Team& team, Scratch& scratch) {
     for (int g = shared ? team.thread : 0; g < groups.count; g += shared ? team.threads : 1)
       convert<M>(a, first + groups.begin(g), groups.size(g), x + g * stride);
     if (shared) team.barrier();
-    team.share(panels, [&](long p) { panel_of<M>(a, p, first, groups, x, stride, sums); });
+    shares.take(team, panels, first / ROW_BLOCK, [&](long p) { panel_of<M>(a, p, first, groups, x, stride, sums); });
     if (shared) team.barrier();
   }
 }
@@ -210,9 +210,10 @@ void linear(const Linear& a) {
   if (a.rows == 0) return;
   const Groups most((int)std::min<long>(a.rows, ROW_BLOCK));
   float* shared = a.rows > PRIVATE_ROWS ? inputs.get<float>(most.count * group_stride<M>(a)) : nullptr;
+  Shares shares;
   parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    run<M>(a, shared, team, scratch);
+    run<M>(a, shared, team, shares, scratch);
   });
 }
 

@@ -41,6 +41,33 @@ inline void take(std::atomic<long>& next, long n, F each) {
   for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) each(i);
 }
 
+// Divides numbers among the threads of a team as Team::share does; who is done takes what others have not begun. Where
+// processors are not equally fast, as where other virtual machines share them, nobody waits for the slowest one's share.
+class Shares {
+ public:
+  // Call each(i) for numbers below n, in the round-th of several rounds of n with a barrier between them.
+  template <class F>
+  void take(const Team& team, long n, long round, F each) {
+    if (team.threads == 1 || team.threads > MOST_THREADS) return team.share(n, each);
+    for (int t = 0; t < team.threads; ++t) {
+      const int owner = (team.thread + t) % team.threads;
+      const long size = n / team.threads, rest = n % team.threads;
+      const long count = size + (owner < rest), begin = owner * size + std::min<long>(owner, rest);
+      std::atomic<long>& done = begun_[owner].count;
+      long i = done.load(std::memory_order_relaxed);
+      while (i < (round + 1) * count)
+        if (done.compare_exchange_weak(i, i + 1, std::memory_order_relaxed)) each(begin + i - round * count), ++i;
+    }
+  }
+
+ private:
+  static constexpr int MOST_THREADS = 64;
+  struct alignas(64) Begun {
+    std::atomic<long> count{0};
+  };
+  Begun begun_[MOST_THREADS];
+};
+
 // Run work(team) on so many threads, this one among them; 0: as many as torch uses.
 template <class F>
 inline void parallel(int threads, F work) {

@@ -42,7 +42,7 @@ class Run {
   }
 
   // Run by every thread of the team; `shared` is null where each lays the inputs out for itself.
-  void work(const Team& team, uint8_t* shared, Scratch& scratch) const {
+  void work(const Team& team, uint8_t* shared, Shares& shares, Scratch& scratch) const {
     [[maybe_unused]] const typename Multiplier::Guard guard{};
     const size_t results_size = MOST_ROWS * PW;
     float* memory = scratch.get<float>(Multiplier::MEMORY + results_size + (shared ? 0 : input_bytes() / 4 + 16));
@@ -70,7 +70,7 @@ class Run {
       } else {
         for (long b = 0; b < blocks.count; ++b) lay(b);
       }
-      team.share(layout_.panels, [&](long p) {
+      shares.take(team, layout_.panels, first / MOST_ROWS, [&](long p) {
         const Multiplier panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
         panel.multiply(laid, (int)blocks.count, memory);
         for (long b = 0; b < blocks.count; ++b)
@@ -123,9 +123,10 @@ void run(const QuantizedLinear& a) {
   const Run<I> work(a);
   // One block is laid out by each thread for itself, which takes no longer than waiting for another one that does.
   uint8_t* shared = a.rows > I::ROWS ? inputs.get<uint8_t>(work.input_bytes()) : nullptr;
+  Shares shares;
   parallel(a.threads, [&](const Team& team) {
     static thread_local Scratch scratch;
-    work.work(team, shared, scratch);
+    work.work(team, shared, shares, scratch);
   });
 }
 
