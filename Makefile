@@ -113,7 +113,7 @@ image-test: native ## the router's image built and run without a daemon, by buil
 
 bench: native ## benchmarks; results under benchmarks/results
 	$(BIN)/python benchmarks/engine.py --threads 2 --write
-	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv.jsonl
+	$(BIN)/baton bench kv --overlap --json > benchmarks/results/kv/kv.jsonl
 	$(BIN)/python benchmarks/kv/overlap.py --write
 	$(BIN)/baton bench store --json > benchmarks/results/store/store.jsonl
 	$(BIN)/python benchmarks/store/soak.py --write

@@ -47,7 +47,7 @@ from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
-RESULT = Path(__file__).parents[1] / "results" / "overlap.json"
+RESULT = Path(__file__).parents[1] / "results" / "kv" / "overlap.json"
 TOKENS, CHUNK, VOCAB = 2048, 256, 32000
 WAYS = {
     "serial": ("--prefill-chunk", str(TOKENS), "--no-layerwise"),

@@ -33,7 +33,7 @@ from baton.cli.supervisor import Supervisor
 from baton.client import AsyncClient
 from baton.types import PrefillPath
 
-RESULT = Path(__file__).parents[1] / "results" / "stopped_prefill.json"
+RESULT = Path(__file__).parents[1] / "results" / "kv" / "stopped_prefill.json"
 MODEL = Path(__file__).parents[2] / "models" / "baton-tiny"
 SHORT, LONG, NEW_TOKENS = 20, 300, 8
 
