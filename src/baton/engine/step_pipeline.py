@@ -124,6 +124,7 @@ class StepPipeline:
     Attributes:
         ahead: Whether steps are launched before the one before is read. May be changed between steps.
         flying: The step that was launched ahead and not read yet.
+        speculator: Drafts; ``None``: nobody does.
 
     Raises:
         ConfigError: They are to be, and cannot; names ``async_scheduling``.
@@ -140,7 +141,8 @@ class StepPipeline:
         clock: Callable[[], float],
     ) -> None:
         self._executor, self._scheduler, self._bridge = executor, scheduler, bridge
-        self._masks, self._speculator, self._clock = masks, speculator, clock
+        self._masks, self._clock = masks, clock
+        self.speculator = speculator
         self._block_size = config.block_size
         self._read_at = 0.0
         self.flying: FlyingStep | None = None
@@ -170,16 +172,16 @@ class StepPipeline:
         now = self._clock()
         seconds, self._read_at = now - max(step.started, self._read_at), now
         self._scheduler.note_time(step.plan, seconds)
-        if self._speculator is not None:
-            self._speculator.note_time(step.plan, seconds, step.drafting)
+        if self.speculator is not None:
+            self.speculator.note_time(step.plan, seconds, step.drafting)
 
     def _launch(self, plan: StepPlan, before: FlyingStep | None = None) -> FlyingStep | None:
         """Launch a plan, if there is anything in it; ``before`` has tokens of it that nobody has read."""
         if not plan.counts:
             return None
         step = FlyingStep(plan, self._clock())
-        if self._speculator is not None:
-            self._speculator.add_drafts(plan, self._scheduler)
+        if self.speculator is not None:
+            self.speculator.add_drafts(plan, self._scheduler)
             step.drafting = self._clock() - step.started
         try:
             self._run(step, before)
@@ -193,7 +195,7 @@ class StepPipeline:
 
     @torch.inference_mode()
     def _run(self, step: FlyingStep, before: FlyingStep | None) -> None:
-        chosen, speculator = None, self._speculator
+        chosen, speculator = None, self.speculator
         if before is not None and before.expected and before.sampling is not None:
             chosen = ChosenTokens(before.sampling.token_ids, before.expected)
         hidden_of = () if speculator is None else speculator.hidden_of

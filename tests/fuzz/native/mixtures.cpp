@@ -34,6 +34,7 @@ struct SampleOp {  // as sampling.cpp has it
     const float *temperature, *top_p, *min_p;
     const int64_t *top_k;
     const uint64_t *keys;
+    const uint32_t *const *masks;
     int64_t *tokens;
     int64_t rows, vocab, stride;
     int32_t dtype, threads;
@@ -122,12 +123,27 @@ void sample(Choices &from) {
         min_p[r] = from.flag() ? number(from, 0, 100) / 100.0f : 0.0f, top_k[r] = from.flag() ? number(from, 0, 6000) : 0;
         keys[r] = from.word();
     }
+    const int64_t words = (vocab + 31) / 32;
+    Buffer<uint32_t> bits(rows * words);
+    Buffer<const uint32_t *> masks(rows);
+    const bool masked = from.flag();
+    for (int64_t r = damaged; masked && r < rows; r++) {
+        if (from.byte() % 4 == 0) continue;
+        for (int64_t w = 0; w < words; w++) bits[r * words + w] = from.flag() ? (uint32_t)from.word() : 0;
+        const int64_t allowed = from.number(0, vocab - 1);
+        bits[r * words + allowed / 32] |= 1u << allowed % 32;
+        masks[r] = bits.get() + r * words;
+    }
     SampleOp call = {};
+    if (masked) call.masks = masks.get();
     call.logits = logits.get(), call.temperature = temperature.get(), call.top_p = top_p.get(), call.min_p = min_p.get();
     call.top_k = top_k.get(), call.keys = keys.get(), call.tokens = tokens.get();
     call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
     baton_sample(&call);
-    for (int64_t r = 0; r < rows; r++) REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
+    for (int64_t r = 0; r < rows; r++) {
+        REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
+        REQUIRE(!masks[r] || masks[r][tokens[r] / 32] >> tokens[r] % 32 & 1);
+    }
 }
 
 }  // namespace
