@@ -121,7 +121,7 @@ class EngineCore:
         team = crowded_team(config)
         self.masks = None if grammars is None else StepMasks(grammars.backend, executor.vocab_size, team)
         self.speculator = None if drafter is None else Speculator(config, drafter, executor.vocab_size)
-        parts = self._scheduler, self._bridge, self.masks, self.speculator
+        parts = self._scheduler, self._bridge, self.masks, lambda: self.speculator
         self.steps = StepPipeline(config, executor, *parts, clock)
         self._content_key = executor.fingerprint.content_key()
         limit = config.max_model_len or executor.max_model_len

@@ -118,13 +118,12 @@ class StepPipeline:
         scheduler: Plans steps.
         bridge: Is told what steps compute.
         masks: Of grammars; ``None``: no sequence is under one.
-        speculator: Drafts; ``None``: nobody does.
         clock: Returns seconds.
 
     Attributes:
         ahead: Whether steps are launched before the one before is read. May be changed between steps.
         flying: The step that was launched ahead and not read yet.
-        speculator: Drafts; ``None``: nobody does.
+        speculator: Returns who drafts; ``None``: nobody does.
 
     Raises:
         ConfigError: They are to be, and cannot; names ``async_scheduling``.
@@ -137,16 +136,16 @@ class StepPipeline:
         scheduler: Scheduler,
         bridge: ConnectorBridge,
         masks: StepMasks | None,
-        speculator: Speculator | None,
+        speculator: Callable[[], Speculator | None],
         clock: Callable[[], float],
     ) -> None:
         self._executor, self._scheduler, self._bridge = executor, scheduler, bridge
         self._masks, self._clock = masks, clock
-        self.speculator = speculator
+        self._drafting = speculator
         self._block_size = config.block_size
         self._read_at = 0.0
         self.flying: FlyingStep | None = None
-        self.ahead = _goes_ahead(config, executor, speculator)
+        self.ahead = _goes_ahead(config, executor, speculator())
 
     def next_step(self) -> FlyingStep | None:
         """Return the step to be read next, the one after it on its way where that may be; ``None``: there is none.
@@ -158,7 +157,7 @@ class StepPipeline:
             step = self._launch(self._scheduler.schedule())
         if step is None:
             return None
-        if self.ahead and step.may_be_followed:
+        if self.ahead and self._drafting() is None and step.may_be_followed:
             self.flying = self._launch(self._scheduler.schedule_ahead(), step)
         return self._landed(step)
 
@@ -172,16 +171,16 @@ class StepPipeline:
         now = self._clock()
         seconds, self._read_at = now - max(step.started, self._read_at), now
         self._scheduler.note_time(step.plan, seconds)
-        if self.speculator is not None:
-            self.speculator.note_time(step.plan, seconds, step.drafting)
+        if (speculator := self._drafting()) is not None:
+            speculator.note_time(step.plan, seconds, step.drafting)
 
     def _launch(self, plan: StepPlan, before: FlyingStep | None = None) -> FlyingStep | None:
         """Launch a plan, if there is anything in it; ``before`` has tokens of it that nobody has read."""
         if not plan.counts:
             return None
         step = FlyingStep(plan, self._clock())
-        if self.speculator is not None:
-            self.speculator.add_drafts(plan, self._scheduler)
+        if (speculator := self._drafting()) is not None:
+            speculator.add_drafts(plan, self._scheduler)
             step.drafting = self._clock() - step.started
         try:
             self._run(step, before)
@@ -195,7 +194,7 @@ class StepPipeline:
 
     @torch.inference_mode()
     def _run(self, step: FlyingStep, before: FlyingStep | None) -> None:
-        chosen, speculator = None, self.speculator
+        chosen, speculator = None, self._drafting()
         if before is not None and before.expected and before.sampling is not None:
             chosen = ChosenTokens(before.sampling.token_ids, before.expected)
         hidden_of = () if speculator is None else speculator.hidden_of

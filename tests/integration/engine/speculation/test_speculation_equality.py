@@ -91,7 +91,7 @@ def test_answers_are_those_without_speculation(
         }
         drafter = RecordedDrafter(known, probability=0.7, vocab_size=VOCAB)
         own = dataclasses.replace(llm.config, speculative="ngram", speculative_tokens=5)
-        llm.core.speculator = llm.core.steps.speculator = Speculator(own, drafter, VOCAB)
+        llm.core.speculator = Speculator(own, drafter, VOCAB)
         check_same(llm.generate(prompts(), SAMPLINGS), plain)
         stats = llm.core.speculator.stats
         assert 0.4 < stats.accepted[0] / stats.drafted[0] < 0.95

@@ -43,7 +43,7 @@ def right_drafts(llm: LLM, plain: list[RequestOutput], width: int, first: int) -
         for sequence in output.outputs
     }
     drafter = RecordedTreeDrafter(known, width=width, probability=0.8, vocab_size=VOCAB)
-    llm.core.speculator = llm.core.steps.speculator = Speculator(llm.config, drafter, VOCAB)
+    llm.core.speculator = Speculator(llm.config, drafter, VOCAB)
     return drafter
 
 
