@@ -291,7 +291,9 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
     found |= {name: round(statistics.median(values), 3) for name, values in speeds.items()}
     for name, speculator in speculators.items():
         stats = speculator.stats
-        found[f"accepted_{name}"] = round(stats.accepted.total() / max(1, stats.drafted.total()), 2)
+        if not stats.drafted:
+            raise RuntimeError(f"batch {batch}, probability {name}: nothing was drafted, so nothing was measured")
+        found[f"accepted_{name}"] = round(stats.accepted.total() / stats.drafted.total(), 2)
         found[f"draft_length_{name}"] = round(stats.drafted.total() / max(1, stats.steps), 1)
     return found
 
