@@ -122,7 +122,7 @@ class QuantizedExpertsCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("tokens", "x_stride", "residual_stride")),
         *((name, ctypes.c_int32) for name in ("top_k", "experts", "dtype", "activation", "int8_inputs", "threads")),
-        *((name, ctypes.c_int32) for name in ("amx", "unused")),
+        *((name, ctypes.c_int32) for name in ("amx", "pairs")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     ]
 
@@ -170,6 +170,7 @@ class CpuQuantizedExperts:
             activation=activation.kind,
             int8_inputs=integers,
             amx=library.amx,
+            pairs=library.pairs_are_faster,
             alpha=activation.alpha,
             limit=activation.limit,
         )

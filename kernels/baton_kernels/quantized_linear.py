@@ -102,7 +102,7 @@ class QuantizedCall(ctypes.Structure):
         ("shape", QuantizedShape),
         *((name, ctypes.c_void_p) for name in ("x", "packed", "table", "bias", "order", "residual", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "residual_stride", "out_stride")),
-        *((name, ctypes.c_int32) for name in ("dtype", "int8_inputs", "threads", "amx")),
+        *((name, ctypes.c_int32) for name in ("dtype", "int8_inputs", "threads", "amx", "pairs")),
         ("scale", ctypes.c_float),
     ]
 
@@ -134,6 +134,7 @@ class CpuQuantizedLinear:
             out_stride=self.out_features,
             int8_inputs=integers,
             amx=library.amx,
+            pairs=library.pairs_are_faster,
             scale=activations.scale if integers and activations.scale is not None else 0.0,
         )
 

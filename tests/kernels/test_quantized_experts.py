@@ -71,7 +71,9 @@ def test_narrow_inputs_strided_and_none(library: CpuLibrary) -> None:
     x, residual = wide[:, 3 : HIDDEN + 3], wide_residual[:, 7 : HIDDEN + 7]
     operator = make_quantized_experts(library, experts, SILU)
     want = quantized_experts_reference(experts, SILU, x, ids, weights, residual).bfloat16()
-    torch.testing.assert_close(operator(x, ids, weights, residual), want, rtol=1e-2, atol=1e-2)
+    got = operator(x, ids, weights, residual)
+    # Where bfloat16 is multiplied in pairs, what lies between the products is rounded too.
+    assert (got - want).float().norm() / want.float().norm() < 5e-3
     assert operator(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 
 

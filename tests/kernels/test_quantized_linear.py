@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +70,28 @@ def test_narrow_inputs_give_narrow_outputs(library: CpuLibrary, dtype: torch.dty
     assert got.dtype == dtype
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     assert (got == want).float().mean() > 0.95  # rounded once: nearly always to the same value
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    form=st.sampled_from(FORMS),
+    rows=st.one_of(st.integers(1, 30), st.sampled_from([100, 130])),
+    outputs=st.integers(1, 70),
+    groups=st.integers(1, 4),
+    group=st.sampled_from([2, 4, 6, 10, 16, 32, 50, 128, 600]),
+)
+def test_pairs_of_bfloat16_lose_nothing(form: str, rows: int, outputs: int, groups: int, group: int) -> None:
+    """Inputs and what weights are before their scales are bfloat16: products of pairs are those of float32."""
+    if _library().instructions != "avx512-bf16":
+        pytest.skip("no vdpbf16ps here")
+    weight = make(form, outputs, groups * group, group)
+    x = inputs(rows, groups * group, outputs, torch.bfloat16)[0]
+    want = quantized_linear_reference(x.float(), weight)
+    for pairs in (False, True):
+        library = copy.copy(_library())
+        library.amx, library.pairs_are_faster = False, pairs
+        got = CpuQuantizedLinear(library, weight)(x)
+        torch.testing.assert_close(got.float(), want, rtol=5e-3, atol=2e-5 * float(want.abs().max() + 1))
 
 
 @settings(max_examples=80, deadline=None)

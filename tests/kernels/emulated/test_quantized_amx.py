@@ -35,7 +35,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ctypes.CDLL(cpu.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(target))
     operators = cpu.QuantizedOperators.of(loaded)
-    return SimpleNamespace(quantized=operators, weights=cpu.WeightMemory(), amx=True, instructions="emulated")
+    return SimpleNamespace(
+        quantized=operators,
+        weights=cpu.WeightMemory(),
+        amx=True,
+        pairs_are_faster=False,
+        instructions="emulated",
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,7 +2,7 @@
 // of both products as they are or rounded to int8.
 #include "../activation.h"
 #include "quantized_amx.h"
-#include "quantized_multiply.h"
+#include "quantized_pairs.h"
 
 namespace baton {
 namespace {
@@ -23,7 +23,7 @@ struct QuantizedExperts {
   const void* residual;                                   // added to the result, or null
   void* out;                                              // [tokens][hidden]
   int64_t tokens, x_stride, residual_stride;
-  int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, unused;
+  int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, pairs;  // amx, pairs: whether bfloat16 is multiplied so
   float alpha, limit;
 };
 
@@ -213,6 +213,10 @@ extern "C" void baton_quantized_experts(const QuantizedExperts* a) {
     if (a->int8_inputs) return run<AmxInt8Inputs>(*a);
     if (a->dtype == 1) return run<AmxBf16Inputs>(*a);
   }
+#endif
+#if defined(BATON_AVX512_BF16)
+  const bool held = PairInputs::hold(a->gate_up, a->gate_up_table) && PairInputs::hold(a->down, a->down_table);
+  if (a->pairs && !a->int8_inputs && a->dtype == 1 && held) return run<PairInputs>(*a);
 #endif
   a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
 }

@@ -65,6 +65,18 @@ class LaidRow {
 // words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs
 // are multiplied with. Sums are [segments][rows].
 
+// The sums of a row's segments.
+inline void put_sums(const PackedLayout& a, const float* x, int r, int rows, float* sums) {
+  const long segments = a.segments;
+  for (long i = 0; i < segments; ++i) {
+    const Segment segment = segment_of(a, i);
+    const float* from = x + segment.at * a.inputs;
+    float sum = 0;
+    for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
+    sums[i * rows + r] = sum;
+  }
+}
+
 // Inputs as float32, times the factors of values. A block of rows: [all_steps * inputs][rows].
 struct FloatInputs {
   using Word = float;
@@ -78,14 +90,7 @@ struct FloatInputs {
     float factors[8];
     for (int j = 0; j < 8; ++j) factors[j] = factor_of(form, j % (int)a.inputs);
     for (long i = 0; i < n; ++i) out[i * rows + r] = x[i] * factors[i % 8];
-    const long segments = a.segments;
-    for (long i = 0; i < segments; ++i) {
-      const Segment segment = segment_of(a, i);
-      const float* from = x + segment.at * a.inputs;
-      float sum = 0;
-      for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
-      sums[i * rows + r] = sum;
-    }
+    put_sums(a, x, r, rows, sums);
     return 1.0f;
   }
 };

@@ -1,6 +1,6 @@
 // Linear layers with quantized weights (quantized.h), inputs as they are or rounded to int8 by the token.
 #include "quantized_amx.h"
-#include "quantized_multiply.h"
+#include "quantized_pairs.h"
 
 namespace baton {
 namespace {
@@ -17,8 +17,8 @@ struct QuantizedLinear {
   const void* residual;       // added to the result, or null
   void* out;
   int64_t rows, x_stride, residual_stride, out_stride;
-  int32_t dtype, int8_inputs, threads, amx;
-  float scale;   // of int8 inputs, or 0: each row has its own
+  int32_t dtype, int8_inputs, threads, amx, pairs;  // amx, pairs: whether bfloat16 is multiplied so
+  float scale;                                      // of int8 inputs, or 0: each row has its own
 };
 
 template <class I>
@@ -141,6 +141,9 @@ extern "C" void baton_quantized_linear(const QuantizedLinear* a) {
     if (a->int8_inputs) return run<AmxInt8Inputs>(*a);
     if (a->dtype == 1) return run<AmxBf16Inputs>(*a);  // others would lose what they have beyond bfloat16
   }
+#endif
+#if defined(BATON_AVX512_BF16)
+  if (a->pairs && !a->int8_inputs && a->dtype == 1 && PairInputs::hold(a->shape, a->table)) return run<PairInputs>(*a);
 #endif
   a->int8_inputs ? run<Int8Inputs>(*a) : run<FloatInputs>(*a);
 }

@@ -11,7 +11,7 @@ constexpr long QUANTIZED_AHEAD = 4096;  // bytes that a streamed panel is fetche
 // Call each(i) for constants i from 0 to N: arrays that are indexed by them become registers before anything else is
 // decided about them, which unrolled loops do not always bring about.
 template <class F, size_t... I>
-inline __attribute__((always_inline)) void repeat_for(F each, std::index_sequence<I...>) {
+inline __attribute__((always_inline)) void repeat_for([[maybe_unused]] F each, std::index_sequence<I...>) {
   (each(std::integral_constant<int, I>{}), ...);
 }
 template <int N, class F>
