@@ -7,19 +7,10 @@ import contextlib
 
 import grpc.aio
 import pytest
-from tests.integration.router.test_router_dispatch import (
-    Answer,
-    Router,
-    World,
-    assert_right,
-    make_request,
-    read,
-    run,
-    world,
-)
 from tests.integration.router.test_router_process import generate_request
 from tests.integration.router.test_router_process import router as router_process
 from tests.support.servers.fake_worker import FakeWorker
+from tests.support.servers.router_world import Answer, Router, World, assert_right, make_request, read, run
 
 from baton import AsyncClient, Client
 from baton.api.v1 import common_pb2, router_pb2_grpc
@@ -28,8 +19,6 @@ from baton.rpc.channel import open_channel
 from baton.token_ids import unpack_ids
 from baton.types import Order, Role
 from baton_router.types import RoutedRequest
-
-__all__ = ["world"]  # the fixture
 
 FIRST = {"order": "prefill_first", "remote_prefill_threshold": 1, "policy": "round_robin"}
 

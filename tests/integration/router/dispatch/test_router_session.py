@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from tests.integration.http.test_http_api import Served
-from tests.integration.router.test_router_dispatch import World, make_request, run
 from tests.support.grpc_calls import Context, servicer
 from tests.support.scripted import ScriptedDispatcher
+from tests.support.servers.router_world import World, make_request, run
 
 from baton.api.v1 import router_pb2
 from baton.client.request import build_generate
@@ -20,12 +17,6 @@ from baton.types import PrefillPath
 from baton_router.accounts.accounts import Accounts
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield World(stack)
 
 
 @pytest.fixture

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-
 import pytest
 from msgspec.structs import replace
 from tests.integration.http.test_http_api import Served
-from tests.integration.router.test_router_dispatch import World, make_request, run
+from tests.support.servers.router_world import World, make_request, run
 from tests.support.spans import MemoryExporter
 
 from baton.errors import UnavailableError
 from baton.tracing import UNTRACED, Span, parse_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield World(stack)
 
 
 def names(span: Span) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.integration.router.test_router_dispatch import PROMPT, World, assert_right, make_request, run
 from tests.support.call_stream import Wire, open_call_stream
+from tests.support.servers.router_world import PROMPT, World, assert_right, make_request, run
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError, UnavailableError
@@ -19,12 +17,6 @@ from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequenc
 from baton_router.dispatch.event_loop import END, TurnBatcher
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import PlacementRequest
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield World(stack)
 
 
 async def test_a_stream_that_broke_is_opened_again(world: World) -> None:

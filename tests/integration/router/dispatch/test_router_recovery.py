@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integration.router.test_router_dispatch import World, assert_right, make_request, run, world
+from tests.support.servers.router_world import World, assert_right, make_request, run
 
 from baton.errors import InternalError
 from baton.types import Epoch
 
-__all__ = ["world"]  # the fixture
-
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "http.py"
+BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "http.py"
 
 
 async def test_an_instance_that_fails_everything_gets_a_trial_now_and_then(world: World) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.integration.router.test_router_dispatch import Router, World, make_request
 from tests.support.servers.fake_worker import FakeWorker
+from tests.support.servers.router_world import Router, World, make_request
 
 from baton.errors import DeadlineError
 from baton.tokenizer import TokenDelta
@@ -36,12 +35,6 @@ class Sink:
 
     def fast_path(self, *_: object) -> None:
         """There is none."""
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield World(stack)
 
 
 @pytest.fixture
