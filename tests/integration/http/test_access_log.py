@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.integration.http.test_http_api import KEYS, Served
 from tests.support.grpc_calls import Context, servicer
 from tests.support.scripted import ScriptedDispatcher
+from tests.support.servers.http_front import KEYS, Served
 
 from baton.api.v1 import router_pb2
 from baton.tokenizer import TextModelCache

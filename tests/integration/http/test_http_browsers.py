@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from tests.integration.http.test_http_api import Served
+from tests.support.servers.http_front import Served
 
 from baton.errors import ConfigError
 from baton.rpc.hosts import HostRule

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.integration.http.test_http_api import Served, raw
 from tests.support.scripted import ANSWER, ModelInfo, encode
+from tests.support.servers.http_front import Served, raw
 
 from baton_router.accounts.accounts import Accounts
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, TurnBatcher

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.integration.http.test_http_api import Served
 from tests.integration.http.test_http_connections import Noted, connect, generate_much, noted, post
+from tests.support.servers.http_front import Served
 
 __all__ = ["noted"]  # the fixture
 

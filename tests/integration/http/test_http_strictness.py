@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.http.test_http_api import BODY, Served, raw, read_answers
+from tests.support.servers.http_front import BODY, Served, raw, read_answers
 
 TYPE = b"content-type: application/json\r\n"
 GET, POST = b"GET /health HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\n" + TYPE

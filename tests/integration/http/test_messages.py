@@ -11,9 +11,9 @@ import anthropic
 import openai
 import pydantic
 import pytest
-from tests.integration.http.test_http_api import KEYS, Served
 from tests.integration.http.test_tool_calls import CALLS, PARAMETERS, api, prompt, running, say  # noqa: F401
 from tests.support.scripted import encode
+from tests.support.servers.http_front import KEYS, Served
 
 from baton_router.accounts.accounts import Accounts
 from baton_router.frontend.anthropic.answer import object_of

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from openapi_spec_validator import validate
-from tests.integration.http.test_http_api import CHAT, Served
+from tests.support.servers.http_front import CHAT, Served
 from tests.support.watched import KEY, Watched, watched_router
 
 from baton_router.frontend.document import OPEN_PATHS, openapi

@@ -10,9 +10,9 @@ from typing import Any, cast
 import openai
 import pydantic
 import pytest
-from tests.integration.http.test_http_api import Served
 from tests.integration.http.test_tool_calls import CALLS, PARAMETERS, api, prompt, running, say  # noqa: F401
 from tests.support.scripted import encode
+from tests.support.servers.http_front import Served
 
 from baton.errors import NotFoundError
 from baton_router.frontend.openai import response_store

@@ -9,8 +9,8 @@ from typing import Any
 
 import pydantic
 import pytest
-from tests.integration.http.test_http_api import CHAT, Served
 from tests.support.scripted import INFO, encode
+from tests.support.servers.http_front import CHAT, Served
 
 from baton.grammar import choice_grammar, json_object_grammar, json_schema_grammar, regex_grammar
 from baton.types import MAX_GRAMMAR_BYTES

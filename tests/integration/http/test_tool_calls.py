@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from tests.integration.http.test_http_api import Served
 from tests.support.scripted import EOS, TINY, encode
+from tests.support.servers.http_front import Served
 
 CHAT: list[Any] = [{"role": "user", "content": "Weather?"}]
 PARAMETERS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
-from tests.integration.http.test_http_api import Served
 from tests.support.grpc_calls import Context, servicer
 from tests.support.scripted import ScriptedDispatcher
+from tests.support.servers.http_front import Served
 from tests.support.servers.router_world import World, make_request, run
 
 from baton.api.v1 import router_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from tests.integration.http.test_http_api import Served
+from tests.support.servers.http_front import Served
 from tests.support.servers.router_world import World, make_request, run
 from tests.support.spans import MemoryExporter
 
