@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.contract.test_store import BS, KIND, WAIT_S, Host, T, content, host_gate, prompt
+from tests.support.transport.store_engine import BS, KIND, WAIT_S, Host, T, content, host_gate, prompt
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import KVConnector, LoadRequest, LoadUpdate
@@ -37,13 +37,6 @@ NUM_BLOCKS = 96
 CAPACITY = 64
 """Blocks that each of them may hold."""
 LIMITS = LocalOptions("here", cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
-
-
-@pytest.fixture
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
 
 
 class Engine:
