@@ -21,8 +21,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from tests.support.router.world import World, run
 from tests.support.servers.cluster import LocalCluster
-from tests.support.servers.router_world import World, run
 from tests.wire.record import FILES, conversation, descriptors, engine_config, generate_request, unpacked
 
 from baton.api.v1 import worker_pb2

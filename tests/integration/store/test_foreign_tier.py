@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
-from tests.integration.store.test_kvstore_service import KIND, WAIT_S, _scrape, connected, eventually, names, store
 from tests.integration.store.test_kvstore_tiers import LOOKUPS, load
+from tests.support.servers.kvstore_service import KIND, WAIT_S, connected, eventually, names, scrape, store
 
 from baton.api.v1 import kvstore_pb2
 from baton.errors import ConfigError
@@ -96,7 +96,7 @@ async def test_blocks_come_back_from_a_tier_of_another_package() -> None:
         request = kvstore_pb2.DeleteRequest(fingerprint=fingerprint_to_pb(KIND), block_hashes=names(1, 2))
         assert (await instance.stub.Delete(request, timeout=WAIT_S)).num_deleted == 2
         assert len(SHELVES["a"]) == 1
-        page = await asyncio.to_thread(_scrape, port)
+        page = await asyncio.to_thread(scrape, port)
         assert 'baton_kvstore_tier_blocks{tier="shelf"} 1.0' in page
 
 

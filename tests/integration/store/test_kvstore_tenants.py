@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.store.test_kvstore_service import BLOCK, WAIT_S, Instance, connected, names, refused, store
+from tests.support.servers.kvstore_service import BLOCK, WAIT_S, Instance, connected, names, refused, store
 
 from baton.api.v1 import common_pb2, kvstore_pb2
 from baton.cli.main import main

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import redis as redis_client
-from tests.integration.store.test_kvstore_service import (
+from tests.support.servers.kvstore_service import (
     BLOCK,
     KIND,
     WAIT_S,
     Instance,
-    _scrape,
     connected,
     eventually,
     names,
     refused,
+    scrape,
     store,
 )
 from tests.support.servers.redis_server import RedisServer
@@ -193,7 +193,7 @@ async def test_a_chain_of_all_tiers_keeps_everything_over_a_restart(tmp_path: Pa
                 assert await instance.put(*range(first, first + 4)) == [True] * 4
             for first in range(0, 80, 4):
                 assert await load(instance, *range(first, first + 4)) == 4
-            text = await asyncio.to_thread(_scrape, port)
+            text = await asyncio.to_thread(scrape, port)
             for line in (
                 'baton_kvstore_tier_resting{tier="redis"} 0.0',
                 'baton_kvstore_tier_errors_total{tier="object"} 0.0',

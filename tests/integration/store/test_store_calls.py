@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.integration.store.test_kvstore_service import BLOCK, KIND, WAIT_S, connected, eventually
+from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, connected, eventually
 
 from baton.api.v1 import kvstore_pb2
 from baton.errors import BatonError, UnavailableError

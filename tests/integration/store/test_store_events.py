@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.integration.router.test_router_process import router
-from tests.integration.store.test_kvstore_service import BLOCK, KIND, connected, names, store
 from tests.support.servers.cluster import LocalCluster
+from tests.support.servers.kvstore_service import BLOCK, KIND, connected, names, store
 from tests.support.servers.redis_server import RedisServer, missing_redis
 from tests.support.servers.store_process import store_processes
 

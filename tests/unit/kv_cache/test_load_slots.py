@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.models.linked_engines import GREEDY, PROMPT, Engine, expected
 from tests.support.preemption import expect_short_outputs
-from tests.unit.kv_cache.test_engine_connector import GREEDY, PROMPT, Engine, expected
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError

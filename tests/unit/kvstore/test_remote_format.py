@@ -43,6 +43,9 @@ def test_a_flipped_or_cut_value_is_no_block(data: st.DataObject) -> None:
     assert decode_block(value + value[:at] + b"x", OTHER, name_of(1)) is None
 
 
+# Index
+
+
 @given(steps=st.lists(st.tuples(st.sampled_from("auds"), st.integers(0, 5), st.booleans()), max_size=40))
 def test_the_index_is_bounded_and_its_listener_knows_what_it_holds(steps: list[tuple[str, int, bool]]) -> None:
     now = [0.0]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.support.servers.router_world import World
+from tests.support.router.world import World
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
-from tests.support.servers.router_world import Router, World, make_request, run
+from tests.support.router.world import Router, World, make_request, run
 
 from baton.errors import OverloadedError, QueueFullError, SloError, UnavailableError
 

@@ -7,8 +7,8 @@ import random
 
 import msgspec
 import pytest
+from tests.support.router.world import PROMPT, Answer, World, assert_right, make_request, read, run
 from tests.support.servers.fake_tokens import expected_tokens
-from tests.support.servers.router_world import PROMPT, Answer, World, assert_right, make_request, read, run
 
 from baton.errors import (
     CancelledError,

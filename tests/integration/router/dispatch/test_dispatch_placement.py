@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from tests.support.servers.router_world import PROMPT, World, assert_right, make_request, run
+from tests.support.router.world import PROMPT, World, assert_right, make_request, run
 
 from baton.api.v1 import common_pb2
 

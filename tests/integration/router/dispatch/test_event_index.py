@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from prometheus_client import generate_latest
-from tests.support.servers.router_world import PROMPT, World, assert_right, make_request, run
+from tests.support.router.world import PROMPT, World, assert_right, make_request, run
 
 from baton.types import Role
 from baton_router.indexer.event_applier import IndexState

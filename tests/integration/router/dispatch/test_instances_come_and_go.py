@@ -7,8 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.support.servers.fake_worker import FINGERPRINT
-from tests.support.servers.router_world import (
+from tests.support.router.world import (
     PROMPT,
     Answer,
     World,
@@ -18,6 +17,7 @@ from tests.support.servers.router_world import (
     registration,
     run,
 )
+from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.api.v1 import common_pb2, router_pb2
 from baton.errors import (

@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 from tests.integration.router.test_router_process import generate_request
 from tests.integration.router.test_router_process import router as router_process
+from tests.support.router.world import Answer, Router, World, assert_right, make_request, read, run
 from tests.support.servers.fake_worker import FakeWorker
-from tests.support.servers.router_world import Answer, Router, World, assert_right, make_request, read, run
 
 from baton import AsyncClient, Client
 from baton.api.v1 import common_pb2, router_pb2_grpc

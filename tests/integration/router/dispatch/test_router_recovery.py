@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.servers.router_world import World, assert_right, make_request, run
+from tests.support.router.world import World, assert_right, make_request, run
 
 from baton.errors import InternalError
 from baton.types import Epoch

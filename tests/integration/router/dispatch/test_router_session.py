@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from tests.support.grpc_calls import Context, servicer
+from tests.support.router.world import World, make_request, run
 from tests.support.scripted import ScriptedDispatcher
 from tests.support.servers.http_front import Served
-from tests.support.servers.router_world import World, make_request, run
 
 from baton.api.v1 import router_pb2
 from baton.client.request import build_generate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from tests.support.router.world import World, make_request, run
 from tests.support.servers.http_front import Served
-from tests.support.servers.router_world import World, make_request, run
 from tests.support.spans import MemoryExporter
 
 from baton.errors import UnavailableError

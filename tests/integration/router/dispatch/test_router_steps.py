@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.router.world import Router, World, make_request
 from tests.support.servers.fake_worker import FakeWorker
-from tests.support.servers.router_world import Router, World, make_request
 
 from baton.errors import DeadlineError
 from baton.tokenizer import TokenDelta

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.call_stream import Wire, open_call_stream
-from tests.support.servers.router_world import PROMPT, World, assert_right, make_request, run
+from tests.support.router.world import PROMPT, World, assert_right, make_request, run
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.errors import InternalError, UnavailableError
