@@ -1,4 +1,4 @@
-"""Takes the screenshot of docs/console.md: ``baton up`` under some load, its console in a headless Chromium.
+"""Takes the screenshot of docs/router/console.md: ``baton up`` under some load, its console in a headless Chromium.
 
 Prompts begin with one of a few texts, so that there are hits; every tenth is short, so that some are prefilled locally.
 """

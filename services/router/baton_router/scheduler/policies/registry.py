@@ -5,7 +5,8 @@ A package registers a factory in the entry point group ``baton.router_policies``
     [project.entry-points."baton.router_policies"]
     nearest = "my_package:make_policy"
 
-and a router started with ``--policy nearest`` calls it once with a :class:`PolicyContext`. docs/routing.md writes one.
+and a router started with ``--policy nearest`` calls it once with a :class:`PolicyContext`. docs/router/routing.md
+writes one.
 """
 
 from __future__ import annotations
