@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
+from baton_kernels.cpu.calls import BoundCall
 from baton_kernels.cpu.library import CpuLibrary, LinearOperator
 
 
@@ -83,6 +84,14 @@ class CpuLinear:
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
+        """See :class:`~baton_kernels.cpu.calls.BindableOperator`."""
+        call = LinearCall.from_buffer_copy(self._call)
+        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        if residual is not None:
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        return BoundCall(self._run, call, (x, out, residual, self._packed, self._bias))
 
 
 class PairsLinear(CpuLinear):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from baton_kernels.cpu.calls import BoundCall
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 from baton_kernels.linear import PackedLinear
 from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
@@ -157,6 +158,18 @@ class CpuQuantizedLinear:
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
+        """See :class:`~baton_kernels.cpu.calls.BindableOperator`; inputs that torch rounds cannot be bound."""
+        if self._rounds_ahead is not None:
+            return None
+        call = QuantizedCall.from_buffer_copy(self._call)
+        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        call.dtype = DTYPE_CODES[x.dtype]
+        call.residual = None
+        if residual is not None:
+            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        return BoundCall(self._run, call, (x, out, residual, self._weights, self._bias))
 
 
 def multiplies_integers(weight: QuantizedWeight, activations: ActivationScheme) -> bool:

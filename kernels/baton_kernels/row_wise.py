@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from baton_kernels.cpu.calls import BoundCall
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 
 
@@ -29,6 +30,15 @@ class RowCall(ctypes.Structure):
         self.threads = torch.get_num_threads()
         function(ctypes.byref(self))
         return out
+
+    def bound(
+        self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, *keeps: Any
+    ) -> BoundCall:
+        """Return a call of a function for rows of x, as :class:`~baton_kernels.cpu.calls.BindableOperator` says."""
+        call = RowCall.from_buffer_copy(self)
+        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        call.residual = None if residual is None else residual.data_ptr()
+        return BoundCall(function, call, (x, out, residual, *keeps))
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -56,6 +66,10 @@ class CpuRmsNorm:
         """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
         self._call.residual = None if residual is None else residual.data_ptr()
         return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
+        """See :class:`~baton_kernels.cpu.calls.BindableOperator`."""
+        return self._call.bound(self._run, x, out, residual, self._weight)
 
 
 class ActivationKind(enum.IntEnum):
@@ -111,3 +125,11 @@ class CpuGatedMul:
         """Take x, contiguous [rows, 2 dim], gates first -> [rows, dim]; see :func:`gated_reference`."""
         self._call.dim = x.shape[1] // 2
         return self._call.run(self._run, x, x.new_empty(x.shape[0], x.shape[1] // 2))
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
+        """See :class:`~baton_kernels.cpu.calls.BindableOperator`; there is no residual."""
+        if residual is not None:
+            return None
+        bound = self._call.bound(self._run, x, out, None)
+        bound.structure.dim = out.shape[1]
+        return bound

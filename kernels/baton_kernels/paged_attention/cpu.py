@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from baton_kernels.cpu.calls import BoundCall
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.latent import LatentProjections
@@ -32,6 +33,13 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_eps", "norm_offset")),
         *((name, ctypes.c_int32) for name in ("amx", "latent", "rotate_pairs", "nope", "up_dim", "storage")),
     ]
+
+
+PLANNED = (
+    *("query_starts", "context_lens", "table_stride", "num_seqs", "block_size"),
+    *("threads", "pairs", "amx", "ancestors", "tree_starts"),
+)
+"""What is of a batch, and the same in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,28 @@ class LatentPart:
     plan: CpuPlan
 
 
+class BoundAttention:
+    """Attention of one layer, bound to memory.
+
+    Attributes:
+        call: To be made after :meth:`attend` has said to what.
+    """
+
+    def __init__(self, call: BoundCall, spec: AttentionSpec) -> None:
+        self.call, self._spec = call, spec
+        self._pool: LayerPool | None = None
+
+    def attend(self, plan: CpuPlan, pool: LayerPool) -> None:
+        """Take a batch and the layer's pool; both are used until the next call of this."""
+        call, shared = self.call.structure, plan.call
+        if pool is not self._pool:
+            fill_layer(call, self._spec, pool)
+            self._pool = pool
+        call.block_tables = plan.tables + pool.group * plan.table_bytes
+        for name in PLANNED:
+            setattr(call, name, getattr(shared, name))
+
+
 class CpuPagedAttention:
     """See the module's docstring. Not thread-safe: one object per runner."""
 
@@ -74,7 +104,7 @@ class CpuPagedAttention:
     def __init__(self, library: CpuLibrary) -> None:
         if library.attention_struct_bytes != ctypes.sizeof(AttentionCall):
             raise ValueError("the library's structure differs from AttentionCall")
-        self._run = library.paged_attention
+        self.library, self._run = library, library.paged_attention
         self._pairs, self._amx = library.pairs_are_faster, library.amx
 
     def prepare(self, batch: RaggedBatch) -> CpuPlan:
@@ -114,13 +144,23 @@ class CpuPagedAttention:
         call = plan.call
         fill_layer(call, spec, pool)
         call.block_tables = plan.tables + pool.group * plan.table_bytes
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.q_token, call.q_head, _ = q.stride()
-        call.k_token, call.k_head, _ = k.stride()
-        call.v_token, call.v_head, _ = v.stride()
+        fill_tensors(call, q, k, v, out)
         fill_rotation(call, rotation)
         self._call(call, q.dtype)
         return out
+
+    def bind(
+        self,
+        spec: AttentionSpec,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> BoundAttention:
+        """Bind one layer's :meth:`run_rotated` to memory: q, k, v and out of as many rows as a batch will have."""
+        call = AttentionCall(dtype=DTYPE_CODES[out.dtype])
+        fill_tensors(call, *qkv, out)
+        fill_rotation(call, rotation)
+        return BoundAttention(BoundCall(self._run, call, (*qkv, out, rotation, spec), checked=True), spec)
 
     def _call(self, call: AttentionCall, dtype: torch.dtype) -> None:
         """Run a call whose queries, and all that is not in the pool, are of one dtype."""
@@ -225,6 +265,14 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
     if pool.k_scales is not None and pool.v_scales is not None:
         call.k_scales, call.v_scales = pool.k_scales.data_ptr(), pool.v_scales.data_ptr()
         call.scale_stride = pool.k_scales.stride(0)
+
+
+def fill_tensors(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    """Set what is attended from and stored, and where results go."""
+    call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    call.q_token, call.q_head, _ = q.stride()
+    call.k_token, call.k_head, _ = k.stride()
+    call.v_token, call.v_head, _ = v.stride()
 
 
 def fill_rotation(call: AttentionCall, rotation: Rotation | None) -> None:

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from baton.engine.models.fused_layers import LayerMaker, NotFusableError, known_stack
 from baton.engine.models.layer_operators import LayerOperators, RowNorm
+from baton.engine.models.layer_program import MOST_ROWS, LayerProgram, UnboundError
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import LayerPool, RotatingAttention
+from baton_kernels.paged_attention.cpu import CpuPagedAttention
 
 __all__ = ["FusedDecoder", "NotFusableError"]
 
@@ -59,6 +61,17 @@ class FusedDecoder:
         self._norm = maker.norm(stack.norm) if ranks.has_head else None
         self._head = maker.linear(model.module.lm_head) if ranks.has_head else None
         self._softcap = float(getattr(model.text_config, "final_logit_softcapping", None) or 0.0)
+        self._program = self._make_program()
+
+    def _make_program(self) -> LayerProgram | None:
+        """Bind the layers' operators to memory, where they are such that can be bound."""
+        ranks = self._communicator
+        if not isinstance(self._attention, CpuPagedAttention) or ranks.splits_heads or not ranks.is_last_stage:
+            return None
+        try:
+            return LayerProgram(self._layers, self._attention, self._layers[0].output.out_features, self._dtype)
+        except UnboundError:
+            return None
 
     def forward(
         self,
@@ -83,8 +96,34 @@ class FusedDecoder:
                 hidden = hidden * self._embedding_scale
         else:
             hidden = ranks.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
+        if self._program is not None and len(tokens) <= MOST_ROWS and not hidden_of:
+            hidden = self._program.run(hidden, plan, pools, self.on_layer, self._first_layer)
+        else:
+            hidden = self._run_layers(hidden, positions, plan, pools, hidden_of, kept)
+        if not ranks.is_last_stage:
+            ranks.send_hidden(hidden)
+        if self._head is None or self._norm is None:
+            return hidden.new_empty((0, 0)), ()
+        if -1 in hidden_of:
+            kept[-1] = self._norm(hidden)
+        hidden = kept[-1][rows] if -1 in kept else self._norm(hidden[rows])
+        logits = self._head(hidden)
+        if self._softcap:
+            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits, tuple(kept[each] for each in hidden_of) if len(kept) == len(set(hidden_of)) else ()
+
+    def _run_layers(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        pools: list[LayerPool],
+        hidden_of: tuple[int, ...],
+        kept: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run the layers operator by operator; keep the inputs of those in ``hidden_of``."""
         backend, on_layer, add = self._attention, self.on_layer, self._add
-        splits_heads = ranks.splits_heads
+        splits_heads = self._communicator.splits_heads
         for index, (layer, pool) in enumerate(zip(self._layers, pools, strict=True), self._first_layer):
             if index in hidden_of:
                 kept[index] = hidden
@@ -97,17 +136,7 @@ class FusedDecoder:
                 on_layer(index)
             inner = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden)
             hidden = add(layer.mlp, inner, hidden, layer.mlp_out_norm)
-        if not ranks.is_last_stage:
-            ranks.send_hidden(hidden)
-        if self._head is None or self._norm is None:
-            return hidden.new_empty((0, 0)), ()
-        if -1 in hidden_of:
-            kept[-1] = self._norm(hidden)
-        hidden = kept[-1][rows] if -1 in kept else self._norm(hidden[rows])
-        logits = self._head(hidden)
-        if self._softcap:
-            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        return logits, tuple(kept[each] for each in hidden_of) if len(kept) == len(set(hidden_of)) else ()
+        return hidden
 
     def _add(
         self,

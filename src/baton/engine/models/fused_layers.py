@@ -39,33 +39,36 @@ class NotFusableError(Exception):
     """The model is not of a shape that the fast path knows; says why."""
 
 
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
     """Gate and up in one linear, their product, down."""
 
-    def __init__(self, gate_up: PackedLinear, product: GatedProduct, down: PackedLinear) -> None:
-        self._gate_up, self._product, self._down = gate_up, product, down
+    gate_up: PackedLinear
+    product: GatedProduct
+    down: PackedLinear
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Take x and residual [T, hidden], return [T, hidden]."""
-        return self._down(self._product(self._gate_up(x)), residual)
+        return self.down(self.product(self.gate_up(x)), residual)
 
 
+@dataclass(frozen=True, slots=True)
 class HeadAttention:
     """Queries, keys and values in one linear, then attention, which norms heads and rotates on its way."""
 
-    def __init__(
-        self, spec: AttentionSpec, qkv: PackedLinear, spanning_norms: SpanningNorms | None, rotation: Rotation
-    ) -> None:
-        self._spec, self._qkv, self._spanning_norms, self._rotation = spec, qkv, spanning_norms, rotation
+    spec: AttentionSpec
+    qkv: PackedLinear
+    spanning_norms: SpanningNorms | None
+    rotation: Rotation
 
     def __call__(
         self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Take x [T, hidden] and positions int64 [T], those of ``plan``; return [T, heads * v_dim]."""
-        q, k, v = _split(self._qkv(x), self._spec)
-        if self._spanning_norms is not None:
-            q, k = self._spanning_norms(q, k)
-        return backend.run_rotated(plan, self._spec, pool, (q, k, v), self._rotation).view(len(x), -1)
+        q, k, v = split_heads(self.qkv(x), self.spec)
+        if self.spanning_norms is not None:
+            q, k = self.spanning_norms(q, k)
+        return backend.run_rotated(plan, self.spec, pool, (q, k, v), self.rotation).view(len(x), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +405,7 @@ def _rotary_rows(
     return cos, sin
 
 
-def _split(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_heads(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
     rows, width = qkv.shape
     queries, keys = spec.num_heads * spec.k_dim, spec.kv_heads * spec.k_dim
