@@ -47,9 +47,7 @@ struct Pairs {  // of bfloat16, of one column each
     sums[1] = (vf)_mm512_dpbf16_ps((__m512)sums[1], pair, high);
   }
   static vf inputs(const bf16* row, long s, long in_features) {
-    const long left = in_features - 2 * s;
-    const __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
-    return (vf)_mm512_maskz_loadu_epi16(there, row + 2 * s);
+    return (vf)load_pairs(row + 2 * s, in_features - 2 * s);
   }
   template <class F>
   static void pack(F weights, long s, uint32_t* out) {

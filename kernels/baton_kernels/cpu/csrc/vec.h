@@ -142,6 +142,13 @@ inline void store_upto(T* p, vf x, long n) {
   }
 }
 
+#if defined(BATON_AVX512_BF16)
+// 2 VL numbers as they lie, or the `left` that are there and zeros.
+inline __m512i load_pairs(const bf16* x, long left) {
+  return left >= 2 * VL ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16((1u << (left < 0 ? 0 : left)) - 1, x);
+}
+#endif
+
 // --- arithmetic -------------------------------------------------------------------------------------------------
 
 inline float sum(vf x) {

@@ -1,7 +1,7 @@
 // The decode kernel: one new token or a few, the few query heads that share a KV head, keys and values read once, in order.
 // Bound by memory: rows are used as they lie in the pool, and the next tile is fetched while this one is worked on.
 #pragma once
-#include "paged_attention.h"
+#include "ahead.h"
 
 namespace baton {
 
@@ -57,62 +57,10 @@ constexpr int WIDE_GROUP = 6;  // up to so many query heads, two chunks of outpu
 constexpr int WIDE_GROUP = 2;
 #endif
 
-// Fetches a tile's keys and values a little at a time, in the order in which they lie: a block's keys of neighbouring
-// heads are contiguous, so are its values, and long runs are what memory delivers fast.
-template <class S>
-class Ahead {
- public:
-  // Positions from..to of an item's sequence, for its KV heads, to be fetched by `calls` calls of some().
-  void begin(const Attention& args, const Item& item, long from, long to, long calls) {
-    const Head<S> head(args, item.seq, item.head);
-    a_ = &args, table_ = head.table, k_ = head.k, v_ = head.v, heads_ = item.heads;
-    const long block = args.block_size;
-    next_ = from < to ? from / block : 0, stop_ = from < to ? (to + block - 1) / block : 0;
-    values_next_ = false, at_ = end_ = nullptr;
-    lines_ = ((stop_ - next_) * (bytes(args.k_dim) + bytes(args.latent ? 0 : args.v_dim)) / 64 + calls) / calls;
-  }
-
-  // The tile of an item that begins at position j, or the first one of the item after it.
-  void begin_tile(const Attention& args, const Item& item, const Item* next, long j, long calls) {
-    if (j >= item.end && next)
-      begin(args, *next, next->begin, std::min<long>(next->end, next->begin + KB), calls);
-    else
-      begin(args, item, j, std::min<long>(item.end, j + KB), calls);
-  }
-
-  void some(int calls = 1) {
-    for (long i = 0; i < lines_ * calls; ++i, at_ += 64) {
-      if (at_ >= end_ && !more()) return;
-      __builtin_prefetch(at_, 0, 2);
-    }
-  }
-
- private:
-  const Attention* a_;
-  const int32_t* table_;
-  const S *k_, *v_;
-  const char *at_, *end_;
-  long next_, stop_, lines_;
-  int heads_;
-  bool values_next_;
-
-  long bytes(int dim) const { return (long)heads_ * a_->block_size * dim * (long)sizeof(S); }
-
-  bool more() {
-    if (next_ >= stop_) return false;
-    const long block = table_[next_] * a_->block_stride;
-    at_ = (const char*)((values_next_ ? v_ : k_) + block);
-    end_ = at_ + bytes(values_next_ ? a_->v_dim : a_->k_dim);
-    next_ += values_next_ || a_->latent;
-    values_next_ = !values_next_ && !a_->latent;
-    return true;
-  }
-};
-
 // An item's tokens of one sequence, its KV heads, its keys in tiles: all heads of a tile before the next tile, so that
 // memory is read in long runs. T: of queries and outputs; S: of the pool; G: query heads per KV head, times tokens: rows
-// that meet the same keys, those of a token side by side.
-template <class T, class S, int G>
+// that meet the same keys, those of a token side by side. PAIRS: of bfloat16 are multiplied, weights rounded to it.
+template <class T, class S, int G, bool PAIRS>
 class Decode {
  public:
   Decode(const Attention& args, const Item& item, Scratch& scratch)
@@ -176,8 +124,11 @@ class Decode {
     for (int g = 0; g < G; ++g) {
       const int head = head_of(h, g);
       const T* x = (const T*)a.q + token_of(g) * a.q_token + (long)head * a.q_head;
-      for (int d = 0; d < 2 * VL * steps; d += VL) store(row + d, d < a.k_dim ? load_upto(x + d, a.k_dim - d) : vf{});
-      if constexpr (whole<T, S>())
+      for (int d = 0; d < 2 * VL * steps && !PAIRS; d += VL)
+        store(row + d, d < a.k_dim ? load_upto(x + d, a.k_dim - d) : vf{});
+      if constexpr (PAIRS)
+        for (int s = 0; s < steps; ++s) queries[s * G + g] = (vf)load_pairs(x + s * 2 * VL, a.k_dim - s * 2 * VL);
+      else if constexpr (whole<T, S>())
         state[h].unit[g] = this->whole_query(g, (int16_t*)queries);
       else
         for (int s = 0; s < steps; ++s)
@@ -261,6 +212,65 @@ class Decode {
   }
 #endif
 
+#if defined(BATON_AVX512_BF16)
+  // Scores of up to VL keys from j on.
+  void pair_scores(const S** keys, int j, int n, const vf* queries, vf* scores, Ahead<S>& ahead) const {
+    vf parts[G][VL];
+    for (int i = 0; i < VL; ++i) {
+      ahead.some();
+      const S* key = keys[j + i < n ? j + i : 0];
+      __m512 acc[G] = {};
+      for (int t = 0; t < steps; ++t) {
+        const __m512bh x = (__m512bh)load_pairs(key + t * 2 * VL, a.k_dim - t * 2 * VL);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) acc[g] = _mm512_dpbf16_ps(acc[g], x, (__m512bh)queries[t * G + g]);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) parts[g][i] = (vf)acc[g];
+    }
+    for (int g = 0; g < G; ++g) scores[g] = sums(parts[g]);
+  }
+
+  // As add_values, with pairs of weights.
+  template <int C>
+  void add_pairs(const uint32_t (*p)[KB / 2], const S** values, int n, const float* factor, int chunk,
+                 vf* outputs) const {
+    __m512 sums[C][2][G];
+    vf* at = outputs + (size_t)chunk * 2 * G;
+    const long d = (long)chunk * 2 * VL, left = a.v_dim - d;
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g)
+        for (int half = 0; half < 2; ++half) sums[c][half][g] = (__m512)(at[(c * 2 + half) * G + g] * factor[g]);
+    for (int j = 0; j < n; j += 2) {
+      __m512bh low[C], high[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        const long from = d + c * 2 * VL, some = left - c * 2 * VL;
+        const __m512i first = load_pairs(values[j] + from, some);
+        const __m512i second = j + 1 < n ? load_pairs(values[j + 1] + from, some) : __m512i{};
+        low[c] = (__m512bh)_mm512_unpacklo_epi16(first, second);
+        high[c] = (__m512bh)_mm512_unpackhi_epi16(first, second);
+      }
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32((int)p[g][j / 2]);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          sums[c][0][g] = _mm512_dpbf16_ps(sums[c][0][g], weight, low[c]);
+          sums[c][1][g] = _mm512_dpbf16_ps(sums[c][1][g], weight, high[c]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g)
+        for (int half = 0; half < 2; ++half) at[(c * 2 + half) * G + g] = (vf)sums[c][half][g];
+  }
+#endif
+
   // Hide from rows of scores the keys j to j + n that their tokens do not see.
   void hide_others(float (*s)[KB], long j, int n) const {
     for (int g = 0; g < G; ++g) {
@@ -275,6 +285,14 @@ class Decode {
     const vf* queries = q + (size_t)h * 2 * G * steps;
     alignas(64) float s[G][KB];
     for (int j = 0; j < n; j += VL) {
+#if defined(BATON_AVX512_BF16)
+      if constexpr (PAIRS) {
+        vf scores[G];
+        pair_scores(keys, j, n, queries, scores, ahead);
+        for (int g = 0; g < G; ++g) *(vf*)(s[g] + j) = scaled(a, scores[g]);
+        continue;
+      }
+#endif
 #if defined(BATON_WHOLE)
       if constexpr (whole<T, S>()) {
         vf scores[G];
@@ -317,6 +335,17 @@ class Decode {
         for (int j = 0; j < n; j += VL) *(vf*)(s[g] + j) *= *(vf*)(value_scales + j);
     vf* outputs = out + (size_t)h * 2 * G * chunks;
     int c = 0;
+#if defined(BATON_AVX512_BF16)
+    if constexpr (PAIRS) {
+      alignas(64) uint32_t p[G][KB / 2];
+      for (int g = 0; g < G; ++g)
+        for (int j = 0; j < n; j += VL) store((bf16*)p[g] + j, *(vf*)(s[g] + j));
+      if (G <= WIDE_GROUP)
+        for (; c + 2 <= chunks; c += 2) add_pairs<2>(p, values, n, factor, c, outputs);
+      for (; c < chunks; ++c) add_pairs<1>(p, values, n, factor, c, outputs);
+      return;
+    }
+#endif
 #if defined(BATON_WHOLE)
     if constexpr (whole<T, S>()) {
       alignas(64) uint32_t p[G][KB / 2];
@@ -382,7 +411,7 @@ class Decode {
 
   // 2 VL outputs in a row, of the two vectors that they are summed in.
   static void join_outputs(float* to, vf x, vf y) {
-    if constexpr (!whole<T, S>()) return join2(to, x, y, (const S*)nullptr);
+    if constexpr (!PAIRS && !whole<T, S>()) return join2(to, x, y, (const S*)nullptr);
     for (int i = 0; i < VL; ++i) to[i / 4 * 8 + i % 4] = x[i], to[i / 4 * 8 + 4 + i % 4] = y[i];
   }
 
@@ -405,12 +434,12 @@ class Decode {
   }
 };
 
-template <class T, class S>
+template <class T, class S, bool PAIRS>
 void decode(const Attention& a, const Item& item, const Item* next, Scratch& scratch, float* partials) {
   switch (a.num_heads / a.kv_heads * item.tokens()) {
 #define BATON_GROUP(G) \
   case G:              \
-    return Decode<T, S, G>(a, item, scratch).run(partials, next);
+    return Decode<T, S, G, PAIRS>(a, item, scratch).run(partials, next);
     BATON_GROUP(1)
     BATON_GROUP(2)
     BATON_GROUP(3)

@@ -218,7 +218,11 @@ void attend(const Attention& a, const Plan& plan, size_t i, Scratch& scratch, fl
   if constexpr (std::is_same_v<C, ComputeAmx> && std::is_same_v<T, S>)
     if (item.tokens() == 1 && DecodeAmx::takes(a)) return DecodeAmx(a, item, scratch).run(partial, next);
 #endif
-  decode<T, S>(a, item, next, scratch, partial);
+#if defined(BATON_AVX512_BF16)
+  if constexpr (std::is_same_v<C, ComputeBF16> && std::is_same_v<S, bf16>)
+    return decode<T, S, true>(a, item, next, scratch, partial);
+#endif
+  decode<T, S, false>(a, item, next, scratch, partial);
 }
 
 template <class T>

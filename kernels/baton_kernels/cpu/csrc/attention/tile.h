@@ -54,10 +54,6 @@ struct ComputeBF16 {
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)_mm512_load_si512(b));
   }
 
-  static __m512i load_pairs(const bf16* x, long left) {  // 32 values, or the `left` that are there
-    if (left >= 32) return _mm512_loadu_si512(x);
-    return _mm512_maskz_loadu_epi16((__mmask32)((1ull << (left < 0 ? 0 : left)) - 1), x);
-  }
   static void pack_row(const bf16* x, int n, elem* out, int padded) {
     for (int i = 0; i < padded; i += 16) _mm512_storeu_si512(out + i, load_pairs(x + 2 * i, n - 2 * i));
   }
