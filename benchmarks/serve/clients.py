@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.clients.environment import Program, python  # noqa: E402
 from tests.clients.test_benchmarks import LIGHT  # noqa: E402
-from tests.e2e.test_up import start  # noqa: E402
+from tests.support.servers.up import start  # noqa: E402
 
 from baton.rpc.server import free_port  # noqa: E402
 

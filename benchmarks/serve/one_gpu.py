@@ -38,7 +38,7 @@ import httpx
 import numpy as np
 import torch
 from benchmarks.engine_parts.on_device import DTYPES, LLAMA_8B, TINY, write_llama
-from tests.e2e.test_up import Running, start
+from tests.support.servers.up import Running, start
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "one_gpu.json"
 WAYS = {"1P1D": ("--ratio", "1P1D", "--pipe", "cuda_ipc"), "colocated": ("--ratio", "0P1D")}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.up import Running, running_up
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "baton-tiny"
 PROGRAMS = Path(__file__).with_name("programs")
@@ -116,17 +116,10 @@ class Server:
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[Running]:
-    started = start(
+    with running_up(
         "--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL), "--decode-args", "--remote-prefill-threshold 32"
-    )
-    try:
-        if started.process.poll() is not None:
-            pytest.fail("".join(started.lines))
+    ) as started:
         yield started
-        stop(started)
-    finally:
-        started.process.kill()
-        started.end()
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from tests.e2e.test_up import start, stop
 from tests.support.equality import hf_greedy
 from tests.support.servers.supervised import supervised
+from tests.support.servers.up import start, stop
 
 from baton import AsyncClient
 from baton.cli.fleet.processes import ProcessFleet

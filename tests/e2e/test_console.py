@@ -14,8 +14,8 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from tests.e2e.test_up import Running, start, stop
 from tests.support.servers.browser import missing_browser, open_browser
+from tests.support.servers.up import Running, running_up
 
 from baton.cli.main import main
 
@@ -29,15 +29,8 @@ LONG = "import os\n\n\ndef main():\n    print(os.environ)\n" * 8
 
 @pytest.fixture(scope="module")
 def up(model: str) -> Iterator[Running]:
-    running = start("--ratio", "1P2D", "--model", model, "--kv-blocks", "500")
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    with running_up("--ratio", "1P2D", "--model", model, "--kv-blocks", "500") as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 @pytest.fixture

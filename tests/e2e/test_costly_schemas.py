@@ -9,23 +9,16 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from tests.e2e.test_up import Running, start, stop
 from tests.grammars.beside import COSTLY, streams, streams_beside
+from tests.support.servers.up import Running, running_up
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def up(model: str) -> Iterator[Running]:
-    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", model)
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    with running_up("--ratio", "1P1D", "--dtype", "float32", "--model", model) as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 async def test_streams_beside_costly_schemas_have_the_tokens_that_they_have_alone(up: Running) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.up import Running, running_up
 
 pytestmark = pytest.mark.slow
 SCRIPTS = sorted(Path("examples/sdk").glob("*.py"))
@@ -21,17 +21,10 @@ def up(model, tmp_path_factory) -> Iterator[Running]:
     key.write_bytes(b"0123456789abcdef")
     key.chmod(0o600)
     flag = f"--ticket-key-file {key}"
-    running = start(
+    with running_up(
         "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--router-args", flag, "--decode-args", flag
-    )
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    ) as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def chat(out: str) -> None:

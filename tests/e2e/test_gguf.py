@@ -8,9 +8,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.e2e.test_up import Running, start, stop
 from tests.support.equality import hf_greedy
 from tests.support.models.gguf_files import dequantized_checkpoint, write_gguf
+from tests.support.servers.up import Running, running_up
 
 from baton.config.demo_model import default_model
 from baton.tokenizer import TextModel
@@ -30,18 +30,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def up(models: tuple[Path, Path]) -> Iterator[Running]:
-    running = start(
+    with running_up(
         "--ratio", "1P1D", "--dtype", "float32", "--model", str(models[0]),
         "--router-args", "--remote-prefill-threshold 64",
-    )  # fmt: skip
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    ) as running:  # fmt: skip
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def test_answers_over_http_are_the_dequantized_models(up: Running, models: tuple[Path, Path]) -> None:

@@ -15,9 +15,9 @@ import grpc
 import httpx
 import psutil
 import pytest
-from tests.e2e.test_up import Running, start, stop
 from tests.support.equality import hf_greedy
 from tests.support.servers.certificates import Authority, Certificate
+from tests.support.servers.up import Running, running_up
 
 import baton
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc
@@ -112,20 +112,13 @@ def world(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
     }}))  # fmt: skip
     secret.write_text("a secret that routers share")
     token.write_text(TOKEN)
-    running = start(
+    with running_up(
         "--ratio", "1P1D", "--dtype", "float32", "--model", model, "--kvstore", "--pipe", "tls",
         "--token-file", str(token), "--router-args", f"--api-keys {keys} --tenant-secret-file {secret}",
         "--tls-cert", certificate.cert, "--tls-key", certificate.key, "--tls-ca", certificate.ca,
-    )  # fmt: skip
-    tls = Tls(certificate.cert, certificate.key, certificate.ca)
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    ) as running:  # fmt: skip
+        tls = Tls(certificate.cert, certificate.key, certificate.ca)
         yield World(running, certificate, str(token), tls)
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def restart_engines(world: World) -> None:

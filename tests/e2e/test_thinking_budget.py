@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.up import Running, running_up
 
 from baton.tokenizer import Tokenizer
 
@@ -22,18 +22,11 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 @pytest.fixture(scope="module")
 def up(model: str) -> Iterator[Running]:
     # A dialect in which every answer begins with reasoning: the demo model would never end it.
-    running = start(
+    with running_up(
         *("--ratio", "1P1D", "--dtype", "float32", "--model", model),
         *("--router-args", "--reasoning-dialect deepseek_r1", "--decode-args", "--remote-prefill-threshold 1"),
-    )
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    ) as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7, 40])

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.up import Running, running_up
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,15 +29,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "pa
 
 @pytest.fixture(scope="module")
 def up(model: str) -> Iterator[Running]:
-    running = start("--ratio", "1P1D", "--dtype", "float32", "--model", model)
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    with running_up("--ratio", "1P1D", "--dtype", "float32", "--model", model) as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def example(name: str, url: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from scripts.demo_model.tool_conversations import ConversationMaker, Exchange
-from tests.e2e.test_up import Running, start, stop
+from tests.support.servers.up import Running, running_up
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -29,18 +29,11 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Running]:
-    running = start(
+    with running_up(
         "--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL),
         "--router-args", "--remote-prefill-threshold 16",
-    )  # fmt: skip
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    ) as running:  # fmt: skip
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 @pytest.fixture(scope="module")

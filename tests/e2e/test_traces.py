@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import grpc
 import httpx
 import pytest
-from tests.e2e.test_up import LONG, NAME, Running, start, stop
+from tests.e2e.test_up import LONG, NAME
 from tests.support.servers.otlp_collector import CollectedSpan, OtlpCollector
+from tests.support.servers.up import Running, running_up, start, stop
 
 from baton.rpc.server import free_port
 
@@ -30,13 +31,9 @@ def collector() -> Iterator[OtlpCollector]:
 
 @pytest.fixture(scope="module")
 def traced(model: str, collector: OtlpCollector) -> Iterator[Running]:
-    running = start(*ARGS, "--model", model, "--kvstore", env=SOON | {"BATON_OTLP_TRACES_ENDPOINT": collector.endpoint})
-    try:
+    env = SOON | {"BATON_OTLP_TRACES_ENDPOINT": collector.endpoint}
+    with running_up(*ARGS, "--model", model, "--kvstore", env=env) as running:
         yield running
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def complete(running: Running, prompt: str, traceparent: str = "") -> str:

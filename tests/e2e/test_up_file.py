@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.e2e.test_up import start, stop
 from tests.support.equality import hf_greedy
+from tests.support.servers.up import running_up
 
 import baton
 from baton.tokenizer.tokenizer import Tokenizer
@@ -23,20 +23,13 @@ PROMPT = "import os\n\n\ndef main():\n    print(os.environ)\n" * 4
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_examples_serve(name, model):
-    running = start("-f", f"examples/{name}.yaml", "--model", model)
-    try:
-        if running.process.poll() is not None:
-            pytest.fail("".join(running.lines))
+    with running_up("-f", f"examples/{name}.yaml", "--model", model) as running:
         with baton.Client(running.grpc) as client:
             assert {each.instance_id for each in client.list_instances() if each.healthy} == INSTANCES[name]
             answer = client.generate(PROMPT, max_tokens=12, temperature=0)
         ids = Tokenizer.load(model).encode(PROMPT)
         assert answer.token_ids == hf_greedy(model, [ids], 12)[0]
         assert httpx.get(f"{running.url}/health", timeout=240).status_code == 200
-        stop(running)
-    finally:
-        running.process.kill()
-        running.end()
 
 
 def test_every_example_has_a_test():

@@ -25,10 +25,10 @@ import httpx
 import jsonschema
 import numpy as np
 import psutil
-from tests.e2e.test_up import start, stop
 from tests.grammars.beside import deep
 from tests.grammars.beside import report as report_beside
 from tests.grammars.schemas import UNSUPPORTED, Maker
+from tests.support.servers.up import start, stop
 
 from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
 from baton.engine.llm import LLM
