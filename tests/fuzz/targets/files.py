@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import shutil
 import struct
@@ -14,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from tests.fuzz.choices import Choices
+from tests.support.transport.named_blocks import name_of
 
 from baton.errors import BatonError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.connector.offload.block_folder import BlockFolder, BlockFormat
-from baton.types import BlockHash
 from baton_kvstore.tiers.disk.directory import decode_checkpoint, encode_store
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.segment import VERSION
@@ -30,12 +29,8 @@ _KIND = KvFormat(b"k" * 32, b"c" * 32, 600)
 _SECRET = 7
 
 
-def _name(label: object) -> BlockHash:
-    return BlockHash(hashlib.sha256(str(label).encode()).digest())
-
-
 def _content(label: object) -> bytes:
-    return (_name(label) * 19)[:600]
+    return (name_of(label) * 19)[:600]
 
 
 @functools.cache
@@ -52,11 +47,11 @@ def _store() -> dict[str, bytes]:
     (path / "store").write_bytes(encode_store(_SECRET))
     log = DiskLog(str(path), max_bytes=1 << 20, segment_bytes=1 << 15, direct=False)
     for label in range(8):
-        log.write(_KIND, [_name(label)], [memoryview(_content(label))], set())
+        log.write(_KIND, [name_of(label)], [memoryview(_content(label))], set())
         if label == 4:
             log.sync()
             log.checkpoint()
-    log.bury(_KIND, [_name(1), _name(6)])
+    log.bury(_KIND, [name_of(1), name_of(6)])
     log.sync()
     log.close()
     found = {each.name: each.read_bytes() for each in path.iterdir()}
@@ -101,11 +96,14 @@ def disk(data: bytes) -> None:
         try:
             for label in range(8):
                 into = bytearray(600)
-                if log.index.find(_KIND, _name(label)) and log.index.read(_KIND, [_name(label)], [memoryview(into)])[0]:
+                if (
+                    log.index.find(_KIND, name_of(label))
+                    and log.index.read(_KIND, [name_of(label)], [memoryview(into)])[0]
+                ):
                     assert into == _content(label)
-            log.write(_KIND, [_name("new")], [memoryview(_content("new"))], set())
+            log.write(_KIND, [name_of("new")], [memoryview(_content("new"))], set())
             into = bytearray(600)
-            assert log.index.read(_KIND, [_name("new")], [memoryview(into)]) == [True]
+            assert log.index.read(_KIND, [name_of("new")], [memoryview(into)]) == [True]
             assert into == _content("new")
         finally:
             log.close()
@@ -119,7 +117,7 @@ _WHOLE = Fingerprint.of(model="m", model_digest="d", rope="", layout=_LAYOUT)
 def _folder() -> tuple[BlockFolder, Path, bytes]:
     path = Path(_shm(), "kv")
     folder = BlockFolder(path, _WHOLE, max_bytes=100 * BlockFormat(_WHOLE).file_bytes, sync=False)
-    folder.write(_name("a"), np.frombuffer((b"abcdefg" * 1000)[: _WHOLE.block_bytes], np.uint8))
+    folder.write(name_of("a"), np.frombuffer((b"abcdefg" * 1000)[: _WHOLE.block_bytes], np.uint8))
     (file,) = path.glob("**/*.safetensors")
     return folder, file, file.read_bytes()
 
@@ -135,11 +133,11 @@ def kv_files(data: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
     into = np.zeros(_WHOLE.block_bytes, np.uint8)
-    if folder.read(_name("a"), into):
+    if folder.read(name_of("a"), into):
         assert into.tobytes() == (b"abcdefg" * 1000)[: _WHOLE.block_bytes]
     payload = memoryview(_content("r"))
-    value = encode_header(_KIND, _name("r"), payload) + payload
+    value = encode_header(_KIND, name_of("r"), payload) + payload
     changed = choices.mutated(value)
-    found = decode_block(changed, _KIND, _name("r"))
+    found = decode_block(changed, _KIND, name_of("r"))
     assert found is None or bytes(found) == payload
     decode_kind(choices.rest())

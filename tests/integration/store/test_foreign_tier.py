@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from tests.integration.store.test_kvstore_tiers import LOOKUPS, load
-from tests.support.servers.kvstore_service import KIND, WAIT_S, connected, eventually, names, scrape, store
+from tests.support.servers.kvstore_service import KIND, WAIT_S, connected, eventually, scrape, store
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
 from baton.errors import ConfigError

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
-from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, Instance, connected, names, store
+from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, Instance, connected, store
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb

@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, Instance, names, serving
+from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, Instance, serving
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb

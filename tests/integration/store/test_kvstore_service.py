@@ -18,12 +18,12 @@ from tests.support.servers.kvstore_service import (
     as_baton,
     connected,
     eventually,
-    names,
     refused,
     scrape,
     silent_listener,
     store,
 )
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
 from baton.errors import BatonError, ConfigError

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.servers.kvstore_service import BLOCK, WAIT_S, Instance, connected, names, refused, store
+from tests.support.servers.kvstore_service import BLOCK, WAIT_S, Instance, connected, refused, store
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import common_pb2, kvstore_pb2
 from baton.cli.main import main

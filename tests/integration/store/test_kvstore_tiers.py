@@ -16,13 +16,13 @@ from tests.support.servers.kvstore_service import (
     Instance,
     connected,
     eventually,
-    names,
     refused,
     scrape,
     store,
 )
 from tests.support.servers.redis_server import RedisServer
 from tests.support.transport.kvstore_tiers import needs_redis
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb

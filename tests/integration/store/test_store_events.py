@@ -14,9 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.integration.router.test_router_process import router
 from tests.support.servers.cluster import LocalCluster
-from tests.support.servers.kvstore_service import BLOCK, KIND, connected, names, store
+from tests.support.servers.kvstore_service import BLOCK, KIND, connected, store
 from tests.support.servers.redis_server import RedisServer, missing_redis
 from tests.support.servers.store_process import store_processes
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import events_pb2, kvstore_pb2
 from baton.config import EngineConfig

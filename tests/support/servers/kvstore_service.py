@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import socket
 import time
 import urllib.request
@@ -15,6 +14,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import BatonError
@@ -34,10 +34,6 @@ LAYOUT = KVLayout((LayerShape(2, 32, 32), LayerShape(2, 32, 32)), 16, "float32")
 KIND = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
 BLOCK = KIND.block_bytes
 WAIT_S = 240.0
-
-
-def names(*labels: object) -> list[bytes]:
-    return [hashlib.sha256(str(label).encode()).digest() for label in labels]
 
 
 class Instance:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import mmap
 import queue
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 import redis
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from tests.support.servers.redis_server import RedisServer, missing_redis
+from tests.support.transport.named_blocks import buffers, content, names
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import encode_header
@@ -30,24 +28,6 @@ KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
 OTHER = KvFormat(b"o" * 32, b"c" * 32, 300)
 WAIT_S = 240.0
 needs_redis = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
-
-
-def name_of(label: object) -> BlockHash:
-    return BlockHash(hashlib.sha256(str(label).encode()).digest())
-
-
-def names(*labels: object) -> list[BlockHash]:
-    return [name_of(label) for label in labels]
-
-
-def content(name: BlockHash, kind: KvFormat = KIND) -> bytes:
-    return np.random.default_rng(list(name)).bytes(kind.block_bytes)
-
-
-def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
-    step = -(-kind.block_bytes // 4096) * 4096
-    view = memoryview(mmap.mmap(-1, count * step))
-    return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
 
 
 def value_of(name: BlockHash, kind: KvFormat = KIND) -> bytes:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import math
-import mmap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import redis as redis_client
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.tcp_proxy import TcpProxy
 from tests.support.transport.kvstore_tiers import needs_redis
+from tests.support.transport.named_blocks import buffers, content, name_of, names
 
 from baton.errors import InternalError
 from baton.types import BlockHash
@@ -36,24 +34,6 @@ KIND = KvFormat(b"k" * 32, b"c" * 32, BLOCK)
 HUGE = KvFormat(b"h" * 32, b"c" * 32, 300_000)
 DISK_BYTES = 1 << 20
 WAIT_S = 240.0
-
-
-def name_of(label: object) -> BlockHash:
-    return BlockHash(hashlib.sha256(str(label).encode()).digest())
-
-
-def names(*labels: object) -> list[BlockHash]:
-    return [name_of(label) for label in labels]
-
-
-def content(name: BlockHash, kind: KvFormat = KIND) -> bytes:
-    return np.random.default_rng(list(name)).bytes(kind.block_bytes)
-
-
-def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
-    step = -(-kind.block_bytes // 4096) * 4096
-    view = memoryview(mmap.mmap(-1, count * step))
-    return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
 
 
 def disk(folder: Path) -> DiskTier:
@@ -164,9 +144,9 @@ async def test_a_block_deleted_while_the_disk_hands_it_over_is_gone(tmp_path: Pa
     first, second = disk(tmp_path), objects(tmp_path)
     async with chain_of(first, second) as chain:
         await write(chain, *range(3))
-        views = buffers(3)
+        views = buffers(3, KIND)
         for view, name in zip(views, names(*range(3)), strict=True):
-            view[:] = content(name)
+            view[:] = content(name, KIND)
 
         loop = asyncio.get_running_loop()
 
@@ -206,9 +186,9 @@ async def test_what_is_read_again_and_again_goes_back_to_the_first_tier(tmp_path
 
 
 def _filled(*labels: object) -> list[memoryview]:
-    views = buffers(len(labels))
+    views = buffers(len(labels), KIND)
     for view, name in zip(views, names(*labels), strict=True):
-        view[:] = content(name)
+        view[:] = content(name, KIND)
     return views
 
 
@@ -357,7 +337,7 @@ async def test_an_object_store_that_hangs_is_given_up_and_writes_into_nobodys_me
             return bytes(right(path, **options))
 
         backend._fs.cat_file, backend._timeout_s = hangs, 2.0
-        views = buffers(1)
+        views = buffers(1, KIND)
         assert await chain.read(KIND, names(1), views) == [False]
         assert asked.is_set()
         views[0][:] = b"mine" * (BLOCK // 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import os
 import queue
 import random
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.transport.named_blocks import buffers, name_of
 
 from baton.errors import ConfigError
 from baton.types import BlockHash
@@ -54,18 +53,8 @@ CHECKPOINT = encode_checkpoint(
 MAX_BYTES = 1 << 20
 
 
-def name_of(label: int) -> BlockHash:
-    return BlockHash(hashlib.sha256(b"%d" % label).digest())
-
-
 def content(kind: KvFormat, label: int) -> bytes:
     return np.random.default_rng([label, kind.key[0]]).bytes(kind.block_bytes)
-
-
-def buffers(count: int, kind: KvFormat = KIND) -> list[memoryview]:
-    step = -(-kind.block_bytes // PAGE) * PAGE
-    view = memoryview(mmap.mmap(-1, count * step))
-    return [view[i * step : i * step + kind.block_bytes] for i in range(count)]
 
 
 def write(log: DiskLog, *labels: int, kind: KvFormat = KIND) -> list[bool]:
@@ -369,7 +358,7 @@ def test_the_queue_is_bounded_and_a_block_deleted_on_its_way_is_not_found(path: 
     tier = DiskTier(log, queue_bytes=2 * BLOCK, sync_interval_s=60.0, checkpoint_interval_s=60.0)
     answers: queue.Queue[Any] = queue.Queue()
     gate: queue.Queue[Any] = queue.Queue()
-    views = buffers(1)
+    views = buffers(1, KIND)
     views[0][:] = content(KIND, 1)
     held = threading.Event()
     tier.sync(lambda done: held.set() or gate.get(timeout=240))  # holds the thread

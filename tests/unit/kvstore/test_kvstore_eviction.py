@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.transport.named_blocks import name_of
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -28,10 +28,6 @@ def make_pool(block_bytes: int = BLOCK) -> Pool:
     layout = KVLayout((LayerShape(1, 1, 1),), 16, "float32")
     kind = replace(Fingerprint.of(model="m", model_digest="m", rope="", layout=layout), block_bytes=block_bytes)
     return Pool(kind, HostArena(64, block_bytes))
-
-
-def named(label: int) -> BlockHash:
-    return BlockHash(hashlib.sha256(str(label).encode()).digest())
 
 
 class LruModel:
@@ -141,8 +137,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(label=st.integers(0, 30), saved=st.booleans())
     def come(self, label: int, saved: bool) -> None:
-        if all(entry.block_hash != named(label) for entry in self.entries):
-            entry = Entry(self.pool, named(label), 0, pins=1, saved=saved and self.behind)
+        if all(entry.block_hash != name_of(label) for entry in self.entries):
+            entry = Entry(self.pool, name_of(label), 0, pins=1, saved=saved and self.behind)
             self.policy.pin(entry)
             self.entries.append(entry)
             self.unpin_one(entry, used=True)
@@ -188,7 +184,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 4), lost=st.sets(st.integers(0, 30)))
     def recheck(self, count: int, lost: set[int]) -> None:
-        names = {named(label) for label in lost}
+        names = {name_of(label) for label in lost}
         before = {entry for entry in self.evictable() if entry.saved}
         self.policy.recheck(count, lambda entry: entry.block_hash not in names)
         changed = {entry for entry in before if not entry.saved}
@@ -217,12 +213,12 @@ def make_store(eviction: str, blocks: int) -> tuple[BlockStore, Fingerprint]:
 
 
 def put(store: BlockStore, kind: Fingerprint, *labels: int) -> None:
-    reservation = store.reserve(kind, [named(label) for label in labels])
+    reservation = store.reserve(kind, [name_of(label) for label in labels])
     assert all(store.commit(reservation, [True] * len(reservation.missing)))
 
 
 def get(store: BlockStore, kind: Fingerprint, *labels: int) -> int:
-    lease = store.lease(kind, [named(label) for label in labels], 1.0)
+    lease = store.lease(kind, [name_of(label) for label in labels], 1.0)
     if lease is None:
         return 0
     assert store.release(lease.lease_id)
@@ -230,7 +226,7 @@ def get(store: BlockStore, kind: Fingerprint, *labels: int) -> int:
 
 
 def held(store: BlockStore, kind: Fingerprint, *labels: int) -> list[int]:
-    return [label for label in labels if store.contains(kind, [named(label)])]
+    return [label for label in labels if store.contains(kind, [name_of(label)])]
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
@@ -243,7 +239,7 @@ def test_a_chain_goes_from_its_end_to_its_head(eviction: str, uses: int) -> None
     for gone in range(1, 5):
         victim = store.recency.pop()
         assert victim is not None
-        assert victim.block_hash == named(4 - gone)
+        assert victim.block_hash == name_of(4 - gone)
         store.recency.unpin(victim, used=False)  # back, so that the store adds up
         store.delete(kind, [victim.block_hash])
         assert held(store, kind, 0, 1, 2, 3) == list(range(4 - gone))
@@ -279,9 +275,9 @@ def test_s3fifo_remembers_who_left_and_lets_it_begin_in_the_main_queue() -> None
 def test_s3fifo_forgets_a_block_that_was_deleted_while_it_was_read() -> None:
     store, kind = make_store("s3fifo", 4)
     put(store, kind, 0, 1)
-    lease = store.lease(kind, [named(0)], 1.0)
+    lease = store.lease(kind, [name_of(0)], 1.0)
     assert lease is not None
-    assert store.delete(kind, [named(0)]) == 1
+    assert store.delete(kind, [name_of(0)]) == 1
     store.check()
     assert store.release(lease.lease_id)
     store.check()

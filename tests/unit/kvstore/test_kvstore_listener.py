@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.transport.named_blocks import names
 
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
@@ -19,10 +19,6 @@ from baton_kvstore.types import KvFormat, kv_format_of
 LAYOUT = KVLayout((LayerShape(1, 32, 32),), 16, "float32")
 MODEL = Fingerprint.of(model="tiny", model_digest="d1", rope="", layout=LAYOUT)
 KIND = kv_format_of(MODEL)
-
-
-def names(*labels: object) -> list[BlockHash]:
-    return [BlockHash(hashlib.sha256(str(label).encode()).digest()) for label in labels]
 
 
 class Ear:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.unit.kvstore.test_kvstore_store import KIND, Clock, fingerprint, names
+from tests.support.transport.named_blocks import names
+from tests.unit.kvstore.test_kvstore_store import KIND, Clock, fingerprint
 
 from baton.errors import QueueFullError
 from baton.types import BlockHash, Tenant

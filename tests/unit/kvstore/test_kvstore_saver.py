@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from tests.unit.kvstore.test_kvstore_store import KIND, Clock, names
+from tests.support.transport.named_blocks import names
+from tests.unit.kvstore.test_kvstore_store import KIND, Clock
 
 from baton.errors import DeadlineError
 from baton.types import BlockHash, Tenant

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.transport.named_blocks import names
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
@@ -31,10 +32,6 @@ class Clock:
 def fingerprint(model: str = "m", block_bytes: int = 4096) -> Fingerprint:
     layout = KVLayout((LayerShape(1, 1, 1),), 16, "float32")
     return replace(Fingerprint.of(model=model, model_digest=model, rope="", layout=layout), block_bytes=block_bytes)
-
-
-def names(*labels: int) -> list[BlockHash]:
-    return [BlockHash(hashlib.sha256(str(label).encode()).digest()) for label in labels]
 
 
 def make(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.transport.remote_tiers import BLOCK, KIND, OTHER, content, name_of, names, value_of
+from tests.support.transport.named_blocks import content, name_of, names
+from tests.support.transport.remote_tiers import BLOCK, KIND, OTHER, value_of
 
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, decode_block, decode_kind
@@ -20,7 +21,7 @@ def test_what_was_encoded_is_decoded() -> None:
     assert decode_kind(value[:HEADER_BYTES]) == KIND
     payload = decode_block(value, KIND, name)
     assert payload is not None
-    assert bytes(payload) == content(name)
+    assert bytes(payload) == content(name, KIND)
     assert decode_block(value, KIND, name_of(2)) is None
     assert decode_block(value, KvFormat(b"z" * 32, b"c" * 32, BLOCK), name) is None
     assert decode_block(value, KvFormat(KIND.key, KIND.content_key, BLOCK + 1), name) is None

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.transport.remote_tiers import BLOCK, KIND, WAIT_S, Place, name_of, names, place_of, value_of, write
+from tests.support.transport.named_blocks import name_of, names
+from tests.support.transport.remote_tiers import BLOCK, KIND, WAIT_S, Place, place_of, value_of, write
 
 from baton.errors import ConfigError
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES

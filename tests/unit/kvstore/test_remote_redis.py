@@ -8,18 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.transport.remote_tiers import (
-    KIND,
-    WAIT_S,
-    Place,
-    delete,
-    held,
-    names,
-    needs_redis,
-    place_of,
-    read,
-    write,
-)
+from tests.support.transport.named_blocks import names
+from tests.support.transport.remote_tiers import KIND, WAIT_S, Place, delete, held, needs_redis, place_of, read, write
 
 from baton_kvstore.types import KvFormat
 

@@ -13,18 +13,15 @@ import fsspec
 import pytest
 import redis
 from tests.support.servers.redis_server import RedisServer, missing_redis, redis_cluster
+from tests.support.transport.named_blocks import buffers, content, name_of, names
 from tests.support.transport.remote_tiers import (
     BLOCK,
     KIND,
     OTHER,
     WAIT_S,
     Place,
-    buffers,
-    content,
     delete,
     held,
-    name_of,
-    names,
     needs_redis,
     place_of,
     read,
@@ -216,9 +213,9 @@ async def test_a_block_deleted_on_its_way_is_not_found(place: Place) -> None:
         gate: queue.Queue[None] = queue.Queue()
         tier.sync(lambda right: gate.get(timeout=WAIT_S))  # holds the thread
         answers: queue.Queue[Any] = queue.Queue()
-        views = buffers(2)
+        views = buffers(2, KIND)
         for view, name in zip(views, names(1, 2), strict=True):
-            view[:] = content(name)
+            view[:] = content(name, KIND)
         assert tier.write(KIND, names(1, 2), views, answers.put)
         tier.delete(KIND, names(1), answers.put)
         gate.put(None)
