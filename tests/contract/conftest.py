@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.transport import file_pipe
 from tests.support.transport.store_engine import Host
+from tests.support.transport.transport_rig import KINDS, Rig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,3 +25,17 @@ def host() -> Iterator[Host]:
     host = Host()
     yield host
     host.close()
+
+
+@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(*request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def tcp_rig() -> Iterator[Rig]:
+    rig = Rig("tcp")
+    yield rig
+    rig.close()

@@ -8,14 +8,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.transport.shared_memory import left_behind, segments
 from tests.support.transport.transport_rig import (
-    KINDS,
     LAYOUT,
     PRINT,
     Rig,
@@ -58,20 +57,6 @@ from baton.kv_transfer.protocol.read_wire import pack_request
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token
 from baton.types import InstanceId
-
-
-@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(*request.param)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
-def tcp_rig() -> Iterator[Rig]:
-    rig = Rig("tcp")
-    yield rig
-    rig.close()
 
 
 def test_auto_prefers_shared_memory_and_tells_of_a_fallback(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport.transport_rig import KINDS, LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
+from tests.support.transport.transport_rig import LAYOUT, PRINT, Rig, in_thread, silent_source, soon, tls_of
 
 from baton.errors import (
     CancelledError,
@@ -27,20 +26,6 @@ from baton.kv_cache.layout import LayerShape
 from baton.kv_cache.shards import ShardSpec, shard_layout
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, LinkOptions, SequenceBlocks
 from baton.types import Epoch
-
-
-@pytest.fixture(params=KINDS, ids=lambda p: f"{p[0]}-{p[1]}")
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(*request.param)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
-def tcp_rig() -> Iterator[Rig]:
-    rig = Rig("tcp")
-    yield rig
-    rig.close()
 
 
 @pytest.mark.parametrize("pattern", ["one", "contiguous", "scattered", "backwards", "interleaved", "all"])

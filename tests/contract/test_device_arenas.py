@@ -74,12 +74,7 @@ def test_blocks_bigger_than_a_staging_area_come_in_parts(way: Any, area: int, dt
 def test_layers_are_followed_as_they_are_computed(way: Any) -> None:
     layers = (LayerShape(4, 6, 4),) * 8
     pair = Pair(way[0], 1, RESHARDED, ("float32", "float32"), layers, on_device=way[1])
-    call = in_thread(lambda: pair.fetch(ready=0))
-    progress = pair.source.shards.primary.progress
-    for layer in range(1, len(layers) + 1):
-        assert not call.done()
-        progress.advance(layer)
-    assert call.result(240).valid.all()
+    assert pair.fetch_as_computed().valid.all()
     assert pair.right()
     pair.close()
 
@@ -98,10 +93,7 @@ def test_a_recycled_block_is_not_valid_and_never_reaches_the_device(way: Any) ->
     pair = Pair(way[0], 1, SAME, ("float32", "float32"), on_device=way[1])
     for memory in pair.target.memories():
         memory[:] = 0xEE
-    blocks = pair.blocks()
-    pair.source.shards.primary.generations[4] += 1
-    result = pair.fetcher.fetch_sequence(pair.server.source, blocks, deadline=soon())
-    assert np.flatnonzero(~result.valid).tolist() == [4]
+    assert np.flatnonzero(~pair.fetch_recycled(4).valid).tolist() == [4]
     if way[1][1]:
         assert (pair.target.memories()[0][4] == 0xEE).all()
     pair.close()

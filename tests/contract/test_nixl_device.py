@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tests.support.transport.fake_device import StandInArena
 from tests.support.transport.kv_pair import RESHARDED, Pair
-from tests.support.transport.transport_rig import in_thread, soon
 
 from baton.errors import ConfigError
 from baton.kv_cache.arena import MemoryRange
@@ -82,17 +81,9 @@ def test_layers_are_followed_and_recycled_blocks_are_not_valid() -> None:
     layers = (LayerShape(4, 6, 4),) * 8
     pair = Pair("nixl", 1, RESHARDED, ("float32", "float32"), layers, on_device=(True, True))
     try:
-        call = in_thread(lambda: pair.fetch(ready=0))
-        progress = pair.source.shards.primary.progress
-        for layer in range(1, len(layers) + 1):
-            assert not call.done()
-            progress.advance(layer)
-        assert call.result(240).valid.all()
+        assert pair.fetch_as_computed().valid.all()
         assert pair.right()
-        blocks = pair.blocks()
-        pair.source.shards.primary.generations[4] += 1
-        result = pair.fetcher.fetch_sequence(pair.server.source, blocks, deadline=soon())
-        assert np.flatnonzero(~result.valid).tolist() == [4]
+        assert np.flatnonzero(~pair.fetch_recycled(4).valid).tolist() == [4]
     finally:
         pair.close()
 

@@ -8,7 +8,6 @@ from tests.gpu.test_equality import GREEDY, NEW_TOKENS, VOCAB, on_gpu
 from tests.support.equality import References, mixed_prompts
 from tests.support.servers.cluster import LocalCluster
 
-from baton.api.v1 import common_pb2
 from baton.engine.llm import LLM
 
 pytestmark = [
@@ -49,9 +48,5 @@ async def test_hand_over_between_shapes(references: References, prefill: int, de
     expected = references.greedy("llama", prompts, NEW_TOKENS)
     config = on_gpu(references.checkpoint("llama"), device="cuda", tp=prefill, kv_blocks=600)
     async with LocalCluster(config, decode_pipes=[(pipe,)], decode_changes={"tp": decode}) as cluster:
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            result = await cluster.generate(cluster.decode[0], prompt, GREEDY)
-            assert result.token_ids == tokens
-            assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
-            assert result.trace.pipe == pipe
+        await cluster.check_handed_over(prompts, GREEDY, expected, pipe)
         await cluster.check_integrity()

@@ -11,7 +11,6 @@ from tests.support.equality import hf_greedy, mixed_prompts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
-from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
 from baton.engine.device import compute
 from baton.engine.device.arena import DeviceArena
@@ -53,12 +52,7 @@ async def test_hand_over_between_shapes(tmp_path: Path, prefill: int, decode: in
     expected = hf_greedy(model, PROMPTS, NEW_TOKENS)
     config = interpreted(model, tp=prefill, cuda_graphs=("1",), packed_linears=path == "fused decoder")
     async with LocalCluster(config, decode_pipes=[(pipe,)], decode_changes={"tp": decode}) as cluster:
-        for prompt, tokens in zip(PROMPTS, expected, strict=True):
-            result = await cluster.generate(cluster.decode[0], prompt, GREEDY)
-            assert result.token_ids == tokens
-            assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
-            assert result.trace.pipe == pipe
-            assert not result.trace.failed_prefills
+        await cluster.check_handed_over(PROMPTS, GREEDY, expected, pipe)
         await cluster.check_integrity()
         description = cluster.decode[0].context.engine.core.executor.description
         assert description.startswith(f"{path}, attention triton")

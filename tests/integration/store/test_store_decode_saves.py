@@ -15,21 +15,12 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.types import Role, SamplingParams
 from baton.worker.instance import WorkerInstance
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 BLOCK = 16
 NEW_TOKENS = 30
 FIRST = list(range(30, 130))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-
-
-@pytest.fixture
-async def store():
-    server = KVStoreServer(KVStoreConfig(capacity_bytes=64 * 2**20))
-    await server.start()
-    yield server
-    await server.stop(0)
 
 
 @pytest.fixture(scope="module")

@@ -15,19 +15,10 @@ from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.rpc.channel import open_channel
 from baton.types import SamplingParams
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 NEW_TOKENS = 8
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-
-
-@pytest.fixture
-async def store():
-    server = KVStoreServer(KVStoreConfig(capacity_bytes=64 * 2**20))
-    await server.start()
-    yield server
-    await server.stop(0)
 
 
 @pytest.fixture(scope="module")

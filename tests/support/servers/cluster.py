@@ -101,6 +101,17 @@ class LocalCluster:
         """Addresses of the prefill instances."""
         return [instance.address for instance in self.prefill]
 
+    async def check_handed_over(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, expected: Sequence[Sequence[int]], pipe: str
+    ) -> None:
+        """Generate on the first decode instance: the tokens are right, and each prompt's KV came over this pipe."""
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            result = await self.generate(self.decode[0], prompt, sampling)
+            assert result.token_ids == tokens
+            assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
+            assert result.trace.pipe == pipe
+            assert not result.trace.failed_prefills
+
     async def generate(
         self,
         decode: WorkerInstance,

@@ -1,4 +1,4 @@
-"""A deployment under ``baton up``'s supervisor whose processes die in a test, and come back at once."""
+"""A deployment under ``baton up``'s supervisor; what dies in a test comes back at once."""
 
 from __future__ import annotations
 

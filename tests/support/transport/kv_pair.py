@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tests.support.transport.fake_device import FakeDeviceArena, StandInArena
 from tests.support.transport.kv_shapes import pool_of
-from tests.support.transport.transport_rig import soon, tls_of
+from tests.support.transport.transport_rig import in_thread, soon, tls_of
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -154,6 +154,22 @@ class Pair:
 
     def fetch(self, *, held: int = 0, ready: int | None = None) -> FetchResult:
         blocks = self.blocks(held=held, ready=ready)
+        return self.fetcher.fetch_sequence(self.server.source, blocks, deadline=soon())
+
+    def fetch_as_computed(self) -> FetchResult:
+        """Fetch while the source computes layer by layer; it cannot end before the last of them."""
+        call = in_thread(lambda: self.fetch(ready=0))
+        progress = self.source.shards.primary.progress
+        for layer in range(1, len(self.layers) + 1):
+            assert not call.done()
+            progress.advance(layer)
+        result: FetchResult = call.result(240)
+        return result
+
+    def fetch_recycled(self, block: int) -> FetchResult:
+        """Fetch all blocks, of which the source has given one to others by now."""
+        blocks = self.blocks()
+        self.source.shards.primary.generations[block] += 1
         return self.fetcher.fetch_sequence(self.server.source, blocks, deadline=soon())
 
     def right(self, first: int = 0, end: int | None = None) -> bool:

@@ -20,6 +20,7 @@ import torch
 from tests.support.equality import hf_greedy
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
+from tests.support.servers.supervised import supervised
 from tests.support.servers.warm import WarmStarter
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -123,14 +124,8 @@ def plan() -> DeploymentPlan:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment(starter: WarmStarter) -> AsyncIterator[Supervisor]:
-    lines: list[str] = []
-    supervisor = Supervisor(plan(), lambda name, line: lines.append(f"{name} | {line}"))
-    supervisor.spawn = starter.spawn
-    try:
-        async with supervisor:
-            yield supervisor
-    finally:
-        print("\n".join(lines[-200:]))  # noqa: T201  pytest shows it with a failure
+    async with supervised(plan(), starter) as supervisor:
+        yield supervisor
 
 
 async def test_decode_goes_on_with_what_prefill_computed_in_another_dtype(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.support.equality import hf_greedy, mixed_prompts
+from tests.support.servers.supervised import supervised
 from tests.support.servers.warm import WarmStarter
 
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
@@ -39,14 +40,8 @@ def plan() -> DeploymentPlan:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def deployment(starter: WarmStarter) -> AsyncIterator[Supervisor]:
-    lines: list[str] = []
-    supervisor = Supervisor(plan(), lambda name, line: lines.append(f"{name} | {line}"))
-    supervisor.spawn = starter.spawn
-    try:
-        async with supervisor:
-            yield supervisor
-    finally:
-        print("\n".join(lines[-100:]))  # noqa: T201  pytest shows it with a failure
+    async with supervised(plan(), starter) as supervisor:
+        yield supervisor
 
 
 async def ask_all(client: AsyncClient) -> list[Generation]:
