@@ -119,11 +119,11 @@ class _Process:
     def _start(self) -> None:
         self.end()
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ours, theirs:
             # -P: no modules of the working directory.
             command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self._cpu_s)]
             self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._line = Connection(ours.detach())
+            self._line = Connection(ours.detach())
 
     def end(self, patience_s: float = 0.2) -> int | None:
         """End it; return its exit status, unless it takes longer than that to end by itself."""

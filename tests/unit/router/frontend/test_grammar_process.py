@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from baton.grammar import StructuredOutputs, lark_grammar, regex_grammar
 from baton.grammar.regex_cost import count_parts
 from baton.grammar.validation import check_grammar
 from baton.types import Grammar
+from baton_router.processor import grammar_process
 from baton_router.processor.grammar_process import GrammarProcesses
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 
@@ -57,6 +61,25 @@ def test_a_grammar_that_would_take_for_ever_or_end_the_process_is_refused(
     assert caught.value.field == BOMBS[name].place
     grammar, _ = processes.make(StructuredOutputs(json={"type": "integer"}))  # and the next one is made
     assert grammar.kind == "json_schema"
+
+
+def test_a_process_that_cannot_be_started_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    def noted() -> tuple[socket.socket, socket.socket]:
+        made.extend(pair := socket.socketpair())
+        return pair
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(grammar_process, "socket", SimpleNamespace(socketpair=noted))
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    processes = GrammarProcesses(1, cpu_s=0.25, wait_s=600.0)
+    with pytest.raises(BlockingIOError):
+        processes.make(StructuredOutputs(json={"type": "integer"}))
+    assert [end.fileno() for end in made] == [-1, -1]
+    processes.close()
 
 
 def test_what_is_asked_for_comes_over_whole(processes: GrammarProcesses) -> None:
