@@ -144,7 +144,7 @@ def merged(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Return a result with what an earlier one has beside it of the same machine: workloads, and other engines."""
     ran, earlier = result["engines"], before.get("engines", {})
     same = all(before.get(key) == result[key] for key in ("settings", "parameters"))
-    same = same and before["machine"]["cpu"] == result["machine"]["cpu"]
+    same = same and all(before["machine"].get(key) == result["machine"][key] for key in ("cpu", "instructions"))
     if not same or any(ran[name] != earlier[name] for name in ran.keys() & earlier.keys()):
         return result
     found = {**before, **result, "engines": {**earlier, **ran}, "repeats": {**before["repeats"], **result["repeats"]}}

@@ -162,7 +162,7 @@ class Decode {
         const vs x = load_whole(key + t * 2 * VL, FULL ? 2 * VL : a.k_dim - t * 2 * VL);
         const vs* factors = (const vs*)queries + (long)t * G;
 #pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) acc[g] += pair_products(x, factors[g]);
+        for (int g = 0; g < G; ++g) acc[g] = add_pair_products(acc[g], x, factors[g]);
       }
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) parts[g][i] = acc[g];
@@ -201,7 +201,8 @@ class Decode {
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
         const vs weight = (vs)((vu{} + p[g][j / 2]));
-        sums[0][g] += pair_products(low, weight), sums[1][g] += pair_products(high, weight);
+        sums[0][g] = add_pair_products(sums[0][g], low, weight);
+        sums[1][g] = add_pair_products(sums[1][g], high, weight);
       }
     }
 #pragma GCC unroll 8

@@ -81,12 +81,16 @@ inline vs load_whole(const q8* p, long left) {
   return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
 #endif
 }
-// Sums of the products of pairs.
-inline vi pair_products(vs a, vs b) {
-#if defined(BATON_AVX512)
-  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+// The products of pairs, added to sums.
+inline vi add_pair_products(vi sums, vs a, vs b) {
+#if defined(BATON_AVX512) && defined(__AVX512VNNI__)
+  return (vi)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif defined(BATON_AVX512)
+  return sums + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)a, (__m256i)b);
 #else
-  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  return sums + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
 }
 // Pairs of neighbours of two rows: of the lower and of the upper half of each 128 bits.
