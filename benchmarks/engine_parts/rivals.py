@@ -26,6 +26,8 @@ PACKAGES = {
     "onnxruntime": ("onnxruntime-genai==0.18.0", "onnxruntime", "onnx-ir", "transformers", "torch"),
 }
 """By the worker's name. xllamacpp is llama.cpp as its package has it, built for any processor with AVX2."""
+UNWANTED = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""What packages bring and text needs not: built for CUDA, they cannot be imported beside torch's build for CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Rival:
 
     def __init__(self, name: str, environments: Path, model: Path, threads: int, clock: str) -> None:
         self._name, kind = name, RIVALS[name]
-        python = environment(environments / kind.worker, PACKAGES[kind.worker])
+        python = environment(environments / kind.worker, PACKAGES[kind.worker], UNWANTED.get(kind.worker, ()))
         self._work = tempfile.TemporaryDirectory(prefix=f"baton-rival-{name}-")
         worker = Path(__file__).with_name(f"rival_{kind.worker}.py")
         settings = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
@@ -120,12 +122,20 @@ class Rival:
         self.close()
 
 
-def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """Return the interpreter of a virtual environment with some packages, which is made where it is not there."""
+def environment(folder: Path, packages: tuple[str, ...], unwanted: tuple[str, ...] = ()) -> Path:
+    """Return the interpreter of a virtual environment with some packages, which is made where it is not there.
+
+    Args:
+        folder: The environment.
+        packages: As pip takes them.
+        unwanted: What they bring that is removed again.
+    """
     python, done = folder / "bin" / "python", folder / "packages.json"
     if not done.exists() or json.loads(done.read_text()) != list(packages):
         print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        if unwanted:
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted], check=True)
         done.write_text(json.dumps(packages))
     return python
