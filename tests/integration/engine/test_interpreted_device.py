@@ -128,9 +128,9 @@ def test_packed_weights_and_kv_of_8_bits_give_the_tokens_of_the_cpu(
     assert not any(held.nbytes for held in held_weights(executor.model.module))
     layer = executor._runner._decoder._layers[0]
     # Columns of act order differ between projections, which stay side by side then.
-    joined = [layer.attention._qkv, layer.mlp._gate_up]
+    joined = [layer.attention.qkv, layer.mlp.gate_up]
     operators = [part for each in joined for part in getattr(each, "_parts", [each])]
-    operators += [layer.output, layer.mlp._down]
+    operators += [layer.output, layer.mlp.down]
     plain = sum(tensor.nbytes for key, tensor in read_tensors(made.plain).items() if PROJECTIONS.search(key))
     assert sum(each.nbytes for each in operators) < 0.3 * plain
 

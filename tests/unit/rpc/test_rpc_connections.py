@@ -262,6 +262,7 @@ async def test_answers_of_a_stranger_are_not_unpacked_either() -> None:
         async with open_channel(f"127.0.0.1:{port}", token=TOKEN) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await router_pb2_grpc.RouterServiceStub(channel).Route(router_pb2.RouteRequest(), timeout=240)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # RESOURCE_EXHAUSTED comes after unpacking
+        assert caught.value.code() is grpc.StatusCode.INTERNAL  # RESOURCE_EXHAUSTED comes after unpacking
+        assert "'gzip' is disabled" in str(caught.value.details())
     finally:
         await rogue.stop(0)

@@ -3,7 +3,7 @@
 Run operator by operator, a layer costs 70 µs of Python beside its work, and gives the interpreter's lock back and takes
 it again eight times, each time behind whoever else wants it. As a list, all layers of a step cost what one call does.
 It is for layers that consist of nothing but such calls: head-wise attention and a gated MLP, plain or quantized, on one
-rank; and for steps of a few hundred tokens, beyond which the operators' own work is all that counts.
+rank; and for steps of up to 256 tokens, beyond which the operators' own work is all that counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import LayerPool
 from baton_kernels.paged_attention.cpu import BoundAttention, CpuPagedAttention, CpuPlan
 
-MOST_ROWS = 512
+MOST_ROWS = 256
 """Tokens of a step; memory for so many is kept."""
 
 
@@ -44,9 +44,11 @@ class LayerProgram:
     def __init__(
         self, layers: Sequence[FusedLayer], attention: CpuPagedAttention, width: int, dtype: torch.dtype
     ) -> None:
-        self._dtype, self._attention = dtype, attention
-        self._memory: dict[tuple[str, int], torch.Tensor] = {}
-        self._hidden = self._rows("hidden", width)
+        self._attention = attention
+        widths = [_widths(layer) for layer in layers]
+        self._hidden = torch.empty(MOST_ROWS, width, dtype=dtype)
+        # What each operator writes the next one reads, and nobody after it: two pieces of memory do.
+        self._even, self._odd = (torch.empty(MOST_ROWS * max(width, *each), dtype=dtype) for each in zip(*widths, strict=True))
         self._attentions: list[BoundAttention] = []
         self._attended: list[int] = []
         self._list: list[BoundCall] = []
@@ -89,22 +91,18 @@ class LayerProgram:
         return self._hidden[:rows]
 
     def _bind(self, layer: FusedLayer) -> None:
-        attention, mlp = layer.attention, layer.mlp
-        if not isinstance(attention, HeadAttention) or attention.spanning_norms is not None:
-            raise UnboundError("attention that is more than one operator")
-        if not isinstance(mlp, GatedMlp):
-            raise UnboundError("a mixture of experts")
+        attention, mlp = _bindable(layer)
         spec = attention.spec
-        qkv = self._made("qkv", attention.qkv, self._normed(layer.attention_norm))
-        attended = self._rows("attended", spec.num_heads * spec.v_dim)
+        qkv = self._made(self._odd, attention.qkv, self._normed(layer.attention_norm))
+        attended = _rows(self._even, spec.num_heads * spec.v_dim)
         heads = attended.view(MOST_ROWS, spec.num_heads, spec.v_dim)
         bound = self._attention.bind(spec, split_heads(qkv, spec), heads, attention.rotation)
         self._attentions.append(bound)
         self._list.append(bound.call)
         self._attended.append(len(self._list))
         self._add(layer.output, attended, layer.attention_out_norm)
-        gate_up = self._made("gate_up", mlp.gate_up, self._normed(layer.mlp_norm))
-        product = self._rows("product", mlp.down.in_features)
+        gate_up = self._made(self._odd, mlp.gate_up, self._normed(layer.mlp_norm))
+        product = _rows(self._even, mlp.down.in_features)
         self._call(mlp.product, gate_up, product)
         self._add(mlp.down, product, layer.mlp_out_norm)
 
@@ -112,7 +110,7 @@ class LayerProgram:
         """The hidden states, normed if there is a norm."""
         if norm is None:
             return self._hidden
-        inner = self._rows("inner", self._hidden.shape[1])
+        inner = _rows(self._even, self._hidden.shape[1])
         self._call(norm, self._hidden, inner)
         return inner
 
@@ -121,10 +119,10 @@ class LayerProgram:
         if norm is None:
             self._call(part, x, self._hidden, self._hidden)
         else:
-            self._call(norm, self._made("part", part, x), self._hidden, self._hidden)
+            self._call(norm, self._made(self._odd, part, x), self._hidden, self._hidden)
 
-    def _made(self, use: str, part: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        out = self._rows(use, part.out_features)
+    def _made(self, memory: torch.Tensor, part: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        out = _rows(memory, part.out_features)
         self._call(part, x, out)
         return out
 
@@ -134,8 +132,25 @@ class LayerProgram:
             raise UnboundError(f"{type(part).__name__} cannot be bound")
         self._list.append(bound)
 
-    def _rows(self, use: str, width: int) -> torch.Tensor:
-        """Memory that all layers use for the same thing."""
-        if (use, width) not in self._memory:
-            self._memory[use, width] = torch.empty(MOST_ROWS, width, dtype=self._dtype)
-        return self._memory[use, width]
+
+def _bindable(layer: FusedLayer) -> tuple[HeadAttention, GatedMlp]:
+    """The parts of a layer that is of the known kind."""
+    if not isinstance(layer.attention, HeadAttention) or layer.attention.spanning_norms is not None:
+        raise UnboundError("attention that is more than one operator")
+    if not isinstance(layer.mlp, GatedMlp):
+        raise UnboundError("a mixture of experts")
+    return layer.attention, layer.mlp
+
+
+def _widths(layer: FusedLayer) -> tuple[int, int]:
+    """Of the widest results in a layer of every other operator: queries' outputs and products, and what they are of."""
+    attention, mlp = _bindable(layer)
+    spec = attention.spec
+    return max(spec.num_heads * spec.v_dim, mlp.down.in_features), max(
+        attention.qkv.out_features, mlp.gate_up.out_features
+    )
+
+
+def _rows(memory: torch.Tensor, width: int) -> torch.Tensor:
+    """The first part of some memory as rows."""
+    return memory[: MOST_ROWS * width].view(MOST_ROWS, width)

@@ -65,15 +65,16 @@ class LaidRow {
 // words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs
 // are multiplied with. Sums are [segments][rows].
 
-// The sums of a row's segments.
-inline void put_sums(const PackedLayout& a, const float* x, int r, int rows, float* sums) {
+// The sums of a row's segments, each computed as a Sum.
+template <class Sum, class T>
+inline void put_sums(const PackedLayout& a, const T* x, int r, int rows, float* sums) {
   const long segments = a.segments;
   for (long i = 0; i < segments; ++i) {
     const Segment segment = segment_of(a, i);
-    const float* from = x + segment.at * a.inputs;
-    float sum = 0;
+    const T* from = x + segment.at * a.inputs;
+    Sum sum = 0;
     for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
-    sums[i * rows + r] = sum;
+    sums[i * rows + r] = (float)sum;
   }
 }
 
@@ -90,7 +91,7 @@ struct FloatInputs {
     float factors[8];
     for (int j = 0; j < 8; ++j) factors[j] = factor_of(form, j % (int)a.inputs);
     for (long i = 0; i < n; ++i) out[i * rows + r] = x[i] * factors[i % 8];
-    put_sums(a, x, r, rows, sums);
+    put_sums<float>(a, x, r, rows, sums);
     return 1.0f;
   }
 };
@@ -139,14 +140,7 @@ struct Int8Inputs {
     int8_t* q = memory.get<int8_t>(n + 4 * VL);
     const float damage = round(x, n, scale, q);
     form == INT8 ? Dot8::lay(a, q, r, rows, out) : Dot4::lay(a, q, r, rows, out);
-    const long segments = a.segments;
-    for (long i = 0; i < segments; ++i) {
-      const Segment segment = segment_of(a, i);
-      const int8_t* from = q + segment.at * a.inputs;
-      int32_t sum = 0;
-      for (long k = 0; k < segment.steps * a.inputs; ++k) sum += from[k];
-      sums[i * rows + r] = (float)sum;
-    }
+    put_sums<int32_t>(a, q, r, rows, sums);
     return scale + damage;
   }
 

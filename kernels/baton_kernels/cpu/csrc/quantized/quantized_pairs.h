@@ -79,7 +79,7 @@ struct PairInputs {
         out[(s * pairs + p) * rows + r] =
             rounded(*low * factors[at[p]]) >> 16 | (rounded(*high * factors[at[p] + 2]) & 0xffff0000u);
       }
-    put_sums(a, x, r, rows, sums);
+    put_sums<float>(a, x, r, rows, sums);
     return 1.0f;
   }
 
