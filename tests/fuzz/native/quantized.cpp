@@ -19,7 +19,7 @@ struct Linear {  // as quantized_linear.cpp has it
     const void *residual;
     void *out;
     int64_t rows, x_stride, residual_stride, out_stride;
-    int32_t dtype, int8_inputs, threads, amx;
+    int32_t dtype, int8_inputs, threads, amx, pairs;
     float scale;
 };
 
@@ -35,7 +35,7 @@ struct Experts {  // as quantized_experts.cpp has it
     const void *residual;
     void *out;
     int64_t tokens, x_stride, residual_stride;
-    int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, unused;
+    int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, pairs;
     float alpha, limit;
 };
 
@@ -102,13 +102,15 @@ void linear(Choices &from) {
     auto x = tensor(from, call.rows ? (call.rows - 1) * call.x_stride + in : 0, dtype);
     auto residual = tensor(from, call.rows ? (call.rows - 1) * call.residual_stride + out : 0, dtype);
     Buffer<uint8_t> result(call.rows * out * width_of(dtype));
+    if (from.flag())  // values that bfloat16 has too
+        for (int i = 0; i < 16; i++) reinterpret_cast<uint16_t *>(table.get())[2 * i] = 0;
     call.x = x.get(), call.packed = weight.get(), call.table = floats(table), call.out = result.get();
     if (from.flag()) call.bias = floats(bias);
     if (from.flag()) call.order = order.get();
     if (from.flag()) call.residual = residual.get();
     call.dtype = dtype, call.threads = number(from, 1, 2), call.int8_inputs = form < 2 && from.flag();
     call.scale = from.flag() ? 0.01f : 0.0f;
-    call.amx = from.flag() && baton_amx_ready();
+    call.amx = from.flag() && baton_amx_ready(), call.pairs = from.flag();
     baton_quantized_linear(&call);
     // fp8 has values that are no numbers, which come out as large ones
     if (dtype != 2) REQUIRE(finite(result, dtype));
@@ -138,7 +140,7 @@ void experts(Choices &from) {
     if (from.flag()) call.residual = residual.get();
     call.dtype = dtype, call.activation = number(from, 0, 2), call.int8_inputs = form < 2 && from.flag();
     call.threads = number(from, 1, 2), call.alpha = 1.702f, call.limit = 7.0f;
-    call.amx = from.flag() && baton_amx_ready();
+    call.amx = from.flag() && baton_amx_ready(), call.pairs = from.flag();
     baton_quantized_experts(&call);
     if (dtype == 0) REQUIRE(finite(result, dtype));
 }
