@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from baton_kernels.quantized_linear import (
     quantized_linear_reference,
 )
 from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, TableWeight
 
 SCHEMES = {
     "exact": EXACT,
@@ -28,6 +29,8 @@ SCHEMES = {
     "fp8": ActivationScheme(ActivationType.FP8),
 }
 ROWS = [1, 2, 6, 13, 17, 130]
+TABLE_OF_BFLOAT16 = "table of bfloat16"
+"""As MXFP4's: another way than with a table whose values have more bits."""
 
 
 def inputs(rows: int, columns: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -74,7 +77,7 @@ def test_narrow_inputs_give_narrow_outputs(library: CpuLibrary, dtype: torch.dty
 
 @settings(max_examples=80, deadline=None)
 @given(
-    form=st.sampled_from(FORMS),
+    form=st.sampled_from([*FORMS, TABLE_OF_BFLOAT16]),
     rows=st.one_of(st.integers(1, 30), st.sampled_from([100, 130])),
     outputs=st.integers(1, 70),
     groups=st.integers(1, 4),
@@ -84,7 +87,12 @@ def test_pairs_of_bfloat16_lose_nothing(form: str, rows: int, outputs: int, grou
     """Inputs and what weights are before their scales are bfloat16: products of pairs are those of float32."""
     if _library().instructions != "avx512-bf16":
         pytest.skip("no vdpbf16ps here")
-    weight = make(form, outputs, groups * group, group)
+    if form == TABLE_OF_BFLOAT16:
+        table = make("table", outputs, groups * group, group)
+        assert isinstance(table, TableWeight)
+        weight: QuantizedWeight = replace(table, table=table.table.bfloat16().float())
+    else:
+        weight = make(form, outputs, groups * group, group)
     x = inputs(rows, groups * group, outputs, torch.bfloat16)[0]
     want = quantized_linear_reference(x.float(), weight)
     for pairs in (False, True):

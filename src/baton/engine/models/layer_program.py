@@ -45,10 +45,10 @@ class LayerProgram:
         self, layers: Sequence[FusedLayer], attention: CpuPagedAttention, width: int, dtype: torch.dtype
     ) -> None:
         self._attention = attention
-        widths = [_widths(layer) for layer in layers]
         self._hidden = torch.empty(MOST_ROWS, width, dtype=dtype)
         # What each operator writes the next one reads, and nobody after it: two pieces of memory do.
-        self._even, self._odd = (torch.empty(MOST_ROWS * max(width, *each), dtype=dtype) for each in zip(*widths, strict=True))
+        sizes = (MOST_ROWS * max(width, *each) for each in zip(*map(_widths, layers), strict=True))
+        self._even, self._odd = (torch.empty(size, dtype=dtype) for size in sizes)
         self._attentions: list[BoundAttention] = []
         self._attended: list[int] = []
         self._list: list[BoundCall] = []
