@@ -12,7 +12,10 @@ with enums and patterns, new names in each so that none is known.
   does the same work), and half of them. The engines step in turns, so what the machine does besides meets all alike:
   each step is compared with the free one beside it, in time and in CPU time of all threads; medians, and means without
   a tenth at either end. What guided rows cost those beside them is the step of the half-guided batch against that of
-  the free one.
+  the free one. A model that was trained for such answers wants what its grammar allows, but for a few tokens; random
+  weights seldom do, and so the same is measured twice: with the next token of a document that follows the schema raised
+  in all rows' logits, but for ``--wrong`` of the tokens, at which another one is wanted, and with the logits as they
+  are, which no model that somebody uses comes near.
 * Forced tokens: their share along the documents, and forward passes per token of a random model's guided answers (most
   of which is free text), in float32, with jump-forward and without; the answers are compared.
 
@@ -45,6 +48,7 @@ import transformers
 from benchmarks.engine import machine
 from benchmarks.engine_parts.models import COMMON, FULL, SMOKE
 from benchmarks.engine_parts.rivals import environment
+from benchmarks.grammar_parts.following import following
 from benchmarks.grammar_parts.workload import VOCAB, document, schema, tokenizer_folder
 from tokenizers import Tokenizer
 
@@ -81,7 +85,12 @@ def main() -> int:
         if {"steps", "forced"} & set(args.parts):
             write_model(Path(folder), tokenizer, vocab, smoke=args.smoke)
         if "steps" in args.parts:
-            result["steps"] = measure_steps(args, folder)
+            core = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+            documents = {row: core.encode(document(1000 + row, row)).ids for row in range(ROWS)}
+            newline = core.token_to_id(byte_letters()[ord("\n")])  # which no JSON has that is written without space
+            with following(documents, args.wrong, newline):
+                result["steps"] = {"wrong": args.wrong, **measure_steps(args, folder)}
+            result["steps_of_random_weights"] = measure_steps(args, folder)
         if "forced" in args.parts:
             result["forced"] = measure_forced(args, folder)
     print(json.dumps(result, indent=1))
@@ -100,6 +109,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10, help="batches of 32 answers, per engine")
     parser.add_argument("--steps", type=int, default=64, help="decode steps per batch")
+    parser.add_argument("--wrong", type=float, default=0.03, help="share of tokens at which a model is refused")
     parser.add_argument("--schemas", type=int, default=40, help="schemas whose first mask is timed")
     parser.add_argument("--answers", type=int, default=16, help="guided answers with and without jump-forward")
     parser.add_argument("--rivals", action="store_true", help="beside xgrammar and outlines_core")
@@ -265,7 +275,7 @@ def begin_batch(engine: EngineCore, number: int, guided: int, tokens: int) -> No
     for row in range(ROWS):
         grammar = grammar_of(1000 + row) if row < guided else None
         sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, grammar=grammar)
-        add(engine, f"{number}-{row}", 100 * number + row, sampling)
+        add(engine, f"{number}-{row}", ROWS * number + row, sampling)
     while engine.stats().num_waiting or engine.prompt_queue():
         engine.step()
 
@@ -307,12 +317,14 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         for engine in engines.values():
             while engine.has_work():
                 engine.step()
-    before = any(engine.masks is not None and engine.masks.before_forward for engine in engines.values())
+    guided = engines["guided"].masks
+    assert guided is not None
     median = {name: [statistics.median(one[name][at] for one in rounds) for at in (0, 1)] for name in ways}
     return {
         "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
         "steps": len(rounds),
-        "masks_are_computed": "before forward passes" if before else "beside forward passes",
+        "masks_are_computed": "where a token is refused" if guided.late else "beside forward passes",
+        "refused_share": round(guided.refused_tokens / guided.tried_tokens, 4) if guided.tried_tokens else None,
         "step_ms": {name: round(1e3 * value, 3) for name, (value, _) in median.items()},
         "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},
         "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},

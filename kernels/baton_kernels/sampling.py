@@ -22,7 +22,7 @@ class SampleCall(ctypes.Structure):
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys")),
-        *((name, ctypes.c_void_p) for name in ("masks", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("masks", "at", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "threads")),
     ]
@@ -49,15 +49,17 @@ class CpuSampler:
         filters: Sequence[RowFilter],
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None] = (),
+        at: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
 
         Args:
-            logits: [R, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
+            logits: [R or more, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
             filters: R of them.
             keys: [R], what the random numbers of the draws come from.
             masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
                 minus infinity; none: all tokens of all rows.
+            at: int64 [R], the row of the logits that each is for; default: the first R, one each.
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -65,12 +67,17 @@ class CpuSampler:
         temperature, top_p, min_p = np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))
         top_k = numbers[:, 1].astype(np.int64)
         keys = np.ascontiguousarray(keys, np.uint64)
+        if at is not None:
+            at = np.ascontiguousarray(at, np.int64)
+            if len(at) != len(filters) or (len(at) and not 0 <= at.min() <= at.max() < len(logits)):
+                raise ValueError(f"at has {len(at)} of {len(filters)} rows, of {len(logits)} rows of logits")
         tokens = np.empty(len(filters), np.int64)
         addresses = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
         call = SampleCall(
             logits.data_ptr(),
             *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys)),
-            *(addresses.ctypes.data if addresses.any() else None, tokens.ctypes.data),
+            *(addresses.ctypes.data if addresses.any() else None, None if at is None else at.ctypes.data),
+            tokens.ctypes.data,
             *(len(filters), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
         )
         self._run(ctypes.byref(call))

@@ -37,6 +37,11 @@ def unpack_mask(mask: TokenMask, vocab: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
 
 
+def has_token(mask: TokenMask, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(mask[token >> 5] >> (token & 31) & 1)
+
+
 def mask_tokens(
     logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask], upload: Upload | None = None
 ) -> None:

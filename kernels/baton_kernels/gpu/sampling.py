@@ -92,7 +92,7 @@ def _sample_kernel(
     first_token_number,
     TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). Writes -1 where the logits hold NaN or their greatest is infinite."""
+    """Grid: (rows,). Writes -1 where the logits that may be chosen hold NaN or their greatest is infinite."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     masks += row * mask_stride
@@ -100,8 +100,7 @@ def _sample_kernel(
     greatest, best, odd = float("-inf"), 0, 0
     for at in range(0, vocab, TILE):
         x = _logits(logits, masks, at + i, vocab, MASKED)
-        raw = tl.load(logits + at + i, mask=at + i < vocab, other=0.0).to(tl.float32)
-        odd += tl.sum((raw != raw).to(tl.int32), axis=0)
+        odd += tl.sum((x != x).to(tl.int32), axis=0)
         most = tl.max(x, axis=0)
         if most > greatest:
             greatest = most
@@ -191,7 +190,9 @@ class TritonSampler:
         masks: Sequence[TokenMask | None] | None = None,
         upload: Upload | None = None,
     ) -> torch.Tensor:
-        """Return a token per row, int64 [R] on the device; -1 where the logits hold NaN or their greatest is infinite.
+        """Return a token per row, int64 [R] on the device; -1 where logits hold NaN or their greatest is infinite.
+
+        What a mask forbids is not looked at.
 
         Args:
             logits: [R, vocab] of any float dtype, rows of any stride; not changed.

@@ -247,9 +247,11 @@ _GRAMMAR_COUNTERS = {
     "refused": "Grammars that could not be compiled, or cost too much",
 }
 _MASK_COUNTERS = {
-    "masks": "Masks computed: one for each token under a grammar",
-    "mask_seconds": "Time in masks, beside forward passes, or before them where these have all processors",
-    "mask_wait_seconds": "Time in which steps waited for masks",
+    "masks": "Masks computed: one for each token under a grammar that is not chosen without",
+    "tried_tokens": "Tokens under a grammar that were chosen without a mask, where forward passes have all processors",
+    "refused_tokens": "Those of them that the grammar did not take; a mask was computed then",
+    "mask_seconds": "Time in masks, beside forward passes, or before or after where these have all processors",
+    "mask_wait_seconds": "Time in which steps waited for masks, or to know whether a token is taken",
     "forced_tokens": "Tokens that grammars forced, which no forward pass was made for",
 }
 _STORE_COUNTERS = {

@@ -35,6 +35,7 @@ struct SampleOp {  // as sampling.cpp has it
     const int64_t *top_k;
     const uint64_t *keys;
     const uint32_t *const *masks;
+    const int64_t *at;
     int64_t *tokens;
     int64_t rows, vocab, stride;
     int32_t dtype, threads;

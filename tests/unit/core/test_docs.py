@@ -225,7 +225,9 @@ async def registries() -> dict[str, CollectorRegistry]:
     core = SimpleNamespace(
         speculator=SimpleNamespace(stats=drafts),
         grammars=SimpleNamespace(compiled=0, compile_seconds=0.0, cache_hits=0, refused=0),
-        masks=SimpleNamespace(masks=0, forced_tokens=0, mask_seconds=0.0, mask_wait_seconds=0.0),
+        masks=SimpleNamespace(
+            masks=0, tried_tokens=0, refused_tokens=0, forced_tokens=0, mask_seconds=0.0, mask_wait_seconds=0.0
+        ),
         executor=SimpleNamespace(description="toy", quality=Quality(1e-4, 0.99, 128)),
     )
     engine = SimpleNamespace(stats=stats, steps=0, step_seconds=0.0, core=core)

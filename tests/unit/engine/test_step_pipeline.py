@@ -288,7 +288,7 @@ def test_tokens_are_put_in_that_the_step_before_chose() -> None:
 
 def test_queued_sampling_is_sampling() -> None:
     torch.manual_seed(2)
-    logits = torch.randn(6, 300) * 3
+    logits = torch.randn(10, 300) * 3
     logits[3, 7] = float("nan")
     kinds = [
         SamplingParams(temperature=0.0, logprobs=3),
@@ -297,14 +297,21 @@ def test_queued_sampling_is_sampling() -> None:
         SamplingParams(logprobs=2),
         SamplingParams(logit_bias={3: 4.0}, presence_penalty=0.4, repetition_penalty=1.2, min_tokens=5),
         SamplingParams(temperature=0.0, logprobs=1),
+        *(SamplingParams(logprobs=logprobs) for logprobs in (1, None, None, None)),
     ]
     rows = [SamplerRow(one, 5 + i, stop_ids=(8,), prompt=(1,), output=(1, 2)) for i, one in enumerate(kinds)]
-    rows[5].mask = pack_mask(np.arange(300) % 3 == 0)
+    for row in rows[5:]:
+        row.mask = pack_mask(np.arange(300) % 3 == 0)
+    logits[8, 1] = float("nan")  # which its mask forbids
     want = sample(logits.clone(), rows, on_gpu=True)
     operator = gpu_sampler(torch.device("cpu"))
     assert operator is not None
     queued = queue_sample(logits.clone(), rows, operator, HostStaging(INTERPRETED))
     assert queued.read() == want
     assert want.bad_rows == (3,)
-    assert queued.token_ids[[0, 1, 2, 4, 5]].tolist() == [want.token_ids[i] for i in (0, 1, 2, 4, 5)]
-    assert want.token_ids[5] % 3 == 0
+    good = [0, 1, 2, *range(4, 10)]
+    assert queued.token_ids[good].tolist() == [want.token_ids[i] for i in good]
+    assert all(token % 3 == 0 for token in want.token_ids[5:])
+    cpu = sample(logits.clone(), rows)
+    assert cpu.token_ids == want.token_ids
+    assert cpu.bad_rows == (3,)

@@ -1,6 +1,6 @@
 // From logits to a token per row: a mask, temperature, top-k, top-p and min-p, then a draw by an exponential race, in two
-// rounds (chunks of CHUNK tokens, then the tokens of the chunk that won). Chunks that a mask forbids are never looked at. The definition is baton/engine/sample; the random
-// numbers are the same, SplitMix64 keyed by seed and position.
+// rounds (chunks of CHUNK tokens, then the tokens of the chunk that won). Chunks that a mask forbids are never looked
+// at. The definition is baton/engine/sample; the random numbers are the same, SplitMix64 keyed by seed and position.
 #include <algorithm>
 #include <functional>
 
@@ -20,6 +20,7 @@ struct SampleOp {
   const int64_t* top_k;                         // [rows]; 0: all
   const uint64_t* keys;                         // [rows], of the draws
   const uint32_t* const* masks;                 // [rows], as token_mask.cpp has them; null, or null for a row: none
+  const int64_t* at;                            // [rows], which row of the logits each is; null: its own
   int64_t* tokens;                              // [rows] out; -1: the logits are not finite
   int64_t rows, vocab, stride;
   int32_t dtype, threads;
@@ -351,7 +352,8 @@ long race(const float* weights, long n, uint64_t key, uint64_t first_number) {
 
 template <class T>
 int64_t sample_row(const SampleOp& a, long r, Row& row) {
-  const float greatest = read((const T*)a.logits + r * a.stride, a.masks ? a.masks[r] : nullptr, row);
+  const T* const logits = (const T*)a.logits + (a.at ? a.at[r] : r) * a.stride;
+  const float greatest = read(logits, a.masks ? a.masks[r] : nullptr, row);
   if (!std::isfinite(greatest)) return -1;
   const float temperature = a.temperature[r];
   if (temperature == 0.0f) return first_of(row, greatest);

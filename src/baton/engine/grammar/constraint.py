@@ -64,7 +64,7 @@ class Constraint:
         error: Why no token can be chosen any more; empty: one can.
     """
 
-    __slots__ = ("_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
+    __slots__ = ("_free", "_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
@@ -76,6 +76,8 @@ class Constraint:
         self.matcher = self._origin.fork()
         self.started = not self.grammar.start_token_ids
         self.error = ""
+        self._free = False
+        """Whether no token is forced here, as far as it is known."""
         self._seen: tuple[int, ...] = ()
         for token in output:
             self.append(token)
@@ -86,10 +88,12 @@ class Constraint:
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
         copy.cost = self.cost
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
+        copy._free = self._free
         return copy
 
     def append(self, token: int) -> None:
         """Take note of the next output token."""
+        self._free = False
         if not self.started:
             start = self.grammar.start_token_ids
             self._seen = (*self._seen, token)[-len(start) :]
@@ -98,14 +102,15 @@ class Constraint:
             self.error = f"token {token} does not follow the grammar ({self.grammar}): {self.matcher.error}"
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next."""
+        """Whether a token may come next. Of what is forced, the mask has the next token alone."""
         if not self.started:
             return token not in self.eos_token_ids
-        return self.matcher.allows(token)
+        return self.matcher.allows(token) and (self._free or self.forced()[:1] in ([], [token]))
 
     def forced(self) -> list[int]:
         """Return tokens that must come next, as masks would choose them one by one; none where there is a choice."""
         found = self.matcher.forced_tokens() if self.started and not self.error else []
+        self._free = not found
         return found if len(found) > LONG_RUN else found[:1]
 
     @property
@@ -130,12 +135,16 @@ class BannedTokens:
 
     Args:
         token_ids: The tokens.
+
+    Attributes:
+        token_ids: The same.
     """
 
-    __slots__ = ("_keep", "_words")
+    __slots__ = ("_keep", "_words", "token_ids")
 
     def __init__(self, token_ids: Iterable[int]) -> None:
-        tokens = np.unique(np.fromiter(token_ids, np.int64))
+        self.token_ids = frozenset(token_ids)
+        tokens = np.unique(np.fromiter(self.token_ids, np.int64))
         self._words = np.unique(tokens >> 5)
         self._keep = np.full(len(self._words), 0xFFFFFFFF, np.uint32)
         bits = ~(np.uint32(1) << (tokens & 31).astype(np.uint32))
@@ -166,14 +175,20 @@ class MaskRow:
     constraint: Constraint
     banned: BannedTokens | None = None
 
+    def allows(self, token: int) -> bool:
+        """Whether the mask will have a token; ``False`` too where that depends on what else it has."""
+        banned = self.banned is not None and self.constraint.started and token in self.banned.token_ids
+        return not banned and self.constraint.allows(token)
+
 
 class StepMasks:
     """Computes the masks of one step after the other, in a thread beside the forward pass.
 
     Where the forward pass has all processors, that thread would take one from it, and each operation waits for the
     slowest of its threads: masks cost their time on one processor then, while the others wait. So does handing a cheap
-    mask over, which takes longer than the mask. There the engine's thread computes masks before the forward pass,
-    together with that pass's other threads.
+    mask over, which takes longer than the mask. There the engine's thread computes masks, together with the pass's
+    other threads: before the pass where a token's choice needs them, else after it, of those rows alone whose token,
+    chosen from all, is refused.
 
     Args:
         backend: Whose matchers the constraints have.
@@ -182,8 +197,10 @@ class StepMasks:
 
     Attributes:
         mask_seconds: Time in masks since start; without a team, most of it lies beside forward passes.
-        mask_wait_seconds: Time in which steps waited for their masks.
+        mask_wait_seconds: Time in which steps waited for their masks, or for what stands in for them.
         masks: Masks computed since start.
+        tried_tokens: Tokens since start that were chosen without a mask.
+        refused_tokens: Those of them that the grammar did not take: masks were computed for these.
         forced_tokens: Tokens that were forced, and not sampled, since start.
         jump_forward: Whether forced tokens are appended at once; else their masks choose them, one per step.
     """
@@ -191,20 +208,20 @@ class StepMasks:
     def __init__(self, backend: GrammarBackend, vocab_size: int, team: ThreadTeam | None = None) -> None:
         self._backend, self._team = backend, team
         self._words = mask_words(vocab_size)
-        self._memory = np.empty((0, self._words), np.uint32)
+        self._memory = self._late_memory = np.empty((0, self._words), np.uint32)
         self._vocab_size = vocab_size
         self._may_take = FOLLOW_S * vocab_size
         self._unended: dict[frozenset[int], TokenMask] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = self.mask_wait_seconds = 0.0
-        self.masks = self.forced_tokens = 0
+        self.masks = self.forced_tokens = self.tried_tokens = self.refused_tokens = 0
         self._watched = 0
         """Steps that are still to be measured row by row."""
         self.jump_forward = True
 
     @property
-    def before_forward(self) -> bool:
-        """Whether masks are computed before forward passes, and not beside them."""
+    def late(self) -> bool:
+        """Whether masks that can come after their tokens' first choice are to: none is computed beside the pass."""
         return self._team is not None
 
     def forced(self, constraint: Constraint) -> Iterator[TokenLogprob]:
@@ -223,9 +240,7 @@ class StepMasks:
 
         A constraint whose grammar allows nothing has an ``error`` afterwards.
         """
-        if len(rows) > len(self._memory):
-            self._memory = np.empty((2 * len(rows), self._words), np.uint32)
-        memory = self._memory[: len(rows)]
+        self._memory = memory = self._room(self._memory, len(rows))
         if self._team is None:
             return self._thread.submit(self._compute, rows, memory)
         started = time.perf_counter()
@@ -243,6 +258,33 @@ class StepMasks:
         found = masks.result()
         self.mask_wait_seconds += time.perf_counter() - started
         return found
+
+    def masks_of_refused(self, rows: Sequence[MaskRow], token_ids: Sequence[int]) -> dict[int, TokenMask]:
+        """Return the masks of those rows that are not to have the token which was chosen for them.
+
+        Args:
+            rows: Rows without a mask in this step.
+            token_ids: The tokens, parallel to them; -1: none could be chosen.
+
+        Returns:
+            Masks by index of ``rows``, valid until the next call.
+        """
+        started = time.perf_counter()
+        refused = [
+            i for i, (row, token) in enumerate(zip(rows, token_ids, strict=True)) if token < 0 or not row.allows(token)
+        ]
+        found = dict[int, TokenMask]()
+        if refused:
+            self._late_memory = memory = self._room(self._late_memory, len(refused))
+            found = dict(zip(refused, self._compute([rows[i] for i in refused], memory), strict=True))
+        self.tried_tokens += len(rows)
+        self.refused_tokens += len(refused)
+        self.mask_wait_seconds += time.perf_counter() - started
+        return found
+
+    def _room(self, memory: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:
+        """Return memory for ``count`` masks at least: the same if that is large enough."""
+        return memory if len(memory) >= count else np.empty((2 * count, self._words), np.uint32)
 
     def _compute(self, rows: Sequence[MaskRow], memory: npt.NDArray[np.uint32]) -> list[TokenMask]:
         started = time.perf_counter()

@@ -28,18 +28,27 @@ left, none of them is looked at alone. The library's own have 10 and 30 only: wi
 
 
 class GuidanceMatcher:
-    """A :class:`~baton.engine.grammar.base.GrammarMatcher`."""
+    """A :class:`~baton.engine.grammar.base.GrammarMatcher`.
 
-    __slots__ = ("_origin", "_taken", "family", "inner")
+    Args:
+        inner: The library's.
+        ends: Tokens that end a sequence.
+        origin: One at the beginning of the grammar; default: ``inner`` is there.
+        taken: Tokens from there on.
+        family: Of the one that it is forked from.
+    """
+
+    __slots__ = ("_ends", "_origin", "_taken", "family", "inner")
 
     def __init__(
         self,
         inner: LLMatcher,
+        ends: frozenset[int],
         origin: LLMatcher | None = None,
         taken: Sequence[int] = (),
         family: MatcherFamily | None = None,
     ) -> None:
-        self.inner, self.family = inner, family or MatcherFamily()
+        self.inner, self._ends, self.family = inner, ends, family or MatcherFamily()
         self._origin = inner.deep_copy() if origin is None else origin
         self._taken = list(taken)
 
@@ -67,6 +76,8 @@ class GuidanceMatcher:
 
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next."""
+        if token_id in self._ends:  # the library's own answer is about one of them
+            return self.inner.is_accepting()
         return self.inner.validate_tokens([token_id]) == 1
 
     def forced_tokens(self) -> list[int]:
@@ -84,7 +95,7 @@ class GuidanceMatcher:
 
     def fork(self) -> GuidanceMatcher:
         """Return another one in the same state."""
-        return GuidanceMatcher(self.inner.deep_copy(), self._origin, self._taken, self.family)
+        return GuidanceMatcher(self.inner.deep_copy(), self._ends, self._origin, self._taken, self.family)
 
 
 class GuidanceBackend:
@@ -111,7 +122,7 @@ class GuidanceBackend:
             )
         except Exception as error:  # whatever a tokenizer of an unknown kind leads to
             raise ConfigError(f"grammars cannot use this tokenizer: {error}", field="grammar_backend") from error
-        self._executor = LLExecutor()
+        self._executor, self._ends = LLExecutor(), eos_token_ids
 
     def compile(self, grammar: Grammar) -> GuidanceMatcher:
         """Return a matcher at the beginning of a grammar."""
@@ -120,7 +131,7 @@ class GuidanceBackend:
             matcher.compute_bitmask()  # forks find what it computed
         if matcher.is_error():
             raise InvalidRequestError(f"grammar: {plain_error(matcher.get_error())}", field="grammar")
-        return GuidanceMatcher(matcher)
+        return GuidanceMatcher(matcher, self._ends)
 
     def fill_mask(self, matcher: GuidanceMatcher, mask: npt.NDArray[np.uint32]) -> None:
         """Compute one row, in the calling thread."""

@@ -21,7 +21,14 @@ from baton_kernels.token_mask import CpuTokenMask, TokenMask
 ChooseOnDevice = Callable[..., torch.Tensor]
 """As :class:`baton_kernels.gpu.sampling.TritonSampler` is called."""
 ChooseTokens = Callable[
-    [torch.Tensor, Sequence[RowFilter], npt.NDArray[np.uint64], Sequence[TokenMask | None]], npt.NDArray[np.int64]
+    [
+        torch.Tensor,
+        Sequence[RowFilter],
+        npt.NDArray[np.uint64],
+        Sequence[TokenMask | None],
+        npt.NDArray[np.int64] | None,
+    ],
+    npt.NDArray[np.int64],
 ]
 """As :class:`baton_kernels.sampling.CpuSampler` is called."""
 _log = logging.getLogger(__name__)
@@ -69,7 +76,20 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
     sampler = gpu_sampler(device)
     if sampler is None:
         return None
-    return lambda logits, filters, keys, masks: sampler(logits, filters, keys, masks).cpu().numpy()
+
+    def choose(
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        keys: npt.NDArray[np.uint64],
+        masks: Sequence[TokenMask | None],
+        at: npt.NDArray[np.int64] | None,
+    ) -> npt.NDArray[np.int64]:
+        if at is not None:
+            logits = logits[torch.from_numpy(at).to(logits.device)]
+        tokens: npt.NDArray[np.int64] = sampler(logits, filters, keys, masks).cpu().numpy()
+        return tokens
+
+    return choose
 
 
 @functools.cache

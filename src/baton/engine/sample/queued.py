@@ -21,8 +21,10 @@ from baton.engine.sample.sampler import (
     join_figures,
     logprob_figures,
     row_keys,
+    second_keys,
 )
 from baton.types import TokenLogprob
+from baton_kernels.token_mask import mask_tokens
 
 
 class HostLink(Protocol):
@@ -60,8 +62,20 @@ def queue_sample(
         operator: Of the device.
         link: To it.
     """
-    logits, masks = edit_logits(logits.detach(), rows, link.upload)
-    tokens = operator(logits, [row.filter for row in rows], row_keys(rows), masks, upload=link.upload)
+    logits, keys = edit_logits(logits.detach(), rows, link.upload), row_keys(rows)
+    filters = [row.filter for row in rows]
+    masks = [None if row.unfiltered else row.mask for row in rows]
+    tokens = operator(logits, filters, keys, masks, upload=link.upload)
+    again = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
+    shown = [i for i, row in enumerate(rows) if row.mask is not None and row.params.logprobs is not None]
+    if forbidden := sorted({*again, *shown}):
+        mask_tokens(logits, forbidden, [mask for i in forbidden if (mask := rows[i].mask) is not None], link.upload)
+    if again:
+        (at,) = link.upload(np.array(again, np.int64))
+        masked, first = logits[at], tokens[at]
+        second = operator(masked, [filters[i] for i in again], second_keys(keys[again]), upload=link.upload)
+        allowed = masked.gather(1, first.clamp(min=0)[:, None])[:, 0] > float("-inf")
+        tokens[at] = torch.where((first >= 0) & allowed, first, second)
     scored = [(i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None]
     index, num_top = [i for i, _ in scored], [count for _, count in scored]
     figures: tuple[torch.Tensor, ...] = ()

@@ -11,6 +11,8 @@ keeps the distribution but not the sequence, and is there for those who want it
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -66,7 +68,7 @@ class _Rows:
 
 
 class StepSampling:
-    """The choice of one step's tokens. Masks are computed while the forward pass runs.
+    """The choice of one step's tokens. Masks are computed while the forward pass runs, or when they are missed.
 
     Args:
         batch: What is computed.
@@ -86,7 +88,15 @@ class StepSampling:
             self._wanted.append(_Rows(found.sequence, found.token_ids, found.rows, samplers, found.parents))
         self._samplers = [sampler for each in self._wanted for sampler in each.samplers]
         self._masks = masks
-        self._guided = [row for row in self._samplers if row.constraint is not None] if masks is not None else []
+        self._guided = list[SamplerRow]()
+        if masks is not None:
+            for each in self._wanted:
+                # Acceptance by rejection needs to know what could have been drawn.
+                late = masks.late and not (drawn_from is not None and each.draft)
+                for row in each.samplers:
+                    row.mask = None
+                    if row.constraint is not None and not (late and row.may_come_late):
+                        self._guided.append(row)
         self._pending: Future[list[TokenMask]] | None = None
         self._queued: QueuedSample | None = None
         if masks is not None and self._guided:
@@ -116,7 +126,8 @@ class StepSampling:
         if staging is not None and operator is not None:
             self._queued = queue_sample(wanted, self._samplers, operator, staging)
             return
-        found = sample(wanted, self._samplers, amend, on_gpu=staging is not None)
+        late = None if self._masks is None else functools.partial(_set_late_masks, self._masks)
+        found = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=late)
         self._queued = QueuedSample(torch.tensor(found.token_ids), lambda: found)
 
     @property
@@ -159,6 +170,15 @@ class StepSampling:
                 begins.append(begin)
         for begin, kept in zip(begins, keep_or_replace(drafts, on_gpu=self._on_gpu), strict=True):
             tokens[begin : begin + len(kept)] = kept
+
+
+def _set_late_masks(masks: StepMasks, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[int]) -> list[int]:
+    """Set the masks of those rows that are not to have their tokens; return which they are."""
+    wanted = [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
+    found = masks.masks_of_refused(wanted, token_ids)
+    for i, mask in found.items():
+        rows[i].mask = mask
+    return list(found)
 
 
 def _next_row(sequence: Sequence) -> SamplerRow:

@@ -15,6 +15,7 @@ from tests.support.preemption import expect_short_outputs
 from tests.support.tiny_grammar import EOS, LANGUAGES, TEXTS, VOCAB, Language, make_compiler, text_of
 
 from baton.config import EngineConfig
+from baton.engine import core as core_module
 from baton.engine.core import EngineCore
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
@@ -22,6 +23,7 @@ from baton.engine.sample import sampler
 from baton.errors import InvalidRequestError
 from baton.grammar import choice_grammar, lark_grammar, regex_grammar
 from baton.types import FinishReason, Grammar, RequestId, SamplingParams
+from baton_kernels.cpu.team import ThreadTeam
 
 PROMPT = [5, 9, 14, 33, 21, 7, 50]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -32,8 +34,9 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return make_compiler(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(params=["operators", "torch"])
+@pytest.fixture(params=["operators", "torch", "late"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(core_module, "crowded_team", lambda _: ThreadTeam(2) if request.param == "late" else None)
     if request.param == "torch":
         monkeypatch.setattr(sampler, "token_sampler", lambda *_, **__: None)
         monkeypatch.setattr(sampler, "cpu_token_mask", lambda: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def chi_square_limit(cells: int) -> float:
 
 
 @pytest.mark.parametrize(("vocab", "allowed"), [(40, 12), (300, 25)])
-@pytest.mark.parametrize("path", ["operators", "torch"])
+@pytest.mark.parametrize("path", ["operators", "torch", "late"])
 def test_draws_under_a_mask_are_free_draws_rescaled(
     monkeypatch: pytest.MonkeyPatch, path: str, vocab: int, allowed: int
 ) -> None:
@@ -38,11 +39,22 @@ def test_draws_under_a_mask_are_free_draws_rescaled(
     rows = [
         SamplerRow(SamplingParams(temperature=temperature), 0, stop_ids=(), prompt=(), output=()) for _ in range(ROWS)
     ]
+
+    def late(missing: Sequence[SamplerRow], tokens: Sequence[int]) -> list[int]:
+        refused = [i for i, token in enumerate(tokens) if not mask[token]]
+        for i in refused:
+            missing[i].mask = pack_mask(mask)
+        return refused
+
+    if path == "late":
+        for row in rows:
+            row.constraint = object()  # type: ignore[assignment]
     counts = np.zeros(vocab, np.int64)
     for start in range(0, DRAWS, ROWS):
         for at, row in enumerate(rows):
-            row.seed, row.position, row.mask = 7 * (start + at) + 1, (start + at) % 5, pack_mask(mask)
-        found = sample(torch.from_numpy(np.tile(logits, (ROWS, 1))), rows)
+            row.seed, row.position = 7 * (start + at) + 1, (start + at) % 5
+            row.mask = None if path == "late" else pack_mask(mask)
+        found = sample(torch.from_numpy(np.tile(logits, (ROWS, 1))), rows, late=late if path == "late" else None)
         counts += np.bincount(found.token_ids, minlength=vocab)
     assert counts.sum() == DRAWS
     assert counts[~mask].sum() == 0
