@@ -64,7 +64,18 @@ class Constraint:
         error: Why no token can be chosen any more; empty: one can.
     """
 
-    __slots__ = ("_free", "_origin", "_seen", "cost", "eos_token_ids", "error", "grammar", "matcher", "started")
+    __slots__ = (
+        "_ahead",
+        "_forced",
+        "_origin",
+        "_seen",
+        "cost",
+        "eos_token_ids",
+        "error",
+        "grammar",
+        "matcher",
+        "started",
+    )
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
@@ -76,8 +87,10 @@ class Constraint:
         self.matcher = self._origin.fork()
         self.started = not self.grammar.start_token_ids
         self.error = ""
-        self._free = False
-        """Whether no token is forced here, as far as it is known."""
+        self._ahead: int | None = None
+        """The next token, if the matcher has it already."""
+        self._forced: list[int] | None = None
+        """What is forced, behind that token; ``None``: it is not known."""
         self._seen: tuple[int, ...] = ()
         for token in output:
             self.append(token)
@@ -88,12 +101,15 @@ class Constraint:
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
         copy.cost = self.cost
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
-        copy._free = self._free
+        copy._ahead, copy._forced = self._ahead, self._forced
         return copy
 
     def append(self, token: int) -> None:
         """Take note of the next output token."""
-        self._free = False
+        ahead, self._ahead = self._ahead, None
+        if ahead == token:
+            return
+        self._forced = None
         if not self.started:
             start = self.grammar.start_token_ids
             self._seen = (*self._seen, token)[-len(start) :]
@@ -105,13 +121,31 @@ class Constraint:
         """Whether a token may come next. Of what is forced, the mask has the next token alone."""
         if not self.started:
             return token not in self.eos_token_ids
-        return self.matcher.allows(token) and (self._free or self.forced()[:1] in ([], [token]))
+        return self.forced()[:1] in ([], [token]) and self.matcher.allows(token)
+
+    def take(self, token: int) -> bool:
+        """Whether a token may come next, which is going to be appended then, if any is.
+
+        To ask, to append and to look for what is forced behind it is less work in one go: the matcher's memory has left
+        the caches since the token before.
+        """
+        if not self.started or token in self.eos_token_ids:
+            return self.allows(token)
+        if self.forced()[:1] not in ([], [token]) or not self.matcher.take(token):
+            return False
+        self._forced = None
+        self.forced()
+        self._ahead = token
+        return True
 
     def forced(self) -> list[int]:
         """Return tokens that must come next, as masks would choose them one by one; none where there is a choice."""
-        found = self.matcher.forced_tokens() if self.started and not self.error else []
-        self._free = not found
-        return found if len(found) > LONG_RUN else found[:1]
+        if not self.started or self.error:
+            return []
+        if self._forced is None:
+            found = self.matcher.forced_tokens()
+            self._forced = found if len(found) > LONG_RUN else found[:1]
+        return self._forced
 
     @property
     def complete(self) -> bool:
@@ -175,10 +209,10 @@ class MaskRow:
     constraint: Constraint
     banned: BannedTokens | None = None
 
-    def allows(self, token: int) -> bool:
-        """Whether the mask will have a token; ``False`` too where that depends on what else it has."""
+    def take(self, token: int) -> bool:
+        """Whether the mask has a token, which is going to be appended then; no, too, if that depends on the others."""
         banned = self.banned is not None and self.constraint.started and token in self.banned.token_ids
-        return not banned and self.constraint.allows(token)
+        return not banned and self.constraint.take(token)
 
 
 class StepMasks:
@@ -270,9 +304,9 @@ class StepMasks:
             Masks by index of ``rows``, valid until the next call.
         """
         started = time.perf_counter()
-        refused = [
-            i for i, (row, token) in enumerate(zip(rows, token_ids, strict=True)) if token < 0 or not row.allows(token)
-        ]
+        refused = self._refused(rows, token_ids)
+        if time.perf_counter() - started > USUAL_S * len(rows) + SLOW_S:
+            self._watched = WATCHED_STEPS
         found = dict[int, TokenMask]()
         if refused:
             self._late_memory = memory = self._room(self._late_memory, len(refused))
@@ -280,6 +314,21 @@ class StepMasks:
         self.tried_tokens += len(rows)
         self.refused_tokens += len(refused)
         self.mask_wait_seconds += time.perf_counter() - started
+        return found
+
+    def _refused(self, rows: Sequence[MaskRow], token_ids: Sequence[int]) -> list[int]:
+        tokens = enumerate(zip(rows, token_ids, strict=True))
+        if not self._watched:
+            return [i for i, (row, token) in tokens if token < 0 or not row.take(token)]
+        self._watched -= 1
+        found = list[int]()
+        begun = time.thread_time()
+        for i, (row, token) in tokens:
+            if token < 0 or not row.take(token):
+                found.append(i)
+            ended = time.thread_time()
+            _charge(row.constraint, ended - begun)
+            begun = ended
         return found
 
     def _room(self, memory: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:

@@ -74,6 +74,13 @@ class GuidanceMatcher:
             self._taken += token_ids
         return taken
 
+    def take(self, token_id: int) -> bool:
+        """Go on with a token if it may come next, else stay."""
+        taken = self.inner.try_consume_tokens([token_id]) == 1
+        if taken:
+            self._taken.append(token_id)
+        return taken
+
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next."""
         if token_id in self._ends:  # the library's own answer is about one of them

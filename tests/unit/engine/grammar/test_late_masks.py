@@ -118,7 +118,7 @@ def test_a_token_is_taken_where_its_mask_has_it(
     for _ in range(12):
         (mask,) = masks.end(masks.begin([row]))
         has = [token for token in range(VOCAB) if has_token(mask, token)]
-        taken = [token for token in range(VOCAB) if row.allows(token)]
+        taken = [token for token in range(VOCAB) if MaskRow(row.constraint.fork(), row.banned).take(token)]
         assert taken == [token for token in has if not row.constraint.started or token not in (banned or ())]
         token = int(rng.choice(has))
         if token == EOS:
@@ -147,6 +147,8 @@ def test_a_token_is_taken_where_its_mask_has_it_in_a_vocabulary_of_4096() -> Non
                 (mask,) = masks.end(masks.begin([MaskRow(one)]))
                 has = [token for token in range(4096) if has_token(mask, token)]
                 assert [token for token in range(4096) if one.allows(token)] == has
+                some = rng.choice(4096, 40).tolist()
+                assert [token in has for token in some] == [one.fork().take(token) for token in some]
                 places += 1
                 inside = [token for token in has if token not in ends]
                 if not inside:
