@@ -22,7 +22,8 @@ import torch
 
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.native import cpu_sampler
-from baton.engine.sample.sampler import SamplerRow, draw, draw_keys
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import draw, draw_keys
 from baton.types import SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "sampling.json"

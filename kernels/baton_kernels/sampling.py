@@ -16,13 +16,16 @@ import torch
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 from baton_kernels.token_mask import TokenMask
 
+MOST_KEPT = 8
+"""Tokens that may be left by filters for an operator to say which."""
+
 
 class SampleCall(ctypes.Structure):
     """The C structure ``SampleOp``; see ``csrc/sampling.cpp``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys")),
-        *((name, ctypes.c_void_p) for name in ("masks", "at", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("masks", "at", "tokens", "kept")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride")),
         *((name, ctypes.c_int32) for name in ("dtype", "threads")),
     ]
@@ -50,6 +53,7 @@ class CpuSampler:
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None] = (),
         at: npt.NDArray[np.int64] | None = None,
+        kept: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
 
@@ -60,6 +64,8 @@ class CpuSampler:
             masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
                 minus infinity; none: all tokens of all rows.
             at: int64 [R], the row of the logits that each is for; default: the first R, one each.
+            kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that these leave,
+                padded with -1, if they are no more, and the same whichever others a mask forbids; else -1 first.
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -77,7 +83,7 @@ class CpuSampler:
             logits.data_ptr(),
             *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys)),
             *(addresses.ctypes.data if addresses.any() else None, None if at is None else at.ctypes.data),
-            tokens.ctypes.data,
+            *(tokens.ctypes.data, None if kept is None else kept.ctypes.data),
             *(len(filters), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
         )
         self._run(ctypes.byref(call))

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.sample.filters import LEAST_TEMPERATURE, filter_batch
-from baton.engine.sample.sampler import SamplerRow, draw, draw_keys, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import draw, draw_keys, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
-from baton_kernels.sampling import CpuSampler, RowFilter
+from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter
 from baton_kernels.token_mask import pack_mask
 
 FILTERS = [
@@ -135,6 +136,55 @@ def test_ties_and_forbidden_tokens(
     else:
         assert got == defined(logits, [params] * 4, keys)
     assert np.isfinite(values[np.arange(4), got]).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 700),
+    levels=st.sampled_from([2, 5, 1000]),
+    scale=st.sampled_from([1.0, 6.0, 15.0]),
+    top_k=st.sampled_from([0, 1, 3, 8, 20]),
+    top_p=st.sampled_from([0.3, 0.8, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    forbidden=st.sampled_from([0.3, 0.9, 0.999]),
+)
+def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
+    library: CpuLibrary, seed: int, vocab: int, levels: int, scale: float, top_k: int, top_p: float, min_p: float,
+    forbidden: float,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    values = np.round(rng.random((6, vocab)) * levels).astype(np.float32) * (scale / levels)
+    logits, keys = torch.from_numpy(values), keys_of(6, seed)
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    filters, kept = [filter_of(params)] * 6, np.zeros((6, MOST_KEPT), np.int64)
+    free = CpuSampler(library)(logits, filters, keys, kept=kept).tolist()
+    assert free == CpuSampler(library)(logits, filters, keys).tolist()
+    left = filter_batch(logits - logits.amax(-1, keepdim=True), [params] * 6)
+    allowed = rng.random((6, vocab)) >= forbidden
+    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        assert (kept[:, 0] == -1).all()
+    for row, own in enumerate(kept.tolist()):
+        if own[0] < 0:
+            continue
+        some = [token for token in own if token >= 0]
+        if top_p not in (0.3, 0.8, 0.95) or levels == 1000:  # else rounding may decide
+            assert some == torch.nonzero(left[row])[:, 0].tolist()
+        assert free[row] in some
+        allowed[row, some] = True
+    masks = [pack_mask(each) if own[0] >= 0 else None for each, own in zip(allowed, kept, strict=True)]
+    assert CpuSampler(library)(logits, filters, keys, masks).tolist() == free
+
+
+def test_few_tokens_that_filters_leave_are_said(library: CpuLibrary) -> None:
+    """As models that know what they want have it: nearly all of the sum in few tokens."""
+    logits = torch.randn(300, 5000, generator=torch.Generator().manual_seed(1))
+    logits[torch.arange(300), torch.arange(300) * 7] = 16.0
+    for params in (SamplingParams(top_p=0.9), SamplingParams(top_k=20, top_p=0.8), SamplingParams(min_p=0.1)):
+        kept = np.zeros((300, MOST_KEPT), np.int64)
+        CpuSampler(library)(logits, [filter_of(params)] * 300, keys_of(300), kept=kept)
+        assert (kept[:, 0] == np.arange(300) * 7).all()
+        assert (kept[:, 1:] == -1).all()
 
 
 def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
-from baton.engine.sample.sampler import SamplerRow
+from baton.engine.sample.row import SamplerRow
 from baton.engine.window_blocks import PrefixHit, WindowTable
 from baton.errors import InternalError
 from baton.hashing import block_hashes

@@ -36,7 +36,7 @@ struct SampleOp {  // as sampling.cpp has it
     const uint64_t *keys;
     const uint32_t *const *masks;
     const int64_t *at;
-    int64_t *tokens;
+    int64_t *tokens, *kept;
     int64_t rows, vocab, stride;
     int32_t dtype, threads;
 };
@@ -137,6 +137,9 @@ void sample(Choices &from) {
     }
     SampleOp call = {};
     if (masked) call.masks = masks.get();
+    Buffer<int64_t> at(rows), kept(8 * rows);  // as many as MOST_KEPT
+    for (int64_t r = 0; r < rows; r++) at[r] = r;
+    if (from.flag()) call.at = at.get(), call.kept = kept.get();
     call.logits = logits.get(), call.temperature = temperature.get(), call.top_p = top_p.get(), call.min_p = min_p.get();
     call.top_k = top_k.get(), call.keys = keys.get(), call.tokens = tokens.get();
     call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
@@ -144,6 +147,7 @@ void sample(Choices &from) {
     for (int64_t r = 0; r < rows; r++) {
         REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
         REQUIRE(!masks[r] || masks[r][tokens[r] / 32] >> tokens[r] % 32 & 1);
+        for (int64_t i = 0; call.kept && i < 8; i++) REQUIRE(kept[8 * r] < 0 || (-1 <= kept[8 * r + i] && kept[8 * r + i] < vocab));
     }
 }
 

@@ -22,7 +22,7 @@ from baton.engine.device.compute import ComputeDevice
 from baton.engine.llm import LLM
 from baton.engine.sample import sampler
 from baton.engine.sample.native import token_sampler
-from baton.engine.sample.sampler import SamplerRow
+from baton.engine.sample.row import SamplerRow
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.types import SamplingParams

@@ -21,7 +21,14 @@ from transformers import (
 
 from baton.engine.sample.filters import filter_batch, filtered_probs
 from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.sampler import CHUNK, SamplerRow, draw, draw_keys, sample, token_logprobs
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import (
+    CHUNK,
+    draw,
+    draw_keys,
+    sample,
+    token_logprobs,
+)
 from baton.errors import InvalidRequestError
 from baton.seeds import request_seed, sequence_seed
 from baton.types import RANGES, SamplingParams

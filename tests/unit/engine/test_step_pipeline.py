@@ -20,7 +20,8 @@ from baton.engine.device.staging import HostStaging
 from baton.engine.runner.input_batch import with_chosen
 from baton.engine.sample.native import gpu_sampler
 from baton.engine.sample.queued import queue_sample
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.errors import ConfigError
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
 from baton.types import FinishReason, RequestId, SamplingParams

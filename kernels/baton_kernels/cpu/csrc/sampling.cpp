@@ -12,6 +12,7 @@ namespace {
 
 constexpr long CHUNK = 128, WORDS = CHUNK / 32;  // tokens, and words of a mask
 constexpr long SAMPLE = 128, MARGIN = 14;  // weights that bracket a threshold, and how many of them on each side
+constexpr long MOST_KEPT = 8;
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
 
 struct SampleOp {
@@ -22,6 +23,7 @@ struct SampleOp {
   const uint32_t* const* masks;                 // [rows], as token_mask.cpp has them; null, or null for a row: none
   const int64_t* at;                            // [rows], which row of the logits each is; null: its own
   int64_t* tokens;                              // [rows] out; -1: the logits are not finite
+  int64_t* kept;                                // [rows][MOST_KEPT] out, or null: see write_kept
   int64_t rows, vocab, stride;
   int32_t dtype, threads;
 };
@@ -302,25 +304,57 @@ float nucleus(Row& row, double total, double target) {
   return last == part.begin ? *last : last[-1];
 }
 
-// Replace the values by weights, exp((x - greatest) / temperature), 0 below `bound`; returns their sum.
-double weigh(Row& row, float greatest, float scale, float bound) {
-  Sum total;
+// Replace the values by weights, exp((x - greatest) / temperature), 0 below `bound`; returns their sum. `below`: null,
+// or where the sum goes of what is below.
+double weigh(Row& row, float greatest, float scale, float bound, double* below) {
+  Sum total, rest;
   const vf top = splat(greatest), factor = splat(scale * LOG2E), least = splat(bound);
   for (long c = 0; c < row.chunks; ++c) {
     float* const at = row.values + c * CHUNK;
     vf all = vf{};
     if (row.maxima[c] >= bound && row.maxima[c] != NEG_INF) {
       for (long d = 0; d < CHUNK; d += VL) {
-        const vf x = load(at + d);
-        const vf w = select(x >= least, exp2v<false>((x - top) * factor), vf{});
+        const vf x = load(at + d), all_w = exp2v<false>((x - top) * factor);
+        const vf w = select(x >= least, all_w, vf{});
         store(at + d, w);
         all += w;
+        if (below) rest.add(all_w - w);
       }
+    } else if (below && row.maxima[c] != NEG_INF) {
+      for (long d = 0; d < CHUNK; d += VL) rest.add(exp2v<false>((load(at + d) - top) * factor));
     }
     row.sums[c] = sum(all);
     total.add(all);
   }
+  if (below) *below = rest.value();
   return total.value();
+}
+
+// Write the tokens that the filters leave, padded with -1, if they would leave the same whichever others a mask forbids,
+// and if they are few; else -1 alone. All of them being allowed, top-k and min-p leave the same: the greatest is among
+// them. Top-p leaves the fewest whose weights reach a share of what is allowed, which is between their own sum and that
+// of all tokens: it is the same if without the least (and its equals) they are below the share of their sum, and with
+// them not below that of all.
+void write_kept(const Row& row, float top_p, double all, int64_t* out) {
+  long n = 0;
+  double total = 0, equal = 0;
+  float least = std::numeric_limits<float>::infinity();
+  std::fill(out, out + MOST_KEPT, -1);
+  for (long c = 0; c < row.chunks; ++c) {
+    if (!(row.sums[c] > 0.0f)) continue;
+    for (long i = c * CHUNK; i < (c + 1) * CHUNK; ++i) {
+      const float w = row.values[i];
+      if (!(w > 0.0f)) continue;
+      if (n == MOST_KEPT) return void(out[0] = -1);
+      out[n++] = i;
+      total += w;
+      if (w < least) least = w, equal = 0;
+      if (w == least) equal += w;
+    }
+  }
+  constexpr double ROUNDING = 1e-4;
+  if (top_p >= 1.0f) return;
+  if (total - equal >= (1 - ROUNDING) * top_p * total || total < (1 + ROUNDING) * top_p * all) out[0] = -1;
 }
 
 // Drop the weights below `least`.
@@ -354,15 +388,19 @@ template <class T>
 int64_t sample_row(const SampleOp& a, long r, Row& row) {
   const T* const logits = (const T*)a.logits + (a.at ? a.at[r] : r) * a.stride;
   const float greatest = read(logits, a.masks ? a.masks[r] : nullptr, row);
+  if (a.kept) a.kept[r * MOST_KEPT] = -1;
   if (!std::isfinite(greatest)) return -1;
   const float temperature = a.temperature[r];
   if (temperature == 0.0f) return first_of(row, greatest);
   const long k = a.top_k[r];
   const float bound = k > 0 && k < a.vocab ? kth_greatest(row, k) : NEG_INF;
-  const double total = weigh(row, greatest, 1.0f / temperature, bound);
+  double below = 0;
+  const bool wanted = a.kept && (k > 0 || a.top_p[r] < 1.0f || a.min_p[r] > 0.0f);
+  const double total = weigh(row, greatest, 1.0f / temperature, bound, wanted && bound != NEG_INF ? &below : nullptr);
   float least = a.min_p[r];
   if (a.top_p[r] < 1.0f) least = std::max(least, nucleus(row, total, a.top_p[r] * total));
   if (least > 0.0f) drop(row, least);
+  if (wanted) write_kept(row, a.top_p[r], total + below, a.kept + r * MOST_KEPT);
   const long chunk = race(row.sums, row.chunks, a.keys[r], 0);
   const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, a.keys[r], TOKENS + chunk * CHUNK);
   return std::min<long>(token, a.vocab - 1);

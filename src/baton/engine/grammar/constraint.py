@@ -62,6 +62,7 @@ class Constraint:
         cost: Shared by all forks.
         started: Whether the grammar applies yet.
         error: Why no token can be chosen any more; empty: one can.
+        refusals: Tokens in a row that were chosen without a mask and refused.
     """
 
     __slots__ = (
@@ -74,12 +75,13 @@ class Constraint:
         "error",
         "grammar",
         "matcher",
+        "refusals",
         "started",
     )
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
-        self.cost = RequestCost()
+        self.cost, self.refusals = RequestCost(), 0
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
@@ -99,7 +101,7 @@ class Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
         copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
-        copy.cost = self.cost
+        copy.cost, copy.refusals = self.cost, self.refusals
         copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
         copy._ahead, copy._forced = self._ahead, self._forced
         return copy
@@ -209,10 +211,21 @@ class MaskRow:
     constraint: Constraint
     banned: BannedTokens | None = None
 
-    def take(self, token: int) -> bool:
-        """Whether the mask has a token, which is going to be appended then; no, too, if that depends on the others."""
-        banned = self.banned is not None and self.constraint.started and token in self.banned.token_ids
-        return not banned and self.constraint.take(token)
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Whether the mask has all of some tokens, the last of which is going to be appended then.
+
+        No, too, where there are none, or if that depends on what else it has.
+        """
+        constraint = self.constraint
+        banned = self.banned is not None and constraint.started and not self.banned.token_ids.isdisjoint(token_ids)
+        taken = (
+            bool(token_ids)
+            and not banned
+            and all(constraint.allows(token) for token in token_ids[:-1])
+            and constraint.take(token_ids[-1])
+        )
+        constraint.refusals = 0 if taken else constraint.refusals + 1
+        return taken
 
 
 class StepMasks:
@@ -293,12 +306,12 @@ class StepMasks:
         self.mask_wait_seconds += time.perf_counter() - started
         return found
 
-    def masks_of_refused(self, rows: Sequence[MaskRow], token_ids: Sequence[int]) -> dict[int, TokenMask]:
+    def masks_of_refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> dict[int, TokenMask]:
         """Return the masks of those rows that are not to have the token which was chosen for them.
 
         Args:
             rows: Rows without a mask in this step.
-            token_ids: The tokens, parallel to them; -1: none could be chosen.
+            token_ids: What :meth:`MaskRow.take` is to take, parallel to them.
 
         Returns:
             Masks by index of ``rows``, valid until the next call.
@@ -316,15 +329,15 @@ class StepMasks:
         self.mask_wait_seconds += time.perf_counter() - started
         return found
 
-    def _refused(self, rows: Sequence[MaskRow], token_ids: Sequence[int]) -> list[int]:
+    def _refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
         tokens = enumerate(zip(rows, token_ids, strict=True))
         if not self._watched:
-            return [i for i, (row, token) in tokens if token < 0 or not row.take(token)]
+            return [i for i, (row, wanted) in tokens if not row.take(wanted)]
         self._watched -= 1
         found = list[int]()
         begun = time.thread_time()
-        for i, (row, token) in tokens:
-            if token < 0 or not row.take(token):
+        for i, (row, wanted) in tokens:
+            if not row.take(wanted):
                 found.append(i)
             ended = time.thread_time()
             _charge(row.constraint, ended - begun)

@@ -27,6 +27,7 @@ ChooseTokens = Callable[
         npt.NDArray[np.uint64],
         Sequence[TokenMask | None],
         npt.NDArray[np.int64] | None,
+        npt.NDArray[np.int64] | None,
     ],
     npt.NDArray[np.int64],
 ]
@@ -83,6 +84,7 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None],
         at: npt.NDArray[np.int64] | None,
+        kept: npt.NDArray[np.int64] | None,
     ) -> npt.NDArray[np.int64]:
         if at is not None:
             logits = logits[torch.from_numpy(at).to(logits.device)]

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.sample.native import ChooseOnDevice
+from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import (
     SamplerOutput,
-    SamplerRow,
     edit_logits,
     join_figures,
     logprob_figures,

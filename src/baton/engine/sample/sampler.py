@@ -19,13 +19,13 @@ again, from what the mask has, with other random numbers. A token ``t`` that the
 ``p_t + (1 - Z) p_t / Z = p_t / Z`` then, ``Z`` being the sum over the mask: as it would from one draw under it. But to
 know that a grammar takes one token costs less than its mask, and a model that knows what it writes is seldom refused
 (opportunistic masking: Beurer-Kellner, Fischer and Vechev, "Guiding LLMs The Right Way", ICML 2024).
-So where masks cannot be computed beside the forward pass they are computed after it, for rows that were refused. With
-filters it would not do: which tokens these keep depends on the mask.
+So where masks cannot be computed beside the forward pass they are computed after it, for rows that were refused.
+Which tokens filters keep depends on the mask; there the one draw's token is right if all that they keep without the
+mask are allowed, and no mask could have them keep others (``baton_kernels.sampling`` says so of few tokens).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow
-from baton.engine.sample.filters import LEAST_TEMPERATURE, filtered_probs
+from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.native import ChooseTokens, cpu_token_mask, token_sampler
-from baton.engine.sample.penalties import LogitEdits, TokenCounts, apply_edits, count_tokens
-from baton.types import SamplingParams, TokenLogprob
+from baton.engine.sample.penalties import apply_edits
+from baton.engine.sample.row import SamplerRow
+from baton.types import TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
 from baton_kernels.random_numbers import GOLDEN, exponentials, mix
-from baton_kernels.sampling import RowFilter
+from baton_kernels.sampling import MOST_KEPT
 from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
 
 SAMPLER_VERSION = "race-2"
@@ -54,134 +54,8 @@ _ROWS_AT_ONCE = 64
 
 TOKENS = np.uint64(1 << 32)
 """Numbers of a draw from here on are tokens', those before chunks'."""
-_NO_FILTER = (0, 1.0, 0.0)
-"""A row's top-k, top-p and min-p where it has none."""
 _SECOND = np.uint64(((1 << 63) + 1) * int(GOLDEN) % (1 << 64))
 """Leads to number 2^63 of a draw: what the numbers of the one after it come from, should it be refused."""
-
-
-class SamplerRow:
-    """What the sampler knows of one sequence.
-
-    Attributes:
-        params: Its parameters.
-        filter: Those of them that the operator takes.
-        seed: Seed of this sequence.
-        position: Output tokens so far, resumed ones included.
-        constraint: The grammar that it is under, and where; ``None``: none.
-        mask: Tokens that may be chosen next, a bit for each; ``None``: all. Set anew before a step by who constrains
-            it.
-    """
-
-    __slots__ = ("_banned", "constraint", "counts", "edits", "filter", "mask", "params", "position", "seed")
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        seed: int,
-        *,
-        stop_ids: Sequence[int],
-        prompt: Sequence[int],
-        output: Sequence[int],
-        constraint: Constraint | None = None,
-    ) -> None:
-        """Prepare a row.
-
-        Args:
-            params: Sampling parameters.
-            seed: Seed of this sequence.
-            stop_ids: Tokens that end it: banned before ``min_tokens``.
-            prompt: Prompt tokens.
-            output: Tokens generated before.
-            constraint: The grammar that it is under, after ``output``.
-        """
-        self.params = params
-        self.seed = seed
-        self.constraint = constraint
-        self._banned = (None, None) if constraint is None else _banned_tokens(params, constraint, stop_ids)
-        # Under a grammar the mask has the banned tokens, as it knows whether others are left.
-        self.edits = LogitEdits(params, () if constraint else stop_ids) if LogitEdits.needed(params) else None
-        temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
-        self.filter = RowFilter(temperature, max(0, params.top_k), params.top_p, params.min_p)
-        self.counts: TokenCounts | None = None
-        self.mask: TokenMask | None = None
-        self._count(prompt, output)
-
-    def restart(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Begin anew with a sequence's tokens."""
-        self._count(prompt, output)
-        if self.constraint is not None:
-            self.constraint.restart(output)
-
-    def _count(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.position = len(output)
-        if LogitEdits.counted(self.params):
-            self.counts = count_tokens(self.params, prompt, output)
-
-    def append(self, token: int) -> None:
-        """Take note of the sequence's next token."""
-        self.position += 1
-        if self.counts is not None:
-            self.counts.add(token)
-        if self.constraint is not None:
-            self.constraint.append(token)
-
-    def after(self, token: int) -> SamplerRow:
-        """Return a row as this one would be after one more token; this one stays as it is."""
-        row = self.unguided()
-        row.counts = None if self.counts is None else self.counts.copy()
-        row.constraint = None if self.constraint is None else self.constraint.fork()
-        row.append(token)
-        return row
-
-    def later(self, count: int) -> SamplerRow:
-        """Return the row of this one's token after ``count`` more, of whichever: without a grammar, nothing counted."""
-        row = self.unguided()
-        row.position += count
-        return row
-
-    def unguided(self) -> SamplerRow:
-        """Return a row that draws alike, but for its grammar."""
-        row = SamplerRow.__new__(SamplerRow)
-        row.params, row.seed, row.edits, row.filter = self.params, self.seed, self.edits, self.filter
-        row._banned, row.position, row.counts = self._banned, self.position, self.counts
-        row.mask = row.constraint = None
-        return row
-
-    @property
-    def unfiltered(self) -> bool:
-        """Whether it draws from all tokens, or from all that its mask has."""
-        return self.filter[1:] == _NO_FILTER and not self.params.greedy
-
-    @property
-    def may_come_late(self) -> bool:
-        """Whether a token may be chosen before its mask is known, and again should the mask forbid it."""
-        return self.params.logprobs is None and (self.params.greedy or self.unfiltered)
-
-    @property
-    def error(self) -> str:
-        """Why the grammar lets no token be chosen; empty: it does, or there is none."""
-        constraint = self.constraint
-        return "" if constraint is None or not constraint.error else f"{constraint.grammar}: {constraint.error}"
-
-    def mask_row(self, constraint: Constraint) -> MaskRow:
-        """Return what the mask of its next token is computed from."""
-        return MaskRow(constraint, self._banned[self.position >= self.params.min_tokens])
-
-
-def _banned_tokens(
-    params: SamplingParams, constraint: Constraint, stop_ids: Sequence[int]
-) -> tuple[BannedTokens | None, BannedTokens | None]:
-    """Return what is forbidden before ``min_tokens``, and from then on."""
-    ends = constraint.eos_token_ids if params.ignore_eos else frozenset()
-    early = ends.union(stop_ids) if params.min_tokens else ends
-    return _banned(early), _banned(ends)
-
-
-@functools.lru_cache(maxsize=256)
-def _banned(token_ids: frozenset[int]) -> BannedTokens | None:
-    """Return what most sequences share, as they end alike: their masks are changed together."""
-    return BannedTokens(token_ids) if token_ids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +76,10 @@ class SamplerOutput:
 Amend: TypeAlias = Callable[[torch.Tensor, list[int], tuple[int, ...]], None]
 """Called with the logits that tokens were chosen from (edited and masked), the tokens, which it may change, and the
 rows whose logits are not finite."""
-LateMasks: TypeAlias = Callable[[Sequence[SamplerRow], Sequence[int]], list[int]]
-"""Called with rows under a grammar that have no mask yet, and of each the token that is chosen without one, -1 where
-there is none. Returns which of them (by index) are not to have it, and sets those rows' masks."""
+LateMasks: TypeAlias = Callable[[Sequence[SamplerRow], Sequence[Sequence[int]]], list[int]]
+"""Called with rows under a grammar that have no mask yet, and of each the token that is chosen without one, and before
+it those that have to be allowed, too, for it to be the right one; none where that would not do. Returns which rows (by
+index) are not to have it, and sets their masks."""
 
 
 @torch.inference_mode()
@@ -227,10 +102,13 @@ def sample(
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits, keys = edit_logits(logits.detach(), rows), row_keys(rows)
-    found = _choose(operator, logits, rows, keys, [None if row.unfiltered else row.mask for row in rows])
-    if refused := _refused(rows, found, late):
+    filtered = late is not None and any(_waits(row) and not row.unfiltered and not row.params.greedy for row in rows)
+    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
+    found = _choose(operator, logits, rows, keys, [None if row.unfiltered else row.mask for row in rows], kept=kept)
+    if refused := _refused(rows, found, kept, late):
         at, own = np.array(refused), [rows[i] for i in refused]
-        found[at] = _choose(operator, logits, own, second_keys(keys[at]), [row.mask for row in own], at)
+        keys = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
+        found[at] = _choose(operator, logits, own, keys, [row.mask for row in own], at)
     scored = [amend is not None or row.params.logprobs is not None for row in rows]
     if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
         apply_masks(logits, shown)
@@ -241,18 +119,35 @@ def sample(
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
-def _refused(rows: Sequence[SamplerRow], tokens: npt.NDArray[np.int64], late: LateMasks | None) -> list[int]:
-    """Return the rows whose token was chosen without their mask, which is known now and forbids it."""
+def _waits(row: SamplerRow) -> bool:
+    """Whether a row is under a grammar, and its mask is not known yet."""
+    return row.mask is None and row.constraint is not None
+
+
+def _refused(
+    rows: Sequence[SamplerRow],
+    tokens: npt.NDArray[np.int64],
+    kept: npt.NDArray[np.int64] | None,
+    late: LateMasks | None,
+) -> list[int]:
+    """Return the rows whose token was chosen without their mask, which is known now and does not bear it out."""
     found = list[int]()
-    unknown = list[int]()
+    unknown, wanted = list[int](), list[list[int]]()
     for i, row in enumerate(rows):
-        if row.mask is None:
-            if row.constraint is not None and late is not None:
-                unknown.append(i)
-        elif row.unfiltered and (tokens[i] < 0 or not has_token(row.mask, int(tokens[i]))):
-            found.append(i)
-    if unknown and late is not None:
-        found += [unknown[i] for i in late([rows[i] for i in unknown], tokens[unknown].tolist())]
+        token = int(tokens[i])
+        if row.mask is not None:
+            if row.unfiltered and (token < 0 or not has_token(row.mask, token)):
+                found.append(i)
+        elif late is not None and row.constraint is not None:
+            unknown.append(i)
+            if token < 0 or kept is None or row.unfiltered or row.params.greedy:
+                wanted.append([token] if token >= 0 else [])
+            elif kept[i, 0] < 0:
+                wanted.append([])
+            else:
+                wanted.append([*(each for each in kept[i].tolist() if each >= 0 and each != token), token])
+    if late is not None and unknown:
+        found += [unknown[i] for i in late([rows[i] for i in unknown], wanted)]
     return found
 
 
@@ -263,10 +158,21 @@ def _choose(
     keys: npt.NDArray[np.uint64],
     masks: Sequence[TokenMask | None],
     at: npt.NDArray[np.int64] | None = None,
+    kept: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Return a token per row, -1 where the logits that may be chosen are not finite; ``at``: the rows of the logits."""
+    """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
+
+    Args:
+        operator: What chooses, if torch does not.
+        logits: [R or more, vocab].
+        rows: R rows.
+        keys: Of their draws.
+        masks: Tokens that may be chosen.
+        at: The rows of the logits.
+        kept: Where the tokens may be written that filters leave; -1 everywhere.
+    """
     if operator is not None:
-        return operator(logits, [row.filter for row in rows], keys, masks, at)
+        return operator(logits, [row.filter for row in rows], keys, masks, at, kept)
     logits = (logits if at is None else logits[torch.from_numpy(at).to(logits.device)]).float()
     if masked := [(i, mask) for i, mask in enumerate(masks) if mask is not None]:
         logits = logits.clone()

@@ -16,7 +16,8 @@ import torch
 
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.sampler import CHUNK, TOKENS, SamplerRow, row_keys
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import CHUNK, TOKENS, row_keys
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.tree import MAX_NODES

@@ -22,7 +22,8 @@ from baton.config import EngineConfig
 from baton.engine.device.compute import ComputeDevice
 from baton.engine.device.pool import free_bytes
 from baton.engine.runner.input_batch import ForwardBatch
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.branches import Branches
 from baton.engine.speculation.drafter import Proposal

@@ -25,7 +25,8 @@ from baton.config import EngineConfig
 from baton.engine.device.compute import ComputeDevice
 from baton.engine.executor.base import Executor
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.branches import Branches, likeliest
 from baton.engine.speculation.drafter import Proposal

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.sampler import SamplerRow, draw_keys
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import draw_keys
 from baton_kernels.random_numbers import Uint64s, mix
 from baton_kernels.rejection import rejection_sample
 

@@ -24,7 +24,8 @@ from baton.engine.grammar.constraint import StepMasks
 from baton.engine.runner.input_batch import ForwardOutput, KVMoves, StepBatch
 from baton.engine.sample.native import gpu_sampler
 from baton.engine.sample.queued import QueuedSample, queue_sample
-from baton.engine.sample.sampler import SamplerOutput, SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import SamplerOutput, sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
@@ -95,7 +96,7 @@ class StepSampling:
                 late = masks.late and not (drawn_from is not None and each.draft)
                 for row in each.samplers:
                     row.mask = None
-                    if row.constraint is not None and not (late and row.may_come_late):
+                    if row.constraint is not None and not (late and row.tries_first):
                         self._guided.append(row)
         self._pending: Future[list[TokenMask]] | None = None
         self._queued: QueuedSample | None = None
@@ -172,7 +173,9 @@ class StepSampling:
             tokens[begin : begin + len(kept)] = kept
 
 
-def _set_late_masks(masks: StepMasks, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[int]) -> list[int]:
+def _set_late_masks(
+    masks: StepMasks, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[SequenceOf[int]]
+) -> list[int]:
     """Set the masks of those rows that are not to have their tokens; return which they are."""
     wanted = [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
     found = masks.masks_of_refused(wanted, token_ids)

@@ -22,7 +22,8 @@ from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.engine.request import EngineRequest
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.grammar import StructuredOutputs, regex_grammar
 from baton.types import RequestId, SamplingParams
 from baton_kernels.cpu.team import ThreadTeam
@@ -118,7 +119,7 @@ def test_a_token_is_taken_where_its_mask_has_it(
     for _ in range(12):
         (mask,) = masks.end(masks.begin([row]))
         has = [token for token in range(VOCAB) if has_token(mask, token)]
-        taken = [token for token in range(VOCAB) if MaskRow(row.constraint.fork(), row.banned).take(token)]
+        taken = [token for token in range(VOCAB) if MaskRow(row.constraint.fork(), row.banned).take([token])]
         assert taken == [token for token in has if not row.constraint.started or token not in (banned or ())]
         token = int(rng.choice(has))
         if token == EOS:
@@ -162,13 +163,29 @@ def test_masks_are_computed_for_refused_tokens_alone(compiler: GrammarCompiler) 
     params = SamplingParams(seed=3, max_tokens=9, logit_bias=wanted, grammar=regex_grammar("[abc]{9}"))
     found, masks = answers(compiler, [params, params.replace(temperature=0.0)], late=True)
     assert (masks.masks, masks.tried_tokens, masks.refused_tokens) == (0, sum(map(len, found.values())), 0)
-    refused = params.replace(logit_bias={TEXTS.index("z"): 60.0})
+    refused = params.replace(logit_bias={TEXTS.index("z"): 60.0}, max_tokens=2)
     found, masks = answers(compiler, [refused, params], late=True)
-    own = len(found["r0", 0])
-    assert (masks.masks, masks.tried_tokens, masks.refused_tokens) == (own, own + len(found["r1", 0]), own)
+    assert (masks.masks, masks.tried_tokens, masks.refused_tokens) == (2, 2 + len(found["r1", 0]), 2)
 
 
-@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"logprobs": 1}])
+@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.8}])
+def test_filters_that_leave_few_tokens_need_no_mask(compiler: GrammarCompiler, changes: dict[str, float]) -> None:
+    wanted = {TEXTS.index(each): 60.0 for each in "abcd"} | {TEXTS.index("a"): 75.0}
+    params = SamplingParams(seed=3, max_tokens=9, grammar=regex_grammar("[a-d]{9}"), logit_bias=wanted)
+    found, masks = answers(compiler, [params.replace(**changes)], late=True)
+    assert (masks.masks, masks.tried_tokens, masks.refused_tokens) == (0, len(found["r0", 0]), 0)
+
+
+def test_masks_come_first_where_tokens_were_refused(compiler: GrammarCompiler) -> None:
+    params = SamplingParams(
+        seed=3, max_tokens=30, logit_bias={TEXTS.index("z"): 60.0}, grammar=regex_grammar("[0-9]{30}")
+    )
+    found, masks = answers(compiler, [params], late=True)
+    assert masks.masks == len(found["r0", 0]) == 30
+    assert masks.refused_tokens == masks.tried_tokens == 5  # two, and every eighth from then on
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 30}, {"logprobs": 1}])
 def test_what_needs_its_mask_has_it_before(compiler: GrammarCompiler, changes: dict[str, float]) -> None:
     params = SamplingParams(seed=3, max_tokens=9, grammar=regex_grammar("[abc]{9}")).replace(**changes)
     found, masks = answers(compiler, [params], late=True)
@@ -185,8 +202,8 @@ def test_logits_that_are_no_numbers_are_looked_at_again_under_the_mask() -> None
     for row in rows:
         row.constraint = object()  # type: ignore[assignment]
 
-    def late(missing: Sequence[SamplerRow], tokens: Sequence[int]) -> list[int]:
-        assert list(tokens) == [-1, -1, -1]
+    def late(missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
+        assert list(tokens) == [[], [], []]
         for row in missing:
             row.mask = pack_mask(np.arange(70) > 30)
         return [0, 1, 2]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.engine.sample import sampler
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.types import SamplingParams
 from baton_kernels.token_mask import pack_mask
 
@@ -40,8 +41,8 @@ def test_draws_under_a_mask_are_free_draws_rescaled(
         SamplerRow(SamplingParams(temperature=temperature), 0, stop_ids=(), prompt=(), output=()) for _ in range(ROWS)
     ]
 
-    def late(missing: Sequence[SamplerRow], tokens: Sequence[int]) -> list[int]:
-        refused = [i for i, token in enumerate(tokens) if not mask[token]]
+    def late(missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
+        refused = [i for i, (token,) in enumerate(tokens) if not mask[token]]
         for i in refused:
             missing[i].mask = pack_mask(mask)
         return refused

@@ -16,7 +16,8 @@ from tests.unit.engine.speculation.test_speculation import BLOCK, GREEDY, PROMPT
 from baton.config import EngineConfig
 from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.request import EngineRequest
-from baton.engine.sample.sampler import SamplerRow, sample
+from baton.engine.sample.row import SamplerRow
+from baton.engine.sample.sampler import sample
 from baton.engine.speculation.branches import likeliest
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.methods import load_drafter
