@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,11 +134,11 @@ class Constraint:
         """
         if not self.started or token in self.eos_token_ids:
             return self.allows(token)
-        if self.forced()[:1] not in ([], [token]) or not self.matcher.take(token):
+        forced = self._forced if self._forced is not None else self.forced()
+        if (forced and forced[0] != token) or not self.matcher.take(token):
             return False
-        self._forced = None
+        self._ahead, self._forced = token, None
         self.forced()
-        self._ahead = token
         return True
 
     def forced(self) -> list[int]:
@@ -199,8 +200,7 @@ class BannedTokens:
         return bool(before.any())
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRow:
+class MaskRow(NamedTuple):
     """A row whose mask is wanted.
 
     Attributes:
@@ -216,14 +216,13 @@ class MaskRow:
 
         No, too, where there are none, or if that depends on what else it has.
         """
-        constraint = self.constraint
-        banned = self.banned is not None and constraint.started and not self.banned.token_ids.isdisjoint(token_ids)
-        taken = (
-            bool(token_ids)
-            and not banned
-            and all(constraint.allows(token) for token in token_ids[:-1])
-            and constraint.take(token_ids[-1])
-        )
+        constraint, banned = self
+        taken = bool(token_ids)
+        if taken and banned is not None and constraint.started:
+            taken = banned.token_ids.isdisjoint(token_ids)
+        if taken and len(token_ids) > 1:
+            taken = all(constraint.allows(token) for token in token_ids[:-1])
+        taken = taken and constraint.take(token_ids[-1])
         constraint.refusals = 0 if taken else constraint.refusals + 1
         return taken
 
