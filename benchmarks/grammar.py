@@ -323,7 +323,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {
         "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
         "steps": len(rounds),
-        "masks_are_computed": "where a token is refused" if guided.late else "beside forward passes",
+        "masks_are_computed": "where a token is refused" if guided.come_late else "beside forward passes",
         "refused_share": round(guided.refused_tokens / guided.tried_tokens, 4) if guided.tried_tokens else None,
         "step_ms": {name: round(1e3 * value, 3) for name, (value, _) in median.items()},
         "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},

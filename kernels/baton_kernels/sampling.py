@@ -6,7 +6,7 @@ The definition is ``baton.engine.sample``: ``filters.filter_batch`` and ``sample
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,9 +26,25 @@ class SampleCall(ctypes.Structure):
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys")),
         *((name, ctypes.c_void_p) for name in ("masks", "at", "tokens", "kept")),
-        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "watched")),
+        ("ready", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("dtype", "threads")),
     ]
+
+
+_Told = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+
+
+class Watch(NamedTuple):
+    """Who is told of tokens as they are chosen, in the caller's thread, while other threads choose further ones.
+
+    Attributes:
+        ready: Called in order, with rows from one on to before another, and the tokens of all rows.
+        rows: Of so many rows, the first ones.
+    """
+
+    ready: Callable[[int, int, npt.NDArray[np.int64]], None]
+    rows: int
 
 
 class RowFilter(NamedTuple):
@@ -54,6 +70,7 @@ class CpuSampler:
         masks: Sequence[TokenMask | None] = (),
         at: npt.NDArray[np.int64] | None = None,
         kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
     ) -> npt.NDArray[np.int64]:
         """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
 
@@ -66,6 +83,10 @@ class CpuSampler:
             at: int64 [R], the row of the logits that each is for; default: the first R, one each.
             kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that these leave,
                 padded with -1, if they are no more, and the same whichever others a mask forbids; else -1 first.
+            watch: Who is told of tokens meanwhile.
+
+        Raises:
+            Exception: What ``watch`` raised; all tokens are chosen then.
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -79,12 +100,26 @@ class CpuSampler:
                 raise ValueError(f"at has {len(at)} of {len(filters)} rows, of {len(logits)} rows of logits")
         tokens = np.empty(len(filters), np.int64)
         addresses = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
+        failures: list[BaseException] = []
+
+        def told(begin: int, end: int) -> None:
+            try:
+                if watch is not None and not failures:
+                    watch.ready(begin, end, tokens)
+            except BaseException as failure:  # nothing may leave a function that C calls
+                failures.append(failure)
+
+        callback = None if watch is None else _Told(told)
         call = SampleCall(
             logits.data_ptr(),
             *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys)),
             *(addresses.ctypes.data if addresses.any() else None, None if at is None else at.ctypes.data),
             *(tokens.ctypes.data, None if kept is None else kept.ctypes.data),
-            *(len(filters), logits.shape[1], logits.stride(0), DTYPE_CODES[logits.dtype], torch.get_num_threads()),
+            *(len(filters), logits.shape[1], logits.stride(0), 0 if watch is None else watch.rows),
+            None if callback is None else ctypes.cast(callback, ctypes.c_void_p).value,
+            *(DTYPE_CODES[logits.dtype], torch.get_num_threads()),
         )
         self._run(ctypes.byref(call))
+        if failures:
+            raise failures[0]
         return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import draw, draw_keys, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
-from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter
+from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import pack_mask
 
 FILTERS = [
@@ -174,6 +175,35 @@ def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
         allowed[row, some] = True
     masks = [pack_mask(each) if own[0] >= 0 else None for each, own in zip(allowed, kept, strict=True)]
     assert CpuSampler(library)(logits, filters, keys, masks).tolist() == free
+
+
+@pytest.mark.parametrize("watched", [1, 5, 40])
+def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, threads: int, watched: int) -> None:
+    logits, keys = torch.randn(40, 3000), keys_of(40)
+    order = np.arange(40)[::-1].copy()
+    want = CpuSampler(library)(logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys).tolist()
+    seen: list[int] = []
+    caller = threading.get_ident()
+
+    def ready(begin: int, end: int, tokens: np.ndarray) -> None:
+        assert threading.get_ident() == caller
+        assert begin == len(seen) < end
+        seen.extend(tokens[begin:end].tolist())
+
+    found = CpuSampler(library)(
+        logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys[order], at=order, watch=Watch(ready, watched)
+    )
+    assert found[order].tolist() == want
+    assert seen == found[:watched].tolist()
+
+    def fail(*_: object) -> None:
+        seen.append(-1)
+        raise ValueError("not this one")
+
+    seen.clear()
+    with pytest.raises(ValueError, match="not this one"):
+        CpuSampler(library)(logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys, watch=Watch(fail, watched))
+    assert seen == [-1]
 
 
 def test_few_tokens_that_filters_leave_are_said(library: CpuLibrary) -> None:

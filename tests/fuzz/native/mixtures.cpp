@@ -37,9 +37,17 @@ struct SampleOp {  // as sampling.cpp has it
     const uint32_t *const *masks;
     const int64_t *at;
     int64_t *tokens, *kept;
-    int64_t rows, vocab, stride;
+    int64_t rows, vocab, stride, watched;
+    void (*ready)(int64_t begin, int64_t end);
     int32_t dtype, threads;
 };
+
+int64_t told = 0;
+
+void tell(int64_t begin, int64_t end) {
+    REQUIRE(begin == told && end > begin);
+    told = end;
+}
 
 }  // namespace
 
@@ -140,10 +148,13 @@ void sample(Choices &from) {
     Buffer<int64_t> at(rows), kept(8 * rows);  // as many as MOST_KEPT
     for (int64_t r = 0; r < rows; r++) at[r] = r;
     if (from.flag()) call.at = at.get(), call.kept = kept.get();
+    told = 0;
+    if (from.flag()) call.ready = tell, call.watched = from.number(0, static_cast<int>(rows));
     call.logits = logits.get(), call.temperature = temperature.get(), call.top_p = top_p.get(), call.min_p = min_p.get();
     call.top_k = top_k.get(), call.keys = keys.get(), call.tokens = tokens.get();
     call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
     baton_sample(&call);
+    REQUIRE(told == call.watched);
     for (int64_t r = 0; r < rows; r++) {
         REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
         REQUIRE(!masks[r] || masks[r][tokens[r] / 32] >> tokens[r] % 32 & 1);

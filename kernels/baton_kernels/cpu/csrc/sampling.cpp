@@ -3,6 +3,7 @@
 // at. The definition is baton/engine/sample; the random numbers are the same, SplitMix64 keyed by seed and position.
 #include <algorithm>
 #include <functional>
+#include <vector>
 
 #include "team.h"
 #include "vec.h"
@@ -25,8 +26,19 @@ struct SampleOp {
   int64_t* tokens;                              // [rows] out; -1: the logits are not finite
   int64_t* kept;                                // [rows][MOST_KEPT] out, or null: see write_kept
   int64_t rows, vocab, stride;
+  int64_t watched;                              // of how many rows, the first ones, `ready` is told
+  void (*ready)(int64_t begin, int64_t end);    // or null: called in order, in the caller's thread, as tokens are there
   int32_t dtype, threads;
 };
+
+// Wait a little, in a loop that waits for another thread.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -410,14 +422,35 @@ template <class T>
 void sample_rows(const SampleOp& a) {
   const long chunks = (a.vocab + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
   std::atomic<long> next{0};
-  parallel((int)std::max<long>(1, std::min<long>(a.threads, a.rows)), [&](const Team&) {
+  std::vector<std::atomic<bool>> there(a.ready ? a.watched : 0);
+  parallel((int)std::max<long>(1, std::min<long>(a.threads, a.rows)), [&](const Team& team) {
     static thread_local Scratch scratch;
     float* const memory = scratch.get<float>(3 * padded + 2 * round_up(chunks, VL) + 2 * VL);
     Row row;
     row.values = memory, row.spare = memory + padded, row.other = row.spare + padded + VL;
     row.maxima = row.other + padded + VL;
     row.sums = row.maxima + round_up(chunks, VL), row.vocab = a.vocab, row.chunks = chunks;
-    take(next, a.rows, [&](long r) { a.tokens[r] = sample_row<T>(a, r, row); });
+    if (!a.ready || team.thread != 0) {
+      take(next, a.rows, [&](long r) {
+        a.tokens[r] = sample_row<T>(a, r, row);
+        if (a.ready && r < a.watched) there[r].store(true, std::memory_order_release);
+      });
+      return;
+    }
+    // What this thread is told to do with tokens it does while others choose the next ones.
+    for (long told = 0, chosen = 0; told < a.watched || chosen < a.rows;) {
+      long end = told;
+      while (end < a.watched && there[end].load(std::memory_order_acquire)) ++end;
+      if (end > told) {
+        a.ready(told, end);
+        told = end;
+      } else if ((chosen = next.fetch_add(1, std::memory_order_relaxed)) < a.rows) {
+        a.tokens[chosen] = sample_row<T>(a, chosen, row);
+        if (chosen < a.watched) there[chosen].store(true, std::memory_order_release);
+      } else {
+        relax();
+      }
+    }
   });
 }
 

@@ -266,7 +266,7 @@ class StepMasks:
         self.jump_forward = True
 
     @property
-    def late(self) -> bool:
+    def come_late(self) -> bool:
         """Whether masks that can come after their tokens' first choice are to: none is computed beside the pass."""
         return self._team is not None
 
@@ -305,26 +305,28 @@ class StepMasks:
         self.mask_wait_seconds += time.perf_counter() - started
         return found
 
-    def masks_of_refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> dict[int, TokenMask]:
-        """Return the masks of those rows that are not to have the token which was chosen for them.
+    def refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Return which rows, by index, are not to have the token that was chosen for them without a mask.
 
         Args:
             rows: Rows without a mask in this step.
             token_ids: What :meth:`MaskRow.take` is to take, parallel to them.
-
-        Returns:
-            Masks by index of ``rows``, valid until the next call.
         """
         started = time.perf_counter()
         refused = self._refused(rows, token_ids)
-        if time.perf_counter() - started > USUAL_S * len(rows) + SLOW_S:
+        taken = time.perf_counter() - started
+        if taken > USUAL_S * len(rows) + SLOW_S:
             self._watched = WATCHED_STEPS
-        found = dict[int, TokenMask]()
-        if refused:
-            self._late_memory = memory = self._room(self._late_memory, len(refused))
-            found = dict(zip(refused, self._compute([rows[i] for i in refused], memory), strict=True))
         self.tried_tokens += len(rows)
         self.refused_tokens += len(refused)
+        self.mask_wait_seconds += taken
+        return refused
+
+    def late(self, rows: Sequence[MaskRow]) -> list[TokenMask]:
+        """Return the masks of rows whose token was refused, valid until the next call."""
+        started = time.perf_counter()
+        self._late_memory = memory = self._room(self._late_memory, len(rows))
+        found = self._compute(rows, memory)
         self.mask_wait_seconds += time.perf_counter() - started
         return found
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +16,29 @@ from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
 from baton_kernels.cpu.team import ThreadTeam
-from baton_kernels.sampling import CpuSampler, RowFilter
+from baton_kernels.sampling import CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
 ChooseOnDevice = Callable[..., torch.Tensor]
 """As :class:`baton_kernels.gpu.sampling.TritonSampler` is called."""
-ChooseTokens = Callable[
-    [
-        torch.Tensor,
-        Sequence[RowFilter],
-        npt.NDArray[np.uint64],
-        Sequence[TokenMask | None],
-        npt.NDArray[np.int64] | None,
-        npt.NDArray[np.int64] | None,
-    ],
-    npt.NDArray[np.int64],
-]
-"""As :class:`baton_kernels.sampling.CpuSampler` is called."""
+
+
+class ChooseTokens(Protocol):
+    """As :class:`baton_kernels.sampling.CpuSampler` is called."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        keys: npt.NDArray[np.uint64],
+        masks: Sequence[TokenMask | None],
+        at: npt.NDArray[np.int64] | None,
+        kept: npt.NDArray[np.int64] | None,
+        watch: Watch | None,
+    ) -> npt.NDArray[np.int64]:
+        """Return a token per row."""
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -85,10 +92,13 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         masks: Sequence[TokenMask | None],
         at: npt.NDArray[np.int64] | None,
         kept: npt.NDArray[np.int64] | None,
+        watch: Watch | None,
     ) -> npt.NDArray[np.int64]:
         if at is not None:
             logits = logits[torch.from_numpy(at).to(logits.device)]
         tokens: npt.NDArray[np.int64] = sampler(logits, filters, keys, masks).cpu().numpy()
+        if watch is not None:
+            watch.ready(0, watch.rows, tokens)
         return tokens
 
     return choose

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from baton.engine.sample.row import SamplerRow
 from baton.types import TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
 from baton_kernels.random_numbers import GOLDEN, exponentials, mix
-from baton_kernels.sampling import MOST_KEPT
+from baton_kernels.sampling import MOST_KEPT, Watch
 from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
 
 SAMPLER_VERSION = "race-2"
@@ -76,10 +76,22 @@ class SamplerOutput:
 Amend: TypeAlias = Callable[[torch.Tensor, list[int], tuple[int, ...]], None]
 """Called with the logits that tokens were chosen from (edited and masked), the tokens, which it may change, and the
 rows whose logits are not finite."""
-LateMasks: TypeAlias = Callable[[Sequence[SamplerRow], Sequence[Sequence[int]]], list[int]]
-"""Called with rows under a grammar that have no mask yet, and of each the token that is chosen without one, and before
-it those that have to be allowed, too, for it to be the right one; none where that would not do. Returns which rows (by
-index) are not to have it, and sets their masks."""
+
+
+class LateMasks(Protocol):
+    """Knows the grammars of rows that have no mask yet."""
+
+    def refused(self, rows: Sequence[SamplerRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Return which rows, by index, are not to have their token.
+
+        Args:
+            rows: R rows.
+            token_ids: Of each its token, and before it what has to be allowed, too, for it to be the right one; none
+                where that would not do.
+        """
+
+    def set_masks(self, rows: Sequence[SamplerRow]) -> None:
+        """Set the masks of rows."""
 
 
 @torch.inference_mode()
@@ -102,13 +114,31 @@ def sample(
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits, keys = edit_logits(logits.detach(), rows), row_keys(rows)
-    filtered = late is not None and any(_waits(row) and not row.unfiltered and not row.params.greedy for row in rows)
-    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
-    found = _choose(operator, logits, rows, keys, [None if row.unfiltered else row.mask for row in rows], kept=kept)
-    if refused := _refused(rows, found, kept, late):
-        at, own = np.array(refused), [rows[i] for i in refused]
-        keys = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
-        found[at] = _choose(operator, logits, own, keys, [row.mask for row in own], at)
+    # Those whose grammar has to be asked come first: it is asked while the others' tokens are chosen.
+    waiting = [] if late is None else [i for i, row in enumerate(rows) if row.mask is None and row.constraint]
+    first = set(waiting)
+    order = [*waiting, *(i for i in range(len(rows)) if i not in first)]
+    ordered, at = [rows[i] for i in order], np.array(order, np.int64)
+    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if any(_filtered(rows[i]) for i in waiting) else None
+    refused = list[int]()
+
+    def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
+        own = ordered[begin:end]
+        wanted = [_needed(row, int(tokens[begin + i]), kept, begin + i) for i, row in enumerate(own)]
+        if late is not None:
+            refused.extend(waiting[begin + i] for i in late.refused(own, wanted))
+
+    found = np.empty(len(rows), np.int64)
+    masks = [None if row.unfiltered else row.mask for row in ordered]
+    watch = Watch(ready, len(waiting)) if waiting else None
+    found[at] = _choose(operator, logits, ordered, keys[at], masks, at if waiting else None, kept, watch)
+    forbidden = [i for i, row in enumerate(rows) if row.mask is not None and _forbids(row.mask, row, int(found[i]))]
+    if late is not None and refused:
+        late.set_masks([rows[i] for i in refused])
+    if again := refused + forbidden:
+        own, at = [rows[i] for i in again], np.array(again)
+        others = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
+        found[at] = _choose(operator, logits, own, others, [row.mask for row in own], at)
     scored = [amend is not None or row.params.logprobs is not None for row in rows]
     if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
         apply_masks(logits, shown)
@@ -119,36 +149,22 @@ def sample(
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
-def _waits(row: SamplerRow) -> bool:
-    """Whether a row is under a grammar, and its mask is not known yet."""
-    return row.mask is None and row.constraint is not None
+def _filtered(row: SamplerRow) -> bool:
+    return not row.unfiltered and not row.params.greedy
 
 
-def _refused(
-    rows: Sequence[SamplerRow],
-    tokens: npt.NDArray[np.int64],
-    kept: npt.NDArray[np.int64] | None,
-    late: LateMasks | None,
-) -> list[int]:
-    """Return the rows whose token was chosen without their mask, which is known now and does not bear it out."""
-    found = list[int]()
-    unknown, wanted = list[int](), list[list[int]]()
-    for i, row in enumerate(rows):
-        token = int(tokens[i])
-        if row.mask is not None:
-            if row.unfiltered and (token < 0 or not has_token(row.mask, token)):
-                found.append(i)
-        elif late is not None and row.constraint is not None:
-            unknown.append(i)
-            if token < 0 or kept is None or row.unfiltered or row.params.greedy:
-                wanted.append([token] if token >= 0 else [])
-            elif kept[i, 0] < 0:
-                wanted.append([])
-            else:
-                wanted.append([*(each for each in kept[i].tolist() if each >= 0 and each != token), token])
-    if late is not None and unknown:
-        found += [unknown[i] for i in late([rows[i] for i in unknown], wanted)]
-    return found
+def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
+    """Return what has to be allowed for a token to be right that was chosen without its mask, itself last."""
+    if token < 0:
+        return []
+    if kept is None or not _filtered(row):
+        return [token]
+    return [*(each for each in kept[at].tolist() if each >= 0 and each != token), token] if kept[at, 0] >= 0 else []
+
+
+def _forbids(mask: TokenMask, row: SamplerRow, token: int) -> bool:
+    """Whether a row's mask was not looked at when its token was chosen, and does not have it."""
+    return row.unfiltered and (token < 0 or not has_token(mask, token))
 
 
 def _choose(
@@ -159,6 +175,7 @@ def _choose(
     masks: Sequence[TokenMask | None],
     at: npt.NDArray[np.int64] | None = None,
     kept: npt.NDArray[np.int64] | None = None,
+    watch: Watch | None = None,
 ) -> npt.NDArray[np.int64]:
     """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
 
@@ -170,9 +187,10 @@ def _choose(
         masks: Tokens that may be chosen.
         at: The rows of the logits.
         kept: Where the tokens may be written that filters leave; -1 everywhere.
+        watch: Who is told of tokens as they are there.
     """
     if operator is not None:
-        return operator(logits, [row.filter for row in rows], keys, masks, at, kept)
+        return operator(logits, [row.filter for row in rows], keys, masks, at, kept, watch)
     logits = (logits if at is None else logits[torch.from_numpy(at).to(logits.device)]).float()
     if masked := [(i, mask) for i, mask in enumerate(masks) if mask is not None]:
         logits = logits.clone()
@@ -182,6 +200,8 @@ def _choose(
     if drawn:
         subset = logits if len(drawn) == len(rows) else logits[drawn]
         tokens[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
+    if watch is not None:
+        watch.ready(0, watch.rows, tokens)
     return tokens
 
 

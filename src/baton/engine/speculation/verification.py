@@ -11,7 +11,6 @@ keeps the distribution but not the sequence, and is there for those who want it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.grammar.constraint import StepMasks
+from baton.engine.grammar.constraint import MaskRow, StepMasks
 from baton.engine.runner.input_batch import ForwardOutput, KVMoves, StepBatch
 from baton.engine.sample.native import gpu_sampler
 from baton.engine.sample.queued import QueuedSample, queue_sample
@@ -68,6 +67,24 @@ class _Rows:
     parents: tuple[int, ...] = ()
 
 
+class _LateMasks:
+    """A :class:`~baton.engine.sample.sampler.LateMasks`."""
+
+    def __init__(self, masks: StepMasks) -> None:
+        self._masks = masks
+
+    def refused(self, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[SequenceOf[int]]) -> list[int]:
+        return self._masks.refused(_mask_rows(rows), token_ids)
+
+    def set_masks(self, rows: SequenceOf[SamplerRow]) -> None:
+        for row, mask in zip(rows, self._masks.late(_mask_rows(rows)), strict=True):
+            row.mask = mask
+
+
+def _mask_rows(rows: SequenceOf[SamplerRow]) -> list[MaskRow]:
+    return [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
+
+
 class StepSampling:
     """The choice of one step's tokens. Masks are computed while the forward pass runs, or when they are missed.
 
@@ -93,7 +110,7 @@ class StepSampling:
         if masks is not None:
             for each in self._wanted:
                 # Acceptance by rejection needs to know what could have been drawn.
-                late = masks.late and not (drawn_from is not None and each.draft)
+                late = masks.come_late and not (drawn_from is not None and each.draft)
                 for row in each.samplers:
                     row.mask = None
                     if row.constraint is not None and not (late and row.tries_first):
@@ -101,8 +118,7 @@ class StepSampling:
         self._pending: Future[list[TokenMask]] | None = None
         self._queued: QueuedSample | None = None
         if masks is not None and self._guided:
-            rows = [row.mask_row(row.constraint) for row in self._guided if row.constraint is not None]
-            self._pending = masks.begin(rows)
+            self._pending = masks.begin(_mask_rows(self._guided))
 
     def end_masks(self) -> None:
         """Wait for the masks; to be called once, whatever became of the forward pass."""
@@ -127,7 +143,7 @@ class StepSampling:
         if staging is not None and operator is not None:
             self._queued = queue_sample(wanted, self._samplers, operator, staging)
             return
-        late = None if self._masks is None else functools.partial(_set_late_masks, self._masks)
+        late = None if self._masks is None else _LateMasks(self._masks)
         found = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=late)
         self._queued = QueuedSample(torch.tensor(found.token_ids), lambda: found)
 
@@ -171,17 +187,6 @@ class StepSampling:
                 begins.append(begin)
         for begin, kept in zip(begins, keep_or_replace(drafts, on_gpu=self._on_gpu), strict=True):
             tokens[begin : begin + len(kept)] = kept
-
-
-def _set_late_masks(
-    masks: StepMasks, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[SequenceOf[int]]
-) -> list[int]:
-    """Set the masks of those rows that are not to have their tokens; return which they are."""
-    wanted = [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
-    found = masks.masks_of_refused(wanted, token_ids)
-    for i, mask in found.items():
-        rows[i].mask = mask
-    return list(found)
 
 
 def _next_row(sequence: Sequence) -> SamplerRow:

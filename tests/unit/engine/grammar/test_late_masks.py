@@ -53,7 +53,7 @@ def answers(
         patch.setattr(core_module, "crowded_team", lambda _: ThreadTeam(2) if late else None)
         engine = EngineCore(config, runner, runner.make_arena(256), grammars=compiler, drafter=drafter)
     assert engine.masks is not None
-    assert engine.masks.late is late
+    assert engine.masks.come_late is late
     for i, each in enumerate(requests):
         constraint = None if each.grammar is None else compiler.constraint(each.grammar)
         engine.add_request(EngineRequest(RequestId(f"r{i}"), PROMPT[i % 5 :], each, constraint=constraint))
@@ -202,13 +202,16 @@ def test_logits_that_are_no_numbers_are_looked_at_again_under_the_mask() -> None
     for row in rows:
         row.constraint = object()  # type: ignore[assignment]
 
-    def late(missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
-        assert list(tokens) == [[], [], []]
-        for row in missing:
-            row.mask = pack_mask(np.arange(70) > 30)
-        return [0, 1, 2]
+    class Late:
+        def refused(self, missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
+            assert list(tokens) == [[]] * len(missing)
+            return list(range(len(missing)))
 
-    found = sample(logits, rows, late=late)
+        def set_masks(self, missing: Sequence[SamplerRow]) -> None:
+            for row in missing:
+                row.mask = pack_mask(np.arange(70) > 30)
+
+    found = sample(logits, rows, late=Late())
     assert found.bad_rows == (2,)
     assert found.token_ids[0] == 31 + int(logits[0, 31:].argmax())
     assert found.token_ids[1] > 30

@@ -41,11 +41,13 @@ def test_draws_under_a_mask_are_free_draws_rescaled(
         SamplerRow(SamplingParams(temperature=temperature), 0, stop_ids=(), prompt=(), output=()) for _ in range(ROWS)
     ]
 
-    def late(missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
-        refused = [i for i, (token,) in enumerate(tokens) if not mask[token]]
-        for i in refused:
-            missing[i].mask = pack_mask(mask)
-        return refused
+    class Late:
+        def refused(self, _: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
+            return [i for i, (token,) in enumerate(tokens) if not mask[token]]
+
+        def set_masks(self, missing: Sequence[SamplerRow]) -> None:
+            for row in missing:
+                row.mask = pack_mask(mask)
 
     if path == "late":
         for row in rows:
@@ -55,7 +57,7 @@ def test_draws_under_a_mask_are_free_draws_rescaled(
         for at, row in enumerate(rows):
             row.seed, row.position = 7 * (start + at) + 1, (start + at) % 5
             row.mask = None if path == "late" else pack_mask(mask)
-        found = sample(torch.from_numpy(np.tile(logits, (ROWS, 1))), rows, late=late if path == "late" else None)
+        found = sample(torch.from_numpy(np.tile(logits, (ROWS, 1))), rows, late=Late() if path == "late" else None)
         counts += np.bincount(found.token_ids, minlength=vocab)
     assert counts.sum() == DRAWS
     assert counts[~mask].sum() == 0

@@ -64,7 +64,7 @@ def test_a_team_computes_what_a_thread_does(backend: GuidanceBackend, threads: i
     found = walk(masks, make_rows(backend))
     assert np.array_equal(found, expected)
     assert masks.masks == 12 * 9
-    assert masks.late
+    assert masks.come_late
     assert masks.mask_wait_seconds > 0  # which is all of it
 
 
