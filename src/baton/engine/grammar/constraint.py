@@ -254,7 +254,7 @@ class StepMasks:
     def __init__(self, backend: GrammarBackend, vocab_size: int, team: ThreadTeam | None = None) -> None:
         self._backend, self._team = backend, team
         self._words = mask_words(vocab_size)
-        self._memory = self._late_memory = np.empty((0, self._words), np.uint32)
+        self._memory = np.empty((0, self._words), np.uint32)
         self._vocab_size = vocab_size
         self._may_take = FOLLOW_S * vocab_size
         self._unended: dict[frozenset[int], TokenMask] = {}
@@ -286,7 +286,9 @@ class StepMasks:
 
         A constraint whose grammar allows nothing has an ``error`` afterwards.
         """
-        self._memory = memory = self._room(self._memory, len(rows))
+        if len(rows) > len(self._memory):
+            self._memory = np.empty((2 * len(rows), self._words), np.uint32)
+        memory = self._memory[: len(rows)]
         if self._team is None:
             return self._thread.submit(self._compute, rows, memory)
         started = time.perf_counter()
@@ -323,10 +325,9 @@ class StepMasks:
         return refused
 
     def late(self, rows: Sequence[MaskRow]) -> list[TokenMask]:
-        """Return the masks of rows whose token was refused, valid until the next call."""
+        """Return the masks of rows whose token was refused."""
         started = time.perf_counter()
-        self._late_memory = memory = self._room(self._late_memory, len(rows))
-        found = self._compute(rows, memory)
+        found = self._compute(rows, np.empty((len(rows), self._words), np.uint32))
         self.mask_wait_seconds += time.perf_counter() - started
         return found
 
@@ -344,10 +345,6 @@ class StepMasks:
             _charge(row.constraint, ended - begun)
             begun = ended
         return found
-
-    def _room(self, memory: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:
-        """Return memory for ``count`` masks at least: the same if that is large enough."""
-        return memory if len(memory) >= count else np.empty((2 * count, self._words), np.uint32)
 
     def _compute(self, rows: Sequence[MaskRow], memory: npt.NDArray[np.uint32]) -> list[TokenMask]:
         started = time.perf_counter()

@@ -125,16 +125,16 @@ def sample(
     def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
         own = ordered[begin:end]
         wanted = [_needed(row, int(tokens[begin + i]), kept, begin + i) for i, row in enumerate(own)]
-        if late is not None:
-            refused.extend(waiting[begin + i] for i in late.refused(own, wanted))
+        if late is not None and (wrong := late.refused(own, wanted)):
+            late.set_masks([own[i] for i in wrong])
+            refused.extend(waiting[begin + i] for i in wrong)
 
     found = np.empty(len(rows), np.int64)
     masks = [None if row.unfiltered else row.mask for row in ordered]
     watch = Watch(ready, len(waiting)) if waiting else None
     found[at] = _choose(operator, logits, ordered, keys[at], masks, at if waiting else None, kept, watch)
-    forbidden = [i for i, row in enumerate(rows) if row.mask is not None and _forbids(row.mask, row, int(found[i]))]
-    if late is not None and refused:
-        late.set_masks([rows[i] for i in refused])
+    known = (i for i, row in enumerate(rows) if i not in first and row.mask is not None)
+    forbidden = [i for i in known if _forbids(rows[i], int(found[i]))]
     if again := refused + forbidden:
         own, at = [rows[i] for i in again], np.array(again)
         others = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
@@ -162,9 +162,9 @@ def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at:
     return [*(each for each in kept[at].tolist() if each >= 0 and each != token), token] if kept[at, 0] >= 0 else []
 
 
-def _forbids(mask: TokenMask, row: SamplerRow, token: int) -> bool:
+def _forbids(row: SamplerRow, token: int) -> bool:
     """Whether a row's mask was not looked at when its token was chosen, and does not have it."""
-    return row.unfiltered and (token < 0 or not has_token(mask, token))
+    return row.mask is not None and row.unfiltered and (token < 0 or not has_token(row.mask, token))
 
 
 def _choose(
