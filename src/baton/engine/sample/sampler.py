@@ -120,25 +120,29 @@ def sample(
     order = [*waiting, *(i for i in range(len(rows)) if i not in first)]
     ordered, at = [rows[i] for i in order], np.array(order, np.int64)
     kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if any(_filtered(rows[i]) for i in waiting) else None
-    refused = list[int]()
+    replaced: dict[int, int] = {}
+
+    def choose_again(indices: Sequence[int]) -> None:
+        own, places = [rows[i] for i in indices], np.array(indices, np.int64)
+        others = np.where([row.unfiltered for row in own], second_keys(keys[places]), keys[places])
+        tokens = _choose(operator, logits, own, others, [row.mask for row in own], places)
+        replaced.update(zip(indices, tokens.tolist(), strict=True))
 
     def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
         own = ordered[begin:end]
         wanted = [_needed(row, int(tokens[begin + i]), kept, begin + i) for i, row in enumerate(own)]
         if late is not None and (wrong := late.refused(own, wanted)):
             late.set_masks([own[i] for i in wrong])
-            refused.extend(waiting[begin + i] for i in wrong)
+            choose_again([waiting[begin + i] for i in wrong])
 
     found = np.empty(len(rows), np.int64)
     masks = [None if row.unfiltered else row.mask for row in ordered]
     watch = Watch(ready, len(waiting)) if waiting else None
     found[at] = _choose(operator, logits, ordered, keys[at], masks, at if waiting else None, kept, watch)
-    known = (i for i, row in enumerate(rows) if i not in first and row.mask is not None)
-    forbidden = [i for i in known if _forbids(rows[i], int(found[i]))]
-    if again := refused + forbidden:
-        own, at = [rows[i] for i in again], np.array(again)
-        others = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
-        found[at] = _choose(operator, logits, own, others, [row.mask for row in own], at)
+    if forbidden := [i for i, row in enumerate(rows) if i not in first and _forbids(row, int(found[i]))]:
+        choose_again(forbidden)
+    if replaced:
+        found[list(replaced)] = list(replaced.values())
     scored = [amend is not None or row.params.logprobs is not None for row in rows]
     if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
         apply_masks(logits, shown)
