@@ -114,35 +114,15 @@ def sample(
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits, keys = edit_logits(logits.detach(), rows), row_keys(rows)
-    # Those whose grammar has to be asked come first: it is asked while the others' tokens are chosen.
-    waiting = [] if late is None else [i for i, row in enumerate(rows) if row.mask is None and row.constraint]
-    first = set(waiting)
-    order = [*waiting, *(i for i in range(len(rows)) if i not in first)]
-    ordered, at = [rows[i] for i in order], np.array(order, np.int64)
-    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if any(_filtered(rows[i]) for i in waiting) else None
-    replaced: dict[int, int] = {}
-
-    def choose_again(indices: Sequence[int]) -> None:
-        own, places = [rows[i] for i in indices], np.array(indices, np.int64)
-        others = np.where([row.unfiltered for row in own], second_keys(keys[places]), keys[places])
-        tokens = _choose(operator, logits, own, others, [row.mask for row in own], places)
-        replaced.update(zip(indices, tokens.tolist(), strict=True))
-
-    def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
-        own = ordered[begin:end]
-        wanted = [_needed(row, int(tokens[begin + i]), kept, begin + i) for i, row in enumerate(own)]
-        if late is not None and (wrong := late.refused(own, wanted)):
-            late.set_masks([own[i] for i in wrong])
-            choose_again([waiting[begin + i] for i in wrong])
-
-    found = np.empty(len(rows), np.int64)
-    masks = [None if row.unfiltered else row.mask for row in ordered]
-    watch = Watch(ready, len(waiting)) if waiting else None
-    found[at] = _choose(operator, logits, ordered, keys[at], masks, at if waiting else None, kept, watch)
-    if forbidden := [i for i, row in enumerate(rows) if i not in first and _forbids(row, int(found[i]))]:
-        choose_again(forbidden)
-    if replaced:
-        found[list(replaced)] = list(replaced.values())
+    waiting = [] if late is None else [i for i, row in enumerate(rows) if row.constraint and row.mask is None]
+    draws_first = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
+    if late is not None and waiting:
+        found = _choose_before_masks(operator, logits, rows, keys, waiting, late)
+    else:
+        found = _choose(operator, logits, rows, keys)
+    refused = [i for i in draws_first if found[i] < 0 or not _has(rows[i], int(found[i]))]
+    if refused:
+        found[refused] = _choose_again(operator, logits, rows, keys, refused)
     scored = [amend is not None or row.params.logprobs is not None for row in rows]
     if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
         apply_masks(logits, shown)
@@ -153,22 +133,70 @@ def sample(
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
+def _choose_before_masks(
+    operator: ChooseTokens | None,
+    logits: torch.Tensor,
+    rows: Sequence[SamplerRow],
+    keys: npt.NDArray[np.uint64],
+    waiting: Sequence[int],
+    late: LateMasks,
+) -> npt.NDArray[np.int64]:
+    """Choose a token per row, again where a grammar refuses it; ``waiting``: the rows whose grammars are asked.
+
+    Those come first: their grammars are asked, and masks computed, while the others' tokens are chosen.
+    """
+    others = set(range(len(rows))).difference(waiting)
+    order = np.array([*waiting, *sorted(others)], np.int64)
+    filtered = any(_filtered(rows[i]) for i in waiting)
+    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
+    again: dict[int, int] = {}
+
+    def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
+        own = [rows[i] for i in waiting[begin:end]]
+        wanted = [
+            _needed(row, int(tokens[at]), None if kept is None else kept[at]) for at, row in enumerate(own, begin)
+        ]
+        if refused := late.refused(own, wanted):
+            late.set_masks([own[i] for i in refused])
+            places = [waiting[begin + i] for i in refused]
+            again.update(zip(places, _choose_again(operator, logits, rows, keys, places).tolist(), strict=True))
+
+    found = np.empty(len(rows), np.int64)
+    watch = Watch(ready, len(waiting))
+    found[order] = _choose(operator, logits, [rows[i] for i in order], keys[order], order, kept, watch)
+    if again:
+        found[list(again)] = list(again.values())
+    return found
+
+
 def _filtered(row: SamplerRow) -> bool:
     return not row.unfiltered and not row.params.greedy
 
 
-def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
+def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None) -> list[int]:
     """Return what has to be allowed for a token to be right that was chosen without its mask, itself last."""
     if token < 0:
         return []
     if kept is None or not _filtered(row):
         return [token]
-    return [*(each for each in kept[at].tolist() if each >= 0 and each != token), token] if kept[at, 0] >= 0 else []
+    return [] if kept[0] < 0 else [*(each for each in kept.tolist() if each >= 0 and each != token), token]
 
 
-def _forbids(row: SamplerRow, token: int) -> bool:
-    """Whether a row's mask was not looked at when its token was chosen, and does not have it."""
-    return row.mask is not None and row.unfiltered and (token < 0 or not has_token(row.mask, token))
+def _has(row: SamplerRow, token: int) -> bool:
+    return row.mask is None or has_token(row.mask, token)
+
+
+def _choose_again(
+    operator: ChooseTokens | None,
+    logits: torch.Tensor,
+    rows: Sequence[SamplerRow],
+    keys: npt.NDArray[np.uint64],
+    places: Sequence[int],
+) -> npt.NDArray[np.int64]:
+    """Choose tokens under masks, of rows that were not to have what was chosen without; ``places``: which they are."""
+    own, at = [rows[i] for i in places], np.array(places, np.int64)
+    others = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
+    return _choose(operator, logits, own, others, at, masked=True)
 
 
 def _choose(
@@ -176,10 +204,11 @@ def _choose(
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
     keys: npt.NDArray[np.uint64],
-    masks: Sequence[TokenMask | None],
     at: npt.NDArray[np.int64] | None = None,
     kept: npt.NDArray[np.int64] | None = None,
     watch: Watch | None = None,
+    *,
+    masked: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
 
@@ -188,17 +217,18 @@ def _choose(
         logits: [R or more, vocab].
         rows: R rows.
         keys: Of their draws.
-        masks: Tokens that may be chosen.
         at: The rows of the logits.
         kept: Where the tokens may be written that filters leave; -1 everywhere.
         watch: Who is told of tokens as they are there.
+        masked: Whether all masks hold; else not those of rows that draw without them first.
     """
+    masks = [row.mask if masked or not row.unfiltered else None for row in rows]
     if operator is not None:
         return operator(logits, [row.filter for row in rows], keys, masks, at, kept, watch)
     logits = (logits if at is None else logits[torch.from_numpy(at).to(logits.device)]).float()
-    if masked := [(i, mask) for i, mask in enumerate(masks) if mask is not None]:
+    if any(mask is not None for mask in masks):
         logits = logits.clone()
-        apply_masks(logits, masked)
+        apply_masks(logits, [(i, mask) for i, mask in enumerate(masks) if mask is not None])
     tokens = _argmax(logits)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy and tokens[i] >= 0]
     if drawn:
