@@ -147,15 +147,12 @@ def _choose_before_masks(
     """
     others = set(range(len(rows))).difference(waiting)
     order = np.array([*waiting, *sorted(others)], np.int64)
-    filtered = any(_filtered(rows[i]) for i in waiting)
-    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
+    kept = np.full((len(rows), MOST_KEPT), -1, np.int64)
     again: dict[int, int] = {}
 
     def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
         own = [rows[i] for i in waiting[begin:end]]
-        wanted = [
-            _needed(row, int(tokens[at]), None if kept is None else kept[at]) for at, row in enumerate(own, begin)
-        ]
+        wanted = [_needed(row, int(tokens[at]), kept[at]) for at, row in enumerate(own, begin)]
         if refused := late.refused(own, wanted):
             late.set_masks([own[i] for i in refused])
             places = [waiting[begin + i] for i in refused]
@@ -169,15 +166,17 @@ def _choose_before_masks(
     return found
 
 
-def _filtered(row: SamplerRow) -> bool:
-    return not row.unfiltered and not row.params.greedy
+def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64]) -> list[int]:
+    """Return what has to be allowed for a token to be right that was chosen without its mask, itself last.
 
-
-def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None) -> list[int]:
-    """Return what has to be allowed for a token to be right that was chosen without its mask, itself last."""
+    Args:
+        row: The token's.
+        token: -1: there is none.
+        kept: [MOST_KEPT], what its filters left.
+    """
     if token < 0:
         return []
-    if kept is None or not _filtered(row):
+    if row.unfiltered or row.params.greedy:
         return [token]
     return [] if kept[0] < 0 else [*(each for each in kept.tolist() if each >= 0 and each != token), token]
 
