@@ -7,9 +7,10 @@ with enums and patterns, new names in each so that none is known.
   masks along documents that follow the schema. CPU time of the thread, as machines are shared; ``wall`` beside it.
   ``--rivals``: xgrammar and outlines_core on the same schemas, documents and vocabulary, each in an environment of its
   own in ``--cache``.
-* Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16, in three
+* Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16, in four
   engines: all rows free, all guided (each by a schema of its own; forced tokens sampled one by one, so that each step
-  does the same work), and half of them. The engines step in turns, so what the machine does besides meets all alike:
+  does the same work), half of them, and half of them with masks that are there before their tokens are chosen, also
+  where they need not be. The engines step in turns, so what the machine does besides meets all alike:
   each step is compared with the free one beside it, in time and in CPU time of all threads; medians, and means without
   a tenth at either end. What guided rows cost those beside them is the step of the half-guided batch against that of
   the free one. A model that was trained for such answers wants what its grammar allows, but for a few tokens; random
@@ -71,6 +72,8 @@ RIVALS = {
 }
 RIVAL_SCHEMAS, RIVAL_SECONDS = 3, 400
 ROWS, CONTEXT = 32, 32
+COSTS = {"guided_loss": "guided", "cost_to_rows_beside": "half", "cost_with_masks_first": "half_masks_first"}
+"""What is compared with the free batch, by the names of the results."""
 
 
 def main() -> int:
@@ -296,18 +299,19 @@ def timed_step(engine: EngineCore) -> StepTime | None:
 
 
 def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Time decode steps of free, guided and mixed batches in turns."""
-    ways = {"free": 0, "guided": ROWS, "half": ROWS // 2}
+    """Time decode steps of free, guided and mixed batches, in turns."""
+    ways = {"free": 0, "guided": ROWS, "half": ROWS // 2, "half_masks_first": ROWS // 2}
     engines = {name: build(args, folder) for name in ways}
-    for engine in engines.values():
+    for name, engine in engines.items():
         assert engine.masks is not None
         engine.masks.jump_forward = False
+        engine.masks.come_late &= name != "half_masks_first"
     rounds: list[dict[str, StepTime]] = []
     for repeat in range(args.repeats + 1):  # the first warms up
         for name, engine in engines.items():
             begin_batch(engine, repeat, ways[name], args.steps + 2)
         for at in range(args.steps - 2):
-            names = [*ways][at % 3 :] + [*ways][: at % 3]
+            names = [*ways][at % len(ways) :] + [*ways][: at % len(ways)]
             found = {name: timed_step(engines[name]) for name in names}
             times = {name: each for name, each in found.items() if each is not None}
             if len(times) < len(ways):
@@ -330,10 +334,10 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},
         **{
             f"{what}{unit}": loss(rounds, name, at)
-            for what, name in (("guided_loss", "guided"), ("cost_to_rows_beside", "half"))
+            for what, name in COSTS.items()
             for at, unit in enumerate(("", "_cpu"))
         },
-        "mask_wait_ms": {name: milliseconds([one[name][2] for one in rounds]) for name in ("guided", "half")},
+        "mask_wait_ms": {name: milliseconds([one[name][2] for one in rounds]) for name in COSTS.values()},
     }
 
 

@@ -249,6 +249,8 @@ class StepMasks:
         refused_tokens: Those of them that the grammar did not take: masks were computed for these.
         forced_tokens: Tokens that were forced, and not sampled, since start.
         jump_forward: Whether forced tokens are appended at once; else their masks choose them, one per step.
+        come_late: Whether masks that can come after their tokens' first choice are to, as none is computed beside the
+            forward pass. May be changed between steps, and changes no token.
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int, team: ThreadTeam | None = None) -> None:
@@ -264,11 +266,7 @@ class StepMasks:
         self._watched = 0
         """Steps that are still to be measured row by row."""
         self.jump_forward = True
-
-    @property
-    def come_late(self) -> bool:
-        """Whether masks that can come after their tokens' first choice are to: none is computed beside the pass."""
-        return self._team is not None
+        self.come_late = team is not None
 
     def forced(self, constraint: Constraint) -> Iterator[TokenLogprob]:
         """Yield the tokens that must follow, with the log probability of what has no alternative.
