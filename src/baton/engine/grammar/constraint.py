@@ -112,6 +112,8 @@ class Constraint:
         ahead, self._ahead = self._ahead, None
         if ahead == token:
             return
+        if ahead is not None:
+            self.matcher.roll_back(1)
         self._forced = None
         if not self.started:
             start = self.grammar.start_token_ids

@@ -158,6 +158,21 @@ def test_a_token_is_taken_where_its_mask_has_it_in_a_vocabulary_of_4096() -> Non
     assert places > 80
 
 
+def test_a_token_that_was_taken_need_not_be_the_one_that_is_appended(compiler: GrammarCompiler) -> None:
+    a, b, x = (TEXTS.index(text) for text in "abx")
+    one = compiler.constraint(regex_grammar("(ax|bba)+"))
+    assert one.take(a)
+    one.append(b)
+    assert not one.error
+    assert [token for token in (a, b, x) if one.allows(token)] == [b]
+    assert not one.take(x)
+    one.append(b)
+    assert one.take(a)
+    one.append(a)
+    assert not one.error
+    assert not one.allows(x)
+
+
 def test_masks_are_computed_for_refused_tokens_alone(compiler: GrammarCompiler) -> None:
     wanted = dict.fromkeys((TEXTS.index(each) for each in "abc"), 60.0)
     params = SamplingParams(seed=3, max_tokens=9, logit_bias=wanted, grammar=regex_grammar("[abc]{9}"))
