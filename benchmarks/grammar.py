@@ -10,8 +10,9 @@ with enums and patterns, new names in each so that none is known.
 * Steps: 32 rows of a random Llama with the 125M benchmark model's layers over this vocabulary, bfloat16, in four
   engines: all rows free, all guided (each by a schema of its own; forced tokens sampled one by one, so that each step
   does the same work), half of them, and half of them with masks that are there before their tokens are chosen, also
-  where they need not be. The engines step in turns, so what the machine does besides meets all alike:
-  each step is compared with the free one beside it, in time and in CPU time of all threads; medians, and means without
+  where they need not be. The engines step in turns, so what the machine does besides meets all alike, and
+  they change parts from batch to batch, as each has its place in memory, which makes some faster than others. Each step
+  is compared with the free one beside it, in time and in CPU time of all threads; medians, and means without
   a tenth at either end. What guided rows cost those beside them is the step of the half-guided batch against that of
   the free one. A model that was trained for such answers wants what its grammar allows, but for a few tokens; random
   weights seldom do, and so the same is measured twice: with the next token of a document that follows the schema raised
@@ -301,15 +302,20 @@ def timed_step(engine: EngineCore) -> StepTime | None:
 def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Time decode steps of free, guided and mixed batches, in turns."""
     ways = {"free": 0, "guided": ROWS, "half": ROWS // 2, "half_masks_first": ROWS // 2}
-    engines = {name: build(args, folder) for name in ways}
-    for name, engine in engines.items():
-        assert engine.masks is not None
-        engine.masks.jump_forward = False
-        engine.masks.come_late &= name != "half_masks_first"
+    built = [build(args, folder) for _ in ways]
+    all_masks = [masks for engine in built if (masks := engine.masks) is not None]
+    late = all_masks[0].come_late
+    tried = refused = 0
     rounds: list[dict[str, StepTime]] = []
     for repeat in range(args.repeats + 1):  # the first warms up
+        turn = {name: (repeat + at) % len(ways) for at, name in enumerate(ways)}
+        engines = {name: built[at] for name, at in turn.items()}
         for name, engine in engines.items():
+            masks = all_masks[turn[name]]
+            masks.jump_forward, masks.come_late = False, late and name != "half_masks_first"
             begin_batch(engine, repeat, ways[name], args.steps + 2)
+        guided = all_masks[turn["guided"]]
+        before = guided.tried_tokens, guided.refused_tokens
         for at in range(args.steps - 2):
             names = [*ways][at % len(ways) :] + [*ways][: at % len(ways)]
             found = {name: timed_step(engines[name]) for name in names}
@@ -318,17 +324,16 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 break
             if repeat:
                 rounds.append(times)
-        for engine in engines.values():
+        tried, refused = tried + guided.tried_tokens - before[0], refused + guided.refused_tokens - before[1]
+        for engine in built:
             while engine.has_work():
                 engine.step()
-    guided = engines["guided"].masks
-    assert guided is not None
     median = {name: [statistics.median(one[name][at] for one in rounds) for at in (0, 1)] for name in ways}
     return {
         "model": {"layers": "those of the 125M model", "rows": ROWS, "context": CONTEXT, "threads": args.threads},
         "steps": len(rounds),
-        "masks_are_computed": "where a token is refused" if guided.come_late else "beside forward passes",
-        "refused_share": round(guided.refused_tokens / guided.tried_tokens, 4) if guided.tried_tokens else None,
+        "masks_are_computed": "where a token is refused" if late else "beside forward passes",
+        "refused_share": round(refused / tried, 4) if tried else None,
         "step_ms": {name: round(1e3 * value, 3) for name, (value, _) in median.items()},
         "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},
         "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},

@@ -23,8 +23,9 @@ import torch
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.native import cpu_sampler
 from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import draw, draw_keys
+from baton.engine.sample.sampler import draw
 from baton.types import SamplingParams
+from baton_kernels.random_numbers import draw_keys
 
 RESULT = Path(__file__).parents[1] / "results" / "sampling.json"
 ROWS, VOCAB = 32, 152_064

@@ -13,6 +13,9 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX2 = np.uint64(0x94D049BB133111EB)
 
+_NEXT = np.uint64(((1 << 63) + 1) * int(GOLDEN) % (1 << 64))
+"""Leads to number 2^63 of a key."""
+
 Uint64s = npt.NDArray[np.uint64]
 
 
@@ -21,6 +24,21 @@ def mix(state: Uint64s) -> Uint64s:
     state = (state ^ (state >> np.uint64(30))) * MIX1
     state = (state ^ (state >> np.uint64(27))) * MIX2
     return state ^ (state >> np.uint64(31))
+
+
+def draw_keys(seeds: Uint64s, positions: Uint64s) -> Uint64s:
+    """Return what all random numbers of a token's draw come from, one per (seed, output position).
+
+    Args:
+        seeds: uint64 [R].
+        positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
+    """
+    return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
+
+
+def next_keys(keys: Uint64s) -> Uint64s:
+    """Return the keys of draws that follow refused ones: a number of each draw's key that it does not use itself."""
+    return mix(keys + _NEXT)
 
 
 def uniforms(keys: Uint64s, numbers: Uint64s) -> npt.NDArray[np.float64]:

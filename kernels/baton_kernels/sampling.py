@@ -6,6 +6,9 @@ The definition is ``baton.engine.sample``: ``filters.filter_batch`` and ``sample
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,17 +21,19 @@ from baton_kernels.token_mask import TokenMask
 
 MOST_KEPT = 8
 """Tokens that may be left by filters for an operator to say which."""
+MOST_TOP_K = 2**31 - 1
+"""As many as no vocabulary has."""
 
 
 class SampleCall(ctypes.Structure):
     """The C structure ``SampleOp``; see ``csrc/sampling.cpp``."""
 
     _fields_: ClassVar[list[Any]] = [
-        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p", "top_k", "keys")),
-        *((name, ctypes.c_void_p) for name in ("masks", "at", "tokens", "kept")),
-        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "watched")),
-        ("ready", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_char_p) for name in ("keys", "filters", "masks", "at", "watched")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "kept", "ready")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "num_watched")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "again")),
     ]
 
 
@@ -39,12 +44,13 @@ class Watch(NamedTuple):
     """Who is told of tokens as they are chosen, in the caller's thread, while other threads choose further ones.
 
     Attributes:
-        ready: Called in order, with rows from one on to before another, and the tokens of all rows.
-        rows: Of so many rows, the first ones.
+        ready: Called with two bounds within ``rows`` and the tokens of all rows: those between the bounds are chosen.
+            These come in order.
+        rows: Which rows, in the order in which they are chosen, before all others.
     """
 
-    ready: Callable[[int, int, npt.NDArray[np.int64]], None]
-    rows: int
+    ready: Callable[[int, int, Sequence[int]], None]
+    rows: Sequence[int]
 
 
 class RowFilter(NamedTuple):
@@ -54,6 +60,18 @@ class RowFilter(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
+
+    @property
+    def unfiltered(self) -> bool:
+        """Whether it is drawn from all tokens, or from all that a mask has."""
+        return self.temperature > 0.0 and self[1:] == (0, 1.0, 0.0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packed(row_filter: RowFilter) -> bytes:
+    """Return the C structure ``Filter``."""
+    temperature, top_k, top_p, min_p = row_filter
+    return struct.pack("3fi", temperature, top_p, min_p, min(top_k, MOST_TOP_K))
 
 
 class CpuSampler:
@@ -68,19 +86,27 @@ class CpuSampler:
         filters: Sequence[RowFilter],
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None] = (),
-        at: npt.NDArray[np.int64] | None = None,
+        *,
+        at: Sequence[int] | None = None,
+        again: bool = False,
         kept: npt.NDArray[np.int64] | None = None,
         watch: Watch | None = None,
-    ) -> npt.NDArray[np.int64]:
+    ) -> list[int]:
         """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
+
+        What goes to the operator is packed as bytes: after a forward pass little of NumPy's code is in the caches, and
+        arrays made of lists, with their addresses, took 0.25 ms of 36 that a step of 32 rows of the 125M model takes
+        (``benchmarks/engine.py --parts sampling``, "call").
 
         Args:
             logits: [R or more, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
             filters: R of them.
-            keys: [R], what the random numbers of the draws come from.
+            keys: [R or more], what the random numbers of the draws come from.
             masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
                 minus infinity; none: all tokens of all rows.
-            at: int64 [R], the row of the logits that each is for; default: the first R, one each.
+            at: R numbers, of the logits and key that each row has; default: the first R, one each.
+            again: Whether rows without filters draw a second time: with
+                :func:`~baton_kernels.random_numbers.next_keys`.
             kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that these leave,
                 padded with -1, if they are no more, and the same whichever others a mask forbids; else -1 first.
             watch: Who is told of tokens meanwhile.
@@ -90,16 +116,15 @@ class CpuSampler:
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        numbers = np.array(filters, np.float64).reshape(len(filters), 4)
-        temperature, top_p, min_p = np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32))
-        top_k = numbers[:, 1].astype(np.int64)
-        keys = np.ascontiguousarray(keys, np.uint64)
-        if at is not None:
-            at = np.ascontiguousarray(at, np.int64)
-            if len(at) != len(filters) or (len(at) and not 0 <= at.min() <= at.max() < len(logits)):
-                raise ValueError(f"at has {len(at)} of {len(filters)} rows, of {len(logits)} rows of logits")
-        tokens = np.empty(len(filters), np.int64)
-        addresses = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
+        count = len(filters)
+        own = range(count) if at is None else at
+        if len(own) != count or (count and not 0 <= min(own) <= max(own) < min(len(logits), len(keys))):
+            raise ValueError(f"{len(own)} of {count} rows, of {len(logits)} rows of logits and {len(keys)} keys")
+        tokens = array("q", bytes(8 * count))
+        masked = any(mask is not None for mask in masks)
+        watched = () if watch is None else watch.rows
+        if watched and not 0 <= min(watched) <= max(watched) < count:
+            raise ValueError(f"rows that are watched: {min(watched)} to {max(watched)} of {count}")
         failures: list[BaseException] = []
 
         def told(begin: int, end: int) -> None:
@@ -109,17 +134,21 @@ class CpuSampler:
             except BaseException as failure:  # nothing may leave a function that C calls
                 failures.append(failure)
 
-        callback = None if watch is None else _Told(told)
+        callback = _Told(told) if watched else None
         call = SampleCall(
             logits.data_ptr(),
-            *(array.ctypes.data for array in (temperature, top_p, min_p, top_k, keys)),
-            *(addresses.ctypes.data if addresses.any() else None, None if at is None else at.ctypes.data),
-            *(tokens.ctypes.data, None if kept is None else kept.ctypes.data),
-            *(len(filters), logits.shape[1], logits.stride(0), 0 if watch is None else watch.rows),
+            keys.tobytes(),
+            b"".join(map(_packed, filters)),
+            array("Q", [0 if mask is None else mask.ctypes.data for mask in masks]).tobytes() if masked else None,
+            None if at is None else array("q", at).tobytes(),
+            array("q", watched).tobytes(),
+            tokens.buffer_info()[0],
+            None if kept is None else kept.ctypes.data,
             None if callback is None else ctypes.cast(callback, ctypes.c_void_p).value,
-            *(DTYPE_CODES[logits.dtype], torch.get_num_threads()),
+            *(count, logits.shape[1], logits.stride(0), len(watched)),
+            *(DTYPE_CODES[logits.dtype], torch.get_num_threads(), again),
         )
         self._run(ctypes.byref(call))
         if failures:
             raise failures[0]
-        return tokens
+        return tokens.tolist()

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.sampler import draw, draw_keys
+from baton.engine.sample.sampler import draw
 from baton.seeds import sequence_seed
 from baton.tokenizer.tokenizer import Tokenizer
 from baton.types import SamplingParams
+from baton_kernels.random_numbers import draw_keys
 
 _NUM_PROMPTS = 24
 _SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.9, "top_p": 0.95}, {"temperature": 1.2, "top_k": 40})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 
 from baton.engine.sample.filters import LEAST_TEMPERATURE, filter_batch
 from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import draw, draw_keys, sample
+from baton.engine.sample.sampler import draw, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
+from baton_kernels.random_numbers import draw_keys, next_keys
 from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import pack_mask
 
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_definition(variant: object, vocab: int, dtype: 
     operator = CpuSampler(load_library(variant))  # type: ignore[arg-type]
     for scale in (0.0, 1.0, 8.0):
         logits, keys, tokens = case(vocab, dtype, scale)
-        assert operator(logits, [filter_of(one) for one in FILTERS], keys).tolist() == tokens
+        assert operator(logits, [filter_of(one) for one in FILTERS], keys) == tokens
 
 
 @pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
@@ -93,11 +93,11 @@ def test_what_a_mask_forbids_is_as_if_its_logit_were_minus_infinity(
         allowed[3] = False
         masks = [None if row % 3 == 2 else pack_mask(each) for row, each in enumerate(allowed)]
         masked = logits.masked_fill(torch.from_numpy(~allowed), float("-inf"))
-        expected = operator(masked, filters, keys).tolist()
+        expected = operator(masked, filters, keys)
         assert expected[3] == -1
         hidden = logits.masked_fill(torch.from_numpy(~allowed), float("nan"))
-        assert operator(logits, filters, keys, masks).tolist() == expected
-        assert operator(hidden, filters, keys, masks).tolist() == expected
+        assert operator(logits, filters, keys, masks) == expected
+        assert operator(hidden, filters, keys, masks) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,9 +126,9 @@ def test_ties_and_forbidden_tokens(
     logits = torch.from_numpy(values)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     keys = keys_of(4, seed)
-    got = CpuSampler(library)(logits, [filter_of(params)] * 4, keys).tolist()
+    got = CpuSampler(library)(logits, [filter_of(params)] * 4, keys)
     masks = [pack_mask(row) for row in ~hidden]
-    assert CpuSampler(library)(free, [filter_of(params)] * 4, keys, masks).tolist() == got
+    assert CpuSampler(library)(free, [filter_of(params)] * 4, keys, masks) == got
     # Equal weights reach a top-p in steps: where it falls on one, rounding decides.
     if top_p in (0.5, 0.75):
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
@@ -159,8 +159,8 @@ def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
     logits, keys = torch.from_numpy(values), keys_of(6, seed)
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     filters, kept = [filter_of(params)] * 6, np.zeros((6, MOST_KEPT), np.int64)
-    free = CpuSampler(library)(logits, filters, keys, kept=kept).tolist()
-    assert free == CpuSampler(library)(logits, filters, keys).tolist()
+    free = CpuSampler(library)(logits, filters, keys, kept=kept)
+    assert free == CpuSampler(library)(logits, filters, keys)
     left = filter_batch(logits - logits.amax(-1, keepdim=True), [params] * 6)
     allowed = rng.random((6, vocab)) >= forbidden
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
@@ -174,36 +174,52 @@ def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
         assert free[row] in some
         allowed[row, some] = True
     masks = [pack_mask(each) if own[0] >= 0 else None for each, own in zip(allowed, kept, strict=True)]
-    assert CpuSampler(library)(logits, filters, keys, masks).tolist() == free
+    assert CpuSampler(library)(logits, filters, keys, masks) == free
 
 
-@pytest.mark.parametrize("watched", [1, 5, 40])
-def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, threads: int, watched: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, threads: int, count: int) -> None:
     logits, keys = torch.randn(40, 3000), keys_of(40)
-    order = np.arange(40)[::-1].copy()
-    want = CpuSampler(library)(logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys).tolist()
+    filters = [RowFilter(1.0, 0, 1.0, 0.0)] * 40
+    want = CpuSampler(library)(logits, filters, keys)
+    watched = [39 - 7 * i % 40 for i in range(count)]
     seen: list[int] = []
     caller = threading.get_ident()
 
-    def ready(begin: int, end: int, tokens: np.ndarray) -> None:
+    def ready(begin: int, end: int, tokens: Sequence[int]) -> None:
         assert threading.get_ident() == caller
         assert begin == len(seen) < end
-        seen.extend(tokens[begin:end].tolist())
+        seen.extend(tokens[row] for row in watched[begin:end])
 
-    found = CpuSampler(library)(
-        logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys[order], at=order, watch=Watch(ready, watched)
-    )
-    assert found[order].tolist() == want
-    assert seen == found[:watched].tolist()
+    assert CpuSampler(library)(logits, filters, keys, watch=Watch(ready, watched)) == want
+    assert seen == [want[row] for row in watched]
 
     def fail(*_: object) -> None:
         seen.append(-1)
         raise ValueError("not this one")
 
     seen.clear()
-    with pytest.raises(ValueError, match="not this one"):
-        CpuSampler(library)(logits, [RowFilter(1.0, 0, 1.0, 0.0)] * 40, keys, watch=Watch(fail, watched))
-    assert seen == [-1]
+    if count:
+        with pytest.raises(ValueError, match="not this one"):
+            CpuSampler(library)(logits, filters, keys, watch=Watch(fail, watched))
+        assert seen == [-1]
+    with pytest.raises(ValueError, match="rows that are watched"):
+        CpuSampler(library)(logits, filters, keys, watch=Watch(ready, [*watched, 40]))
+
+
+def test_some_rows_draw_again(library: CpuLibrary, threads: int) -> None:
+    """With the next numbers where they have no filters, and with the same where they have."""
+    logits, keys = torch.randn(len(FILTERS), 3000), keys_of(len(FILTERS))
+    places = [*range(0, len(FILTERS), 2)][::-1]
+    own = [FILTERS[i] for i in places]
+    filters = [filter_of(one) for one in own]
+    found = CpuSampler(library)(logits, filters, keys, at=places, again=True)
+    others = np.where([one.unfiltered for one in filters], next_keys(keys[places]), keys[places])
+    assert any(one.unfiltered for one in filters)
+    assert found == defined(logits[places], own, others)
+    for wrong in ([0, len(FILTERS)], [-1, 0], [0]):
+        with pytest.raises(ValueError, match="rows of logits"):
+            CpuSampler(library)(logits, filters[:2], keys, at=wrong)
 
 
 def test_few_tokens_that_filters_leave_are_said(library: CpuLibrary) -> None:
@@ -224,7 +240,7 @@ def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:
     logits[3] = float("-inf")
     params = [FILTERS[0], FILTERS[1], FILTERS[3], FILTERS[7], FILTERS[0], FILTERS[1]]
     keys = keys_of(6)
-    got = CpuSampler(library)(logits, [filter_of(one) for one in params], keys).tolist()
+    got = CpuSampler(library)(logits, [filter_of(one) for one in params], keys)
     assert got[1:4] == [-1, -1, -1]
     good = [0, 4, 5]
     assert [got[i] for i in good] == defined(logits[good], [params[i] for i in good], keys[good])
@@ -244,7 +260,7 @@ def chi_square_of(operator: CpuSampler, params: SamplingParams, keys_at: Callabl
     logits[0, 30:70] = -np.inf
     probs = filter_batch((logits - logits.max()) / params.temperature, [params])[0].double().numpy()
     counts = np.zeros(logits.shape[1], np.int64)
-    filters: Any = np.tile(np.array(filter_of(params), np.float64), (BATCH, 1))  # faster than as many tuples
+    filters = [filter_of(params)] * BATCH
     for begin in range(0, DRAWS, BATCH):
         tokens = operator(logits.expand(BATCH, -1), filters, keys_at(begin))
         counts += np.bincount(tokens, minlength=len(counts))

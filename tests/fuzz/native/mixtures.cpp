@@ -29,17 +29,21 @@ struct Experts {  // as experts.cpp has it
     float alpha, limit;
 };
 
+struct Filter {  // as sampling.cpp has it
+    float temperature, top_p, min_p;
+    int32_t top_k;
+};
+
 struct SampleOp {  // as sampling.cpp has it
     const void *logits;
-    const float *temperature, *top_p, *min_p;
-    const int64_t *top_k;
     const uint64_t *keys;
+    const Filter *filters;
     const uint32_t *const *masks;
-    const int64_t *at;
+    const int64_t *at, *watched;
     int64_t *tokens, *kept;
-    int64_t rows, vocab, stride, watched;
     void (*ready)(int64_t begin, int64_t end);
-    int32_t dtype, threads;
+    int64_t rows, vocab, stride, num_watched;
+    int32_t dtype, threads, again;
 };
 
 int64_t told = 0;
@@ -119,8 +123,8 @@ void sample(Choices &from) {
     const int dtype = number(from, 0, 2);
     const int64_t rows = number(from, 0, 6), vocab = from.flag() ? number(from, 1, 300) : number(from, 1, 5000), stride = vocab + number(from, 0, 9);
     auto logits = tensor(from, rows ? (rows - 1) * stride + vocab : 0, dtype);
-    Buffer<float> temperature(rows), top_p(rows), min_p(rows);
-    Buffer<int64_t> top_k(rows), tokens(rows);
+    Buffer<Filter> filters(rows);
+    Buffer<int64_t> tokens(rows);
     Buffer<uint64_t> keys(rows);
     const bool damaged = rows && from.byte() % 8 == 0;
     if (damaged) {  // infinite or not a number, in the first row
@@ -128,8 +132,9 @@ void sample(Choices &from) {
         std::memcpy(logits.get() + from.number(0, vocab - 1) * width_of(dtype), &bits, width_of(dtype));
     }
     for (int64_t r = 0; r < rows; r++) {
-        temperature[r] = from.flag() ? number(from, 1, 300) / 100.0f : 0.0f, top_p[r] = from.flag() ? number(from, 1, 100) / 100.0f : 1.0f;
-        min_p[r] = from.flag() ? number(from, 0, 100) / 100.0f : 0.0f, top_k[r] = from.flag() ? number(from, 0, 6000) : 0;
+        Filter &filter = filters[r];
+        filter.temperature = from.flag() ? number(from, 1, 300) / 100.0f : 0.0f, filter.top_p = from.flag() ? number(from, 1, 100) / 100.0f : 1.0f;
+        filter.min_p = from.flag() ? number(from, 0, 100) / 100.0f : 0.0f, filter.top_k = from.flag() ? number(from, 0, 6000) : 0;
         keys[r] = from.word();
     }
     const int64_t words = (vocab + 31) / 32;
@@ -145,16 +150,16 @@ void sample(Choices &from) {
     }
     SampleOp call = {};
     if (masked) call.masks = masks.get();
-    Buffer<int64_t> at(rows), kept(8 * rows);  // as many as MOST_KEPT
+    Buffer<int64_t> at(rows), kept(8 * rows), watched(rows);  // as many as MOST_KEPT
     for (int64_t r = 0; r < rows; r++) at[r] = r;
     if (from.flag()) call.at = at.get(), call.kept = kept.get();
     told = 0;
-    if (from.flag()) call.ready = tell, call.watched = from.number(0, static_cast<int>(rows));
-    call.logits = logits.get(), call.temperature = temperature.get(), call.top_p = top_p.get(), call.min_p = min_p.get();
-    call.top_k = top_k.get(), call.keys = keys.get(), call.tokens = tokens.get();
-    call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
+    for (int64_t r = 0; r < rows; r++) watched[r] = rows - 1 - r;
+    if (from.flag()) call.ready = tell, call.num_watched = from.number(0, static_cast<int>(rows));
+    call.logits = logits.get(), call.filters = filters.get(), call.keys = keys.get(), call.tokens = tokens.get();
+    call.watched = watched.get(), call.again = from.flag(), call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
     baton_sample(&call);
-    REQUIRE(told == call.watched);
+    REQUIRE(told == call.num_watched);
     for (int64_t r = 0; r < rows; r++) {
         REQUIRE(damaged && r == 0 ? tokens[r] == -1 : 0 <= tokens[r] && tokens[r] < vocab);
         REQUIRE(!masks[r] || masks[r][tokens[r] / 32] >> tokens[r] % 32 & 1);

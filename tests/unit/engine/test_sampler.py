@@ -25,14 +25,13 @@ from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import (
     CHUNK,
     draw,
-    draw_keys,
     sample,
     token_logprobs,
 )
 from baton.errors import InvalidRequestError
 from baton.seeds import request_seed, sequence_seed
 from baton.types import RANGES, SamplingParams
-from baton_kernels.random_numbers import exponentials
+from baton_kernels.random_numbers import draw_keys, exponentials
 from baton_kernels.token_mask import pack_mask
 
 VOCAB = 97

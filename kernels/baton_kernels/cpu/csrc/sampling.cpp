@@ -11,24 +11,30 @@
 namespace baton {
 namespace {
 
-constexpr long CHUNK = 128, WORDS = CHUNK / 32;  // tokens, and words of a mask
+constexpr long CHUNK = 128, VECTORS = CHUNK / VL, WORDS = CHUNK / 32;  // tokens, vectors of them, and words of a mask
 constexpr long SAMPLE = 128, MARGIN = 14;  // weights that bracket a threshold, and how many of them on each side
 constexpr long MOST_KEPT = 8;
+constexpr long TOLD = 4;  // tokens that are worth telling somebody of, who has more memory to look at than they are
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
 
+struct Filter {
+  float temperature, top_p, min_p;  // temperature 0: the first of the greatest
+  int32_t top_k;                    // 0: all
+};
+
 struct SampleOp {
-  const void* logits;                           // [rows][vocab], rows `stride` elements apart
-  const float *temperature, *top_p, *min_p;     // [rows]; temperature 0: the first of the greatest
-  const int64_t* top_k;                         // [rows]; 0: all
-  const uint64_t* keys;                         // [rows], of the draws
-  const uint32_t* const* masks;                 // [rows], as token_mask.cpp has them; null, or null for a row: none
-  const int64_t* at;                            // [rows], which row of the logits each is; null: its own
-  int64_t* tokens;                              // [rows] out; -1: the logits are not finite
-  int64_t* kept;                                // [rows][MOST_KEPT] out, or null: see write_kept
-  int64_t rows, vocab, stride;
-  int64_t watched;                              // of how many rows, the first ones, `ready` is told
-  void (*ready)(int64_t begin, int64_t end);    // or null: called in order, in the caller's thread, as tokens are there
+  const void* logits;                         // [some][vocab], rows `stride` elements apart
+  const uint64_t* keys;                       // [some], of the draws
+  const Filter* filters;                      // [rows]
+  const uint32_t* const* masks;               // [rows], as token_mask.cpp has them; null, or null for a row: none
+  const int64_t* at;                          // [rows], which of the logits and keys each has; null: its own
+  const int64_t* watched;                     // [num_watched], which rows come first, and `ready` is told of
+  int64_t* tokens;                            // [rows] out; -1: the logits are not finite
+  int64_t* kept;                              // [rows][MOST_KEPT] out, or null: see write_kept
+  void (*ready)(int64_t begin, int64_t end);  // called in their order, in the caller's thread, as tokens are there
+  int64_t rows, vocab, stride, num_watched;
   int32_t dtype, threads;
+  int32_t again;                              // whether it is the second draw of rows without filters
 };
 
 // Wait a little, in a loop that waits for another thread.
@@ -46,9 +52,12 @@ inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Exponentially distributed with mean 1, the i-th number of a draw.
-inline double exponential(uint64_t key, uint64_t i) {
-  return -std::log(((double)(mix(key + (i + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53);
+// The key of a draw that follows the one of a key: a number of that key, 2^63, which no draw uses.
+inline uint64_t next_key(uint64_t key) { return mix(key + ((1ull << 63) + 1) * GOLDEN); }
+
+// The i-th number of a draw, between 0 and 1; minus its logarithm is exponentially distributed with mean 1.
+inline double uniform(uint64_t key, uint64_t i) {
+  return ((double)(mix(key + (i + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53;
 }
 
 #if defined(__AVX2__) && !defined(BATON_AVX512)
@@ -134,50 +143,65 @@ struct Row {
   long vocab, chunks;
 };
 
-// Read a chunk: its values (padded with -inf) and maximum. `allowed` has a bit per token.
+// Load a chunk, padded with -inf. `allowed` has a bit per token.
 template <bool MASKED, class T>
-void read_chunk(const T* logits, const uint32_t* allowed, Row& row, long c, vf& all, vf& odd) {
-  vf most = splat(NEG_INF);
+inline void load_chunk(const T* logits, const uint32_t* allowed, long vocab, long c, vf* x) {
   const long begin = c * CHUNK;
-  for (long d = begin; d < begin + CHUNK; d += VL) {
-    vf x;
-    if (d + VL <= row.vocab) {
-      x = load(logits + d);
+  for (long i = 0; i < VECTORS; ++i) {
+    const long d = begin + i * VL;
+    if (d + VL <= vocab) {
+      x[i] = load(logits + d);
     } else {
-      x = splat(NEG_INF);
-      for (long i = d; i < row.vocab; ++i) x[i - d] = load_part(logits + i, 1)[0];
+      x[i] = splat(NEG_INF);
+      for (long j = d; j < vocab; ++j) x[i][j - d] = load_part(logits + j, 1)[0];
     }
-    if constexpr (MASKED) x = select(lanes_of(allowed[(d - begin) / 32] >> d % 32), x, splat(NEG_INF));
-    store(row.values + d, x);
-    most = vmax(most, x);
-    odd += select(x != x, splat(1.0f), vf{});
+    if constexpr (MASKED) x[i] = select(lanes_of(allowed[i * VL / 32] >> i * VL % 32), x[i], splat(NEG_INF));
   }
-  row.maxima[c] = largest(most);
-  all = vmax(all, most);
+}
+
+// Call each(c, x) with the vectors of all chunks, null for those of which a mask has nothing: these are not looked at.
+template <class T, class F>
+inline void each_chunk(const T* logits, const uint32_t* mask, long vocab, long chunks, F each) {
+  const long words = (vocab + 31) / 32;
+  vf x[VECTORS];
+  for (long c = 0; c < chunks; ++c) {
+    uint32_t allowed[WORDS] = {}, some = 0, every = ~0u;
+    if (mask) {
+      for (long i = 0; i < WORDS && c * WORDS + i < words; ++i) allowed[i] = mask[c * WORDS + i];
+      for (uint32_t word : allowed) some |= word, every &= word;
+      if (!some) {
+        each(c, nullptr);
+        continue;
+      }
+    }
+    if (every == ~0u)
+      load_chunk<false>(logits, nullptr, vocab, c, x);
+    else
+      load_chunk<true>(logits, allowed, vocab, c, x);
+    each(c, x);
+  }
+}
+
+// The greatest of a chunk's values; lanes of `odd` are set where there is a NaN.
+inline float greatest_of(const vf* x, vi& odd) {
+  vf most = x[0];
+  for (long i = 0; i < VECTORS; ++i) most = vmax(most, x[i]), odd |= x[i] != x[i];
+  return largest(most);
 }
 
 // Read a row: values, maxima of chunks; returns the maximum of what the mask allows, NaN if there is any.
 template <class T>
 float read(const T* logits, const uint32_t* mask, Row& row) {
-  vf all = splat(NEG_INF), odd = vf{};
-  const long words = (row.vocab + 31) / 32;
-  for (long c = 0; c < row.chunks; ++c) {
-    if (!mask) {
-      read_chunk<false>(logits, nullptr, row, c, all, odd);
-      continue;
-    }
-    uint32_t allowed[WORDS] = {}, some = 0, every = ~0u;
-    for (long i = 0; i < WORDS && c * WORDS + i < words; ++i) allowed[i] = mask[c * WORDS + i];
-    for (uint32_t word : allowed) some |= word, every &= word;
-    if (!some) {
-      row.maxima[c] = NEG_INF;
-    } else if (every == ~0u) {
-      read_chunk<false>(logits, nullptr, row, c, all, odd);
-    } else {
-      read_chunk<true>(logits, allowed, row, c, all, odd);
-    }
-  }
-  return sum(odd) > 0 ? NAN : largest(all);
+  float all = NEG_INF;
+  vi odd{};
+  each_chunk(logits, mask, row.vocab, row.chunks, [&](long c, const vf* x) {
+    row.maxima[c] = NEG_INF;
+    if (!x) return;
+    row.maxima[c] = greatest_of(x, odd);
+    all = std::max(all, row.maxima[c]);
+    for (long i = 0; i < VECTORS; ++i) store(row.values + c * CHUNK + i * VL, x[i]);
+  });
+  return any(odd) ? NAN : all;
 }
 
 long first_of(const Row& row, float value) {
@@ -384,45 +408,104 @@ void drop(Row& row, float least) {
   }
 }
 
-// Which of n weights arrives first; those of 0 never do.
+// Which of n weights arrives first; those of 0 never do. A logarithm takes longer than all else here, and few are taken:
+// as -log(u) > 1 - u, most arrive later than another one whatever theirs is.
 long race(const float* weights, long n, uint64_t key, uint64_t first_number) {
   double soonest = std::numeric_limits<double>::infinity();
   long winner = 0;
   for (long i = 0; i < n; ++i) {
     if (!(weights[i] > 0.0f)) continue;
-    const double arrival = exponential(key, first_number + i) / weights[i];
+    const double u = uniform(key, first_number + i);
+    if (1.0 - u > soonest * weights[i]) continue;
+    const double arrival = -std::log(u) / weights[i];
     if (arrival < soonest) soonest = arrival, winner = i;
   }
   return winner;
 }
 
+// Draw from all that the mask has, or -1 as sample_row does. Weights are not kept, only the sums of chunks: relative to a
+// value that is as good as the greatest, and seldom another one than for the chunk before. Then the chunk that won is
+// looked at again. Reading a row once, and writing none of it, takes half the time of weighing the values that were read.
+template <class T>
+int64_t draw_freely(const T* logits, const uint32_t* mask, Row& row, float scale, uint64_t key) {
+  constexpr float MOST = 30.0f;  // a weight's greatest exponent
+  const float factor = scale * LOG2E;
+  float base = NEG_INF, greatest = NEG_INF;
+  vi odd{};
+  each_chunk(logits, mask, row.vocab, row.chunks, [&](long c, const vf* x) {
+    row.sums[c] = 0.0f, row.maxima[c] = base;
+    if (!x) return;
+    const float own = greatest_of(x, odd);
+    greatest = std::max(greatest, own);
+    if (!((own - base) * factor <= MOST)) row.maxima[c] = base = own;
+    if (own == NEG_INF) return;
+    const vf zero = splat(base), by = splat(factor);
+    vf all{};
+    for (long i = 0; i < VECTORS; ++i) all += exp2v<false>((x[i] - zero) * by);
+    row.sums[c] = sum(all);
+  });
+  if (any(odd) || !std::isfinite(greatest)) return -1;
+  for (long c = 0; c < row.chunks; c += VL) {
+    const vf apart = (load_upto(row.maxima + c, row.chunks - c) - splat(base)) * splat(factor);
+    const vf sums = load_upto(row.sums + c, row.chunks - c) * exp2v<false>(apart);
+    for (long i = 0; i < VL && c + i < row.chunks; ++i) row.sums[c + i] = row.sums[c + i] > 0.0f ? sums[i] : 0.0f;
+  }
+  const long chunk = race(row.sums, row.chunks, key, 0), begin = chunk * CHUNK;
+  uint32_t allowed[WORDS];
+  for (long i = 0; i < WORDS; ++i) {
+    const long word = chunk * WORDS + i;
+    allowed[i] = !mask ? ~0u : word < (row.vocab + 31) / 32 ? mask[word] : 0;
+  }
+  vf x[VECTORS];
+  load_chunk<true>(logits, allowed, row.vocab, chunk, x);
+  const vf own = splat(greatest_of(x, odd));
+  for (long i = 0; i < VECTORS; ++i) store(row.values + i * VL, exp2v<false>((x[i] - own) * splat(factor)));
+  return std::min<long>(begin + race(row.values, CHUNK, key, TOKENS + begin), row.vocab - 1);
+}
+
 template <class T>
 int64_t sample_row(const SampleOp& a, long r, Row& row) {
-  const T* const logits = (const T*)a.logits + (a.at ? a.at[r] : r) * a.stride;
-  const float greatest = read(logits, a.masks ? a.masks[r] : nullptr, row);
+  const long own = a.at ? a.at[r] : r;
+  const T* const logits = (const T*)a.logits + own * a.stride;
+  const uint32_t* const mask = a.masks ? a.masks[r] : nullptr;
+  const Filter& filter = a.filters[r];
+  const long k = filter.top_k;
+  const bool filtered = k > 0 || filter.top_p < 1.0f || filter.min_p > 0.0f;
   if (a.kept) a.kept[r * MOST_KEPT] = -1;
+  if (filter.temperature > 0.0f && !filtered)
+    return draw_freely(logits, mask, row, 1.0f / filter.temperature, a.again ? next_key(a.keys[own]) : a.keys[own]);
+  const float greatest = read(logits, mask, row);
   if (!std::isfinite(greatest)) return -1;
-  const float temperature = a.temperature[r];
-  if (temperature == 0.0f) return first_of(row, greatest);
-  const long k = a.top_k[r];
+  if (filter.temperature == 0.0f) return first_of(row, greatest);
   const float bound = k > 0 && k < a.vocab ? kth_greatest(row, k) : NEG_INF;
   double below = 0;
-  const bool wanted = a.kept && (k > 0 || a.top_p[r] < 1.0f || a.min_p[r] > 0.0f);
-  const double total = weigh(row, greatest, 1.0f / temperature, bound, wanted && bound != NEG_INF ? &below : nullptr);
-  float least = a.min_p[r];
-  if (a.top_p[r] < 1.0f) least = std::max(least, nucleus(row, total, a.top_p[r] * total));
+  double* const rest = a.kept && bound != NEG_INF ? &below : nullptr;
+  const double total = weigh(row, greatest, 1.0f / filter.temperature, bound, rest);
+  float least = filter.min_p;
+  if (filter.top_p < 1.0f) least = std::max(least, nucleus(row, total, filter.top_p * total));
   if (least > 0.0f) drop(row, least);
-  if (wanted) write_kept(row, a.top_p[r], total + below, a.kept + r * MOST_KEPT);
-  const long chunk = race(row.sums, row.chunks, a.keys[r], 0);
-  const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, a.keys[r], TOKENS + chunk * CHUNK);
+  if (a.kept) write_kept(row, filter.top_p, total + below, a.kept + r * MOST_KEPT);
+  const long chunk = race(row.sums, row.chunks, a.keys[own], 0);
+  const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, a.keys[own], TOKENS + chunk * CHUNK);
   return std::min<long>(token, a.vocab - 1);
+}
+
+// The rows in the order in which they are taken: those that are watched come first.
+std::vector<int64_t> order_of(const SampleOp& a) {
+  std::vector<int64_t> order(a.watched, a.watched + a.num_watched);
+  std::vector<bool> first(a.rows);
+  for (const int64_t r : order) first[r] = true;
+  for (int64_t r = 0; r < a.rows; ++r)
+    if (!first[r]) order.push_back(r);
+  return order;
 }
 
 template <class T>
 void sample_rows(const SampleOp& a) {
   const long chunks = (a.vocab + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
+  const std::vector<int64_t> order = order_of(a);
   std::atomic<long> next{0};
-  std::vector<std::atomic<bool>> there(a.ready ? a.watched : 0);
+  std::vector<std::atomic<bool>> there(a.num_watched);
   parallel((int)std::max<long>(1, std::min<long>(a.threads, a.rows)), [&](const Team& team) {
     static thread_local Scratch scratch;
     float* const memory = scratch.get<float>(3 * padded + 2 * round_up(chunks, VL) + 2 * VL);
@@ -430,23 +513,22 @@ void sample_rows(const SampleOp& a) {
     row.values = memory, row.spare = memory + padded, row.other = row.spare + padded + VL;
     row.maxima = row.other + padded + VL;
     row.sums = row.maxima + round_up(chunks, VL), row.vocab = a.vocab, row.chunks = chunks;
-    if (!a.ready || team.thread != 0) {
-      take(next, a.rows, [&](long r) {
-        a.tokens[r] = sample_row<T>(a, r, row);
-        if (a.ready && r < a.watched) there[r].store(true, std::memory_order_release);
-      });
-      return;
-    }
+    const auto choose = [&](long i) {
+      a.tokens[order[i]] = sample_row<T>(a, order[i], row);
+      if (i < a.num_watched) there[i].store(true, std::memory_order_release);
+    };
+    if (!a.num_watched || team.thread != 0) return take(next, a.rows, choose);
     // What this thread is told to do with tokens it does while others choose the next ones.
-    for (long told = 0, chosen = 0; told < a.watched || chosen < a.rows;) {
+    bool left = true;
+    for (long told = 0; told < a.num_watched || left;) {
       long end = told;
-      while (end < a.watched && there[end].load(std::memory_order_acquire)) ++end;
-      if (end > told) {
+      while (end < a.num_watched && there[end].load(std::memory_order_acquire)) ++end;
+      if (end - told >= TOLD || (end > told && (end == a.num_watched || !left))) {
         a.ready(told, end);
         told = end;
-      } else if ((chosen = next.fetch_add(1, std::memory_order_relaxed)) < a.rows) {
-        a.tokens[chosen] = sample_row<T>(a, chosen, row);
-        if (chosen < a.watched) there[chosen].store(true, std::memory_order_release);
+      } else if (left) {
+        const long i = next.fetch_add(1, std::memory_order_relaxed);
+        if ((left = i < a.rows)) choose(i);
       } else {
         relax();
       }

@@ -179,27 +179,31 @@ class BannedTokens:
         token_ids: The same.
     """
 
-    __slots__ = ("_keep", "_words", "token_ids")
+    __slots__ = ("_words", "token_ids")
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         self.token_ids = frozenset(token_ids)
-        tokens = np.unique(np.fromiter(self.token_ids, np.int64))
-        self._words = np.unique(tokens >> 5)
-        self._keep = np.full(len(self._words), 0xFFFFFFFF, np.uint32)
-        bits = ~(np.uint32(1) << (tokens & 31).astype(np.uint32))
-        np.bitwise_and.at(self._keep, np.searchsorted(self._words, tokens >> 5), bits)
+        words = dict[int, int]()
+        for token in self.token_ids:
+            words[token >> 5] = words.get(token >> 5, 0) | 1 << (token & 31)
+        self._words = list(words.items())
+        """Words of masks, and which of their bits are these tokens'. Mostly it is one, and one row's mask: NumPy would
+        take several times as long."""
 
-    def forbid(self, masks: npt.NDArray[np.uint32], rows: Sequence[int]) -> npt.NDArray[np.uint32]:
-        """Take the tokens out of some rows of masks [R, words], in place; return what :meth:`give_back` needs."""
-        places = np.ix_(np.array(rows), self._words)
-        before: npt.NDArray[np.uint32] = masks[places]
-        masks[places] = before & self._keep
+    def forbid(self, mask: TokenMask) -> list[int]:
+        """Take the tokens out of a mask, in place; return what :meth:`give_back` needs."""
+        before = list[int]()
+        for at, bits in self._words:
+            word = int(mask[at])
+            before.append(word)
+            mask[at] = word & ~bits
         return before
 
-    def give_back(self, mask: TokenMask, before: npt.NDArray[np.uint32]) -> bool:
-        """Undo it for one row, whose mask has no other tokens; returns whether it had these."""
-        mask[self._words] = before
-        return bool(before.any())
+    def give_back(self, mask: TokenMask, before: Sequence[int]) -> bool:
+        """Undo it for a mask that has no other tokens; returns whether it had these."""
+        for (at, _), word in zip(self._words, before, strict=True):
+            mask[at] = word
+        return any(before)
 
 
 class MaskRow(NamedTuple):
@@ -373,7 +377,7 @@ class StepMasks:
         found = self._unended.get(token_ids)
         if found is None:
             found = self._unended[token_ids] = pack_mask(np.ones(self._vocab_size, np.bool_))
-            BannedTokens(token_ids).forbid(found[None], [0])
+            BannedTokens(token_ids).forbid(found)
         return found
 
     def _forced(self, constraint: Constraint) -> list[int]:
@@ -422,25 +426,19 @@ class StepMasks:
 
 def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool]:
     """Take banned tokens out of masks that have others; return which masks have any token."""
-    groups: dict[BannedTokens, list[int]] = {}
-    for at, row in enumerate(rows):
-        if row.banned is not None:
-            groups.setdefault(row.banned, []).append(at)
-    before = {banned: banned.forbid(masks, members) for banned, members in groups.items()}
+    before = [None if row.banned is None else row.banned.forbid(mask) for row, mask in zip(rows, masks, strict=True)]
     some = _any_token(masks)
-    if all(some):
-        return some
-    for banned, members in groups.items():
-        for at, words in zip(members, before[banned], strict=True):
-            if not some[at]:
-                some[at] = banned.give_back(masks[at], words)
+    for at, row in enumerate(rows):
+        words = before[at]
+        if not some[at] and row.banned is not None and words is not None:
+            some[at] = row.banned.give_back(masks[at], words)
     return some
 
 
 def _any_token(masks: npt.NDArray[np.uint32]) -> list[bool]:
     """Return which masks have any token. Nearly all do among the first, which spell whatever is not one token."""
-    some: list[bool] = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).astype(np.bool_).tolist()
-    return some if all(some) else [found or bool(mask.any()) for found, mask in zip(some, masks, strict=True)]
+    some: list[int] = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
+    return [bool(found or mask.any()) for found, mask in zip(some, masks, strict=True)]
 
 
 def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
 from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.random_numbers import next_keys
 from baton_kernels.sampling import CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
@@ -32,10 +33,12 @@ class ChooseTokens(Protocol):
         filters: Sequence[RowFilter],
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None],
-        at: npt.NDArray[np.int64] | None,
-        kept: npt.NDArray[np.int64] | None,
-        watch: Watch | None,
-    ) -> npt.NDArray[np.int64]:
+        *,
+        at: Sequence[int] | None = None,
+        again: bool = False,
+        kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
+    ) -> list[int]:
         """Return a token per row."""
 
 
@@ -90,15 +93,19 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         filters: Sequence[RowFilter],
         keys: npt.NDArray[np.uint64],
         masks: Sequence[TokenMask | None],
-        at: npt.NDArray[np.int64] | None,
-        kept: npt.NDArray[np.int64] | None,
-        watch: Watch | None,
-    ) -> npt.NDArray[np.int64]:
+        *,
+        at: Sequence[int] | None = None,
+        again: bool = False,
+        kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
+    ) -> list[int]:
         if at is not None:
-            logits = logits[torch.from_numpy(at).to(logits.device)]
-        tokens: npt.NDArray[np.int64] = sampler(logits, filters, keys, masks).cpu().numpy()
+            logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
+        if again:
+            keys = np.where([one.unfiltered for one in filters], next_keys(keys), keys)
+        tokens: list[int] = sampler(logits, filters, keys, masks).tolist()
         if watch is not None:
-            watch.ready(0, watch.rows, tokens)
+            watch.ready(0, len(watch.rows), tokens)
         return tokens
 
     return choose

@@ -21,9 +21,9 @@ from baton.engine.sample.sampler import (
     join_figures,
     logprob_figures,
     row_keys,
-    second_keys,
 )
 from baton.types import TokenLogprob
+from baton_kernels.random_numbers import next_keys
 from baton_kernels.token_mask import mask_tokens
 
 
@@ -73,7 +73,7 @@ def queue_sample(
     if again:
         (at,) = link.upload(np.array(again, np.int64))
         masked, first = logits[at], tokens[at]
-        second = operator(masked, [filters[i] for i in again], second_keys(keys[again]), upload=link.upload)
+        second = operator(masked, [filters[i] for i in again], next_keys(keys[again]), upload=link.upload)
         allowed = masked.gather(1, first.clamp(min=0)[:, None])[:, 0] > float("-inf")
         tokens[at] = torch.where((first >= 0) & allowed, first, second)
     scored = [(i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None]

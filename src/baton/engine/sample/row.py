@@ -71,7 +71,7 @@ class SamplerRow:
         self.edits = LogitEdits(params, () if constraint else stop_ids) if LogitEdits.needed(params) else None
         temperature = 0.0 if params.greedy else max(params.temperature, LEAST_TEMPERATURE)
         self.filter = RowFilter(temperature, max(0, params.top_k), params.top_p, params.min_p)
-        self.unfiltered = not params.greedy and self.filter[1:] == (0, 1.0, 0.0)
+        self.unfiltered = self.filter.unfiltered
         self.counts: TokenCounts | None = None
         self.mask: TokenMask | None = None
         self._count(prompt, output)

@@ -27,7 +27,7 @@ mask are allowed, and no mask could have them keep others (``baton_kernels.sampl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -41,7 +41,7 @@ from baton.engine.sample.penalties import apply_edits
 from baton.engine.sample.row import SamplerRow
 from baton.types import TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
-from baton_kernels.random_numbers import GOLDEN, exponentials, mix
+from baton_kernels.random_numbers import draw_keys, exponentials, next_keys
 from baton_kernels.sampling import MOST_KEPT, Watch
 from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
 
@@ -54,8 +54,6 @@ _ROWS_AT_ONCE = 64
 
 TOKENS = np.uint64(1 << 32)
 """Numbers of a draw from here on are tokens', those before chunks'."""
-_SECOND = np.uint64(((1 << 63) + 1) * int(GOLDEN) % (1 << 64))
-"""Leads to number 2^63 of a draw: what the numbers of the one after it come from, should it be refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +115,15 @@ def sample(
     waiting = [] if late is None else [i for i, row in enumerate(rows) if row.constraint and row.mask is None]
     draws_first = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
     if late is not None and waiting:
-        found = _choose_before_masks(operator, logits, rows, keys, waiting, late)
+        tokens = _choose_before_masks(operator, logits, rows, keys, waiting, late)
     else:
-        found = _choose(operator, logits, rows, keys)
-    refused = [i for i in draws_first if found[i] < 0 or not _has(rows[i], int(found[i]))]
-    if refused:
-        found[refused] = _choose_again(operator, logits, rows, keys, refused)
+        tokens = _choose(operator, logits, rows, keys)
+    refused = [i for i in draws_first if tokens[i] < 0 or not _has(rows[i], tokens[i])]
+    _choose_again(operator, logits, rows, keys, refused, tokens)
     scored = [amend is not None or row.params.logprobs is not None for row in rows]
     if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
         apply_masks(logits, shown)
-    tokens: list[int] = found.tolist()
-    bad = tuple(np.flatnonzero(found < 0).tolist())
+    bad = tuple(i for i, token in enumerate(tokens) if token < 0)
     if amend is not None:
         amend(logits, tokens, bad)
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
@@ -140,45 +136,44 @@ def _choose_before_masks(
     keys: npt.NDArray[np.uint64],
     waiting: Sequence[int],
     late: LateMasks,
-) -> npt.NDArray[np.int64]:
+) -> list[int]:
     """Choose a token per row, again where a grammar refuses it; ``waiting``: the rows whose grammars are asked.
 
     Those come first: their grammars are asked, and masks computed, while the others' tokens are chosen.
     """
-    others = set(range(len(rows))).difference(waiting)
-    order = np.array([*waiting, *sorted(others)], np.int64)
-    kept = np.full((len(rows), MOST_KEPT), -1, np.int64)
+    filtered = any(not (rows[i].unfiltered or rows[i].params.greedy) for i in waiting)
+    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
     again: dict[int, int] = {}
 
-    def ready(begin: int, end: int, tokens: npt.NDArray[np.int64]) -> None:
-        own = [rows[i] for i in waiting[begin:end]]
-        wanted = [_needed(row, int(tokens[at]), kept[at]) for at, row in enumerate(own, begin)]
+    def ready(begin: int, end: int, tokens: Sequence[int]) -> None:
+        places = waiting[begin:end]
+        own = [rows[i] for i in places]
+        wanted = [_needed(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
         if refused := late.refused(own, wanted):
             late.set_masks([own[i] for i in refused])
-            places = [waiting[begin + i] for i in refused]
-            again.update(zip(places, _choose_again(operator, logits, rows, keys, places).tolist(), strict=True))
+            _choose_again(operator, logits, rows, keys, [places[i] for i in refused], again)
 
-    found = np.empty(len(rows), np.int64)
-    watch = Watch(ready, len(waiting))
-    found[order] = _choose(operator, logits, [rows[i] for i in order], keys[order], order, kept, watch)
-    if again:
-        found[list(again)] = list(again.values())
-    return found
+    tokens = _choose(operator, logits, rows, keys, kept=kept, watch=Watch(ready, waiting))
+    for i, token in again.items():
+        tokens[i] = token
+    return tokens
 
 
-def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64]) -> list[int]:
+def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
     """Return what has to be allowed for a token to be right that was chosen without its mask, itself last.
 
     Args:
         row: The token's.
         token: -1: there is none.
-        kept: [MOST_KEPT], what its filters left.
+        kept: [R, MOST_KEPT], what the filters of the rows that have some left.
+        at: Which row it is.
     """
     if token < 0:
         return []
-    if row.unfiltered or row.params.greedy:
+    if kept is None or row.unfiltered or row.params.greedy:
         return [token]
-    return [] if kept[0] < 0 else [*(each for each in kept.tolist() if each >= 0 and each != token), token]
+    left = kept[at].tolist()
+    return [] if left[0] < 0 else [*(each for each in left if each >= 0 and each != token), token]
 
 
 def _has(row: SamplerRow, token: int) -> bool:
@@ -191,11 +186,13 @@ def _choose_again(
     rows: Sequence[SamplerRow],
     keys: npt.NDArray[np.uint64],
     places: Sequence[int],
-) -> npt.NDArray[np.int64]:
-    """Choose tokens under masks, of rows that were not to have what was chosen without; ``places``: which they are."""
-    own, at = [rows[i] for i in places], np.array(places, np.int64)
-    others = np.where([row.unfiltered for row in own], second_keys(keys[at]), keys[at])
-    return _choose(operator, logits, own, others, at, masked=True)
+    tokens: MutableSequence[int] | dict[int, int],
+) -> None:
+    """Choose tokens under masks, of the rows at ``places``, which were not to have what was chosen without."""
+    if places:
+        found = _choose(operator, logits, [rows[i] for i in places], keys, places, again=True)
+        for i, token in zip(places, found, strict=True):
+            tokens[i] = token
 
 
 def _choose(
@@ -203,38 +200,44 @@ def _choose(
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
     keys: npt.NDArray[np.uint64],
-    at: npt.NDArray[np.int64] | None = None,
+    at: Sequence[int] | None = None,
+    *,
+    again: bool = False,
     kept: npt.NDArray[np.int64] | None = None,
     watch: Watch | None = None,
-    *,
-    masked: bool = False,
-) -> npt.NDArray[np.int64]:
+) -> list[int]:
     """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
 
     Args:
         operator: What chooses, if torch does not.
         logits: [R or more, vocab].
         rows: R rows.
-        keys: Of their draws.
+        keys: Of the draws, one for each row of the logits.
         at: The rows of the logits.
+        again: Whether all masks hold, and rows that drew without them do so a second time; else these have none.
         kept: Where the tokens may be written that filters leave; -1 everywhere.
         watch: Who is told of tokens as they are there.
-        masked: Whether all masks hold; else not those of rows that draw without them first.
     """
-    masks = [row.mask if masked or not row.unfiltered else None for row in rows]
+    filters = [row.filter for row in rows]
+    masks = [row.mask if again or not row.unfiltered else None for row in rows]
     if operator is not None:
-        return operator(logits, [row.filter for row in rows], keys, masks, at, kept, watch)
-    logits = (logits if at is None else logits[torch.from_numpy(at).to(logits.device)]).float()
+        return operator(logits, filters, keys, masks, at=at, again=again, kept=kept, watch=watch)
+    if at is not None:
+        logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
+    if again:
+        keys = np.where([row.unfiltered for row in rows], next_keys(keys), keys)
+    logits = logits.float()
     if any(mask is not None for mask in masks):
         logits = logits.clone()
         apply_masks(logits, [(i, mask) for i, mask in enumerate(masks) if mask is not None])
-    tokens = _argmax(logits)
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and tokens[i] >= 0]
+    found = _argmax(logits)
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and found[i] >= 0]
     if drawn:
         subset = logits if len(drawn) == len(rows) else logits[drawn]
-        tokens[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
+        found[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
+    tokens: list[int] = found.tolist()
     if watch is not None:
-        watch.ready(0, watch.rows, tokens)
+        watch.ready(0, len(watch.rows), tokens)
     return tokens
 
 
@@ -296,24 +299,9 @@ def _logprobs(
 
 
 def row_keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
-    """Return the keys of the rows' next draws, see :func:`draw_keys`."""
+    """Return the keys of the rows' next draws."""
     seeds = np.array([row.seed for row in rows], np.uint64)
     return draw_keys(seeds, np.array([row.position for row in rows], np.uint64))
-
-
-def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return what all random numbers of a draw come from, one per (seed, output position).
-
-    Args:
-        seeds: uint64 [R].
-        positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
-    """
-    return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
-
-
-def second_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the keys of draws that follow refused ones: a number of each draw's key that it does not use itself."""
-    return mix(keys + _SECOND)
 
 
 def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:

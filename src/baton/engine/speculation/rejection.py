@@ -18,8 +18,7 @@ import torch
 
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import draw_keys
-from baton_kernels.random_numbers import Uint64s, mix
+from baton_kernels.random_numbers import Uint64s, draw_keys, mix
 from baton_kernels.rejection import rejection_sample
 
 Probabilities = torch.Tensor | npt.NDArray[np.float32]
