@@ -7,6 +7,7 @@ A library that was built from the same sources with the same flags is left alone
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import os
@@ -46,6 +47,7 @@ class Library:
         sources: What is compiled.
         includes: What these include, as far as it is ours.
         flags: For the compiler.
+        folder: Where the operators' sources are; ``None``: it has none.
         march: Architecture beyond the machine's least, as ``-march`` names it; ``features``: as ``-m`` names them.
     """
 
@@ -54,6 +56,7 @@ class Library:
     sources: tuple[Path, ...]
     includes: tuple[Path, ...]
     flags: tuple[str, ...]
+    folder: Path | None = None
     march: str = ""
     features: tuple[str, ...] = ()
 
@@ -62,7 +65,8 @@ class Library:
         digest = hashlib.sha256(repr((platform.machine(), self.flags, self.march, self.features)).encode())
         for path in (*self.sources, *self.includes):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return f"baton-build:{digest.hexdigest()[:32]}".encode()
+        sources = "" if self.folder is None else _variants().sources_digest(self.folder)
+        return f"baton-build:{digest.hexdigest()[:32]}-{sources}".encode()
 
     def is_current(self) -> bool:
         """Whether the file is there and built from these sources."""
@@ -96,6 +100,7 @@ def libraries(*, every: bool) -> list[Library]:
                 (*sources, mark),
                 includes,
                 CXX_FLAGS,
+                OPERATORS / "csrc",
                 each.march,
                 each.features,
             )
@@ -104,6 +109,7 @@ def libraries(*, every: bool) -> list[Library]:
     ]
 
 
+@functools.cache
 def _variants():
     """Load the table of instruction sets without the package, which imports torch."""
     spec = importlib.util.spec_from_file_location("baton_cpu_variants", OPERATORS / "variants.py")

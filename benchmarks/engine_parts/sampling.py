@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from baton.engine.sample.filters import filtered_probs
@@ -25,7 +24,7 @@ from baton.engine.sample.native import cpu_sampler
 from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import draw
 from baton.types import SamplingParams
-from baton_kernels.random_numbers import draw_keys
+from baton_kernels.random_numbers import Draws
 
 RESULT = Path(__file__).parents[1] / "results" / "sampling.json"
 ROWS, VOCAB = 32, 152_064
@@ -63,16 +62,16 @@ def measure(logits: torch.Tensor, params: SamplingParams, repeats: int) -> dict[
     operator = cpu_sampler()
     if operator is None:
         raise SystemExit("there is no operator for this machine")
-    keys = draw_keys(np.arange(ROWS, dtype=np.uint64), np.zeros(ROWS, np.uint64))
+    draws = Draws(range(ROWS), [0] * ROWS)
     filters = [SamplerRow(params, 0, stop_ids=(), prompt=(), output=()).filter] * ROWS
 
     def by_definition() -> object:
         if params.greedy:
             return logits.argmax(dim=-1)
-        return draw(filtered_probs(logits, [params] * ROWS), keys)
+        return draw(filtered_probs(logits, [params] * ROWS), draws.keys())
 
     ways: dict[str, Callable[[], object]] = {
-        "operator": lambda: operator(logits, filters, keys),
+        "operator": lambda: operator(logits, filters, draws),
         "torch": by_definition,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -6,6 +6,9 @@ number of a key is ``mix(key + (i + 1) * GOLDEN)``, its upper 53 bits. C++ and T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +37,22 @@ def draw_keys(seeds: Uint64s, positions: Uint64s) -> Uint64s:
         positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
     """
     return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
+
+
+class Draws(NamedTuple):
+    """Of which draw each token of R comes.
+
+    Attributes:
+        seeds: R seeds of sequences, from 0 to 2^64 - 1.
+        positions: Of each, the output tokens before the one that is drawn, resumed ones included.
+    """
+
+    seeds: Sequence[int]
+    positions: Sequence[int]
+
+    def keys(self) -> Uint64s:
+        """Return what the random numbers of the draws come from, uint64 [R]."""
+        return draw_keys(np.array(self.seeds, np.uint64), np.array(self.positions, np.uint64))
 
 
 def next_keys(keys: Uint64s) -> Uint64s:

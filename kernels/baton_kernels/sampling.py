@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.random_numbers import Draws
 from baton_kernels.token_mask import TokenMask
 
 MOST_KEPT = 8
@@ -30,7 +31,7 @@ class SampleCall(ctypes.Structure):
 
     _fields_: ClassVar[list[Any]] = [
         ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_char_p) for name in ("keys", "filters", "masks", "at", "watched")),
+        *((name, ctypes.c_char_p) for name in ("seeds", "positions", "filters", "masks", "at", "watched")),
         *((name, ctypes.c_void_p) for name in ("tokens", "kept", "ready")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "num_watched")),
         *((name, ctypes.c_int32) for name in ("dtype", "threads", "again")),
@@ -84,7 +85,7 @@ class CpuSampler:
         self,
         logits: torch.Tensor,
         filters: Sequence[RowFilter],
-        keys: npt.NDArray[np.uint64],
+        draws: Draws,
         masks: Sequence[TokenMask | None] = (),
         *,
         at: Sequence[int] | None = None,
@@ -101,10 +102,10 @@ class CpuSampler:
         Args:
             logits: [R or more, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
             filters: R of them.
-            keys: [R or more], what the random numbers of the draws come from.
+            draws: R or more.
             masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
                 minus infinity; none: all tokens of all rows.
-            at: R numbers, of the logits and key that each row has; default: the first R, one each.
+            at: R numbers, of the logits and the draw that each row has; default: the first R, one each.
             again: Whether rows without filters draw a second time: with
                 :func:`~baton_kernels.random_numbers.next_keys`.
             kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that these leave,
@@ -118,8 +119,12 @@ class CpuSampler:
             logits = logits.contiguous()
         count = len(filters)
         own = range(count) if at is None else at
-        if len(own) != count or (count and not 0 <= min(own) <= max(own) < min(len(logits), len(keys))):
-            raise ValueError(f"{len(own)} of {count} rows, of {len(logits)} rows of logits and {len(keys)} keys")
+        if len(own) != count or (
+            count and not 0 <= min(own) <= max(own) < min(len(logits), len(draws.seeds), len(draws.positions))
+        ):
+            raise ValueError(
+                f"{len(own)} of {count} rows, of {len(logits)} rows of logits and {len(draws.seeds)} draws"
+            )
         tokens = array("q", bytes(8 * count))
         masked = any(mask is not None for mask in masks)
         watched = () if watch is None else watch.rows
@@ -137,7 +142,8 @@ class CpuSampler:
         callback = _Told(told) if watched else None
         call = SampleCall(
             logits.data_ptr(),
-            keys.tobytes(),
+            array("Q", draws.seeds).tobytes(),
+            array("Q", draws.positions).tobytes(),
             b"".join(map(_packed, filters)),
             array("Q", [0 if mask is None else mask.ctypes.data for mask in masks]).tobytes() if masked else None,
             None if at is None else array("q", at).tobytes(),

@@ -117,6 +117,22 @@ def test_what_was_not_built_names_the_command_that_builds_it(tmp_path: Path, mon
         load_library(Variant("x86-64", frozenset(), "x86-64"))
 
 
+def test_what_was_built_from_other_sources_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pull, structures of calls may be others than the library has."""
+    variant = runnable_variants()[0]
+    changed = tmp_path / "csrc"
+    shutil.copytree(library_module.SOURCES, changed)
+    monkeypatch.setattr(library_module, "SOURCES", changed)
+    load_library(variant)
+    monkeypatch.setattr(library_module, "SOURCES", tmp_path / "none")  # as in a wheel
+    load_library(variant)
+    (changed / "team.h").write_text("// changed\n")
+    library_module._digest.cache_clear()
+    monkeypatch.setattr(library_module, "SOURCES", changed)
+    with pytest.raises(OperatorsMissingError, match=f"other sources.*{library_module.BUILD_COMMAND}"):
+        load_library(variant)
+
+
 def test_threads_are_those_of_the_runtime_that_torch_uses(tmp_path: Path) -> None:
     """Another package may have loaded an OpenMP runtime of its own."""
     own = library_module.openmp_runtime()

@@ -17,7 +17,7 @@ from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import draw, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
-from baton_kernels.random_numbers import draw_keys, next_keys
+from baton_kernels.random_numbers import Draws, next_keys
 from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import pack_mask
 
@@ -41,8 +41,8 @@ def filter_of(params: SamplingParams) -> RowFilter:
     return SamplerRow(params, 0, stop_ids=(), prompt=(), output=()).filter
 
 
-def keys_of(rows: int, seed: int = 0) -> np.ndarray:
-    return draw_keys(np.arange(rows, dtype=np.uint64) + np.uint64(seed), np.arange(rows, dtype=np.uint64))
+def draws_of(rows: int, seed: int = 0) -> Draws:
+    return Draws(range(seed, seed + rows), range(rows))
 
 
 def defined(logits: torch.Tensor, params: list[SamplingParams], keys: np.ndarray) -> list[int]:
@@ -58,12 +58,12 @@ def defined(logits: torch.Tensor, params: list[SamplingParams], keys: np.ndarray
 
 
 @functools.cache
-def case(vocab: int, dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, np.ndarray, list[int]]:
-    """Logits, keys and the tokens that are right."""
+def case(vocab: int, dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, Draws, list[int]]:
+    """Logits, draws and the tokens that are right."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(len(FILTERS), vocab + 3, generator=generator) * scale).to(dtype)[:, :vocab]
-    keys = keys_of(len(FILTERS), vocab)
-    return logits, keys, defined(logits, FILTERS, keys)
+    draws = draws_of(len(FILTERS), vocab)
+    return logits, draws, defined(logits, FILTERS, draws.keys())
 
 
 @pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
@@ -72,8 +72,8 @@ def case(vocab: int, dtype: torch.dtype, scale: float) -> tuple[torch.Tensor, np
 def test_tokens_are_those_of_the_definition(variant: object, vocab: int, dtype: torch.dtype, threads: int) -> None:
     operator = CpuSampler(load_library(variant))  # type: ignore[arg-type]
     for scale in (0.0, 1.0, 8.0):
-        logits, keys, tokens = case(vocab, dtype, scale)
-        assert operator(logits, [filter_of(one) for one in FILTERS], keys) == tokens
+        logits, draws, tokens = case(vocab, dtype, scale)
+        assert operator(logits, [filter_of(one) for one in FILTERS], draws) == tokens
 
 
 @pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
@@ -83,7 +83,7 @@ def test_what_a_mask_forbids_is_as_if_its_logit_were_minus_infinity(
     variant: object, vocab: int, dtype: torch.dtype, threads: int
 ) -> None:
     operator, filters = CpuSampler(load_library(variant)), [filter_of(one) for one in FILTERS]  # type: ignore[arg-type]
-    logits, keys, _ = case(vocab, dtype, 1.0)
+    logits, draws, _ = case(vocab, dtype, 1.0)
     rng = np.random.default_rng(vocab)
     for share in (0.0, 0.001, 0.5, 1.0):
         allowed = rng.random(logits.shape) < share
@@ -93,11 +93,11 @@ def test_what_a_mask_forbids_is_as_if_its_logit_were_minus_infinity(
         allowed[3] = False
         masks = [None if row % 3 == 2 else pack_mask(each) for row, each in enumerate(allowed)]
         masked = logits.masked_fill(torch.from_numpy(~allowed), float("-inf"))
-        expected = operator(masked, filters, keys)
+        expected = operator(masked, filters, draws)
         assert expected[3] == -1
         hidden = logits.masked_fill(torch.from_numpy(~allowed), float("nan"))
-        assert operator(logits, filters, keys, masks) == expected
-        assert operator(hidden, filters, keys, masks) == expected
+        assert operator(logits, filters, draws, masks) == expected
+        assert operator(hidden, filters, draws, masks) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -125,17 +125,17 @@ def test_ties_and_forbidden_tokens(
     values[hidden] = -np.inf
     logits = torch.from_numpy(values)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    keys = keys_of(4, seed)
-    got = CpuSampler(library)(logits, [filter_of(params)] * 4, keys)
+    draws = draws_of(4, seed)
+    got = CpuSampler(library)(logits, [filter_of(params)] * 4, draws)
     masks = [pack_mask(row) for row in ~hidden]
-    assert CpuSampler(library)(free, [filter_of(params)] * 4, keys, masks) == got
+    assert CpuSampler(library)(free, [filter_of(params)] * 4, draws, masks) == got
     # Equal weights reach a top-p in steps: where it falls on one, rounding decides.
     if top_p in (0.5, 0.75):
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
         allowed = filter_batch(scaled, [params.replace(top_p=top_p + 1e-6)]) > 0
         assert all(allowed[i, token] for i, token in enumerate(got))
     else:
-        assert got == defined(logits, [params] * 4, keys)
+        assert got == defined(logits, [params] * 4, draws.keys())
     assert np.isfinite(values[np.arange(4), got]).all()
 
 
@@ -156,11 +156,11 @@ def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     values = np.round(rng.random((6, vocab)) * levels).astype(np.float32) * (scale / levels)
-    logits, keys = torch.from_numpy(values), keys_of(6, seed)
+    logits, draws = torch.from_numpy(values), draws_of(6, seed)
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     filters, kept = [filter_of(params)] * 6, np.zeros((6, MOST_KEPT), np.int64)
-    free = CpuSampler(library)(logits, filters, keys, kept=kept)
-    assert free == CpuSampler(library)(logits, filters, keys)
+    free = CpuSampler(library)(logits, filters, draws, kept=kept)
+    assert free == CpuSampler(library)(logits, filters, draws)
     left = filter_batch(logits - logits.amax(-1, keepdim=True), [params] * 6)
     allowed = rng.random((6, vocab)) >= forbidden
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
@@ -174,14 +174,14 @@ def test_what_filters_leave_they_leave_under_each_mask_that_has_it(
         assert free[row] in some
         allowed[row, some] = True
     masks = [pack_mask(each) if own[0] >= 0 else None for each, own in zip(allowed, kept, strict=True)]
-    assert CpuSampler(library)(logits, filters, keys, masks) == free
+    assert CpuSampler(library)(logits, filters, draws, masks) == free
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
 def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, threads: int, count: int) -> None:
-    logits, keys = torch.randn(40, 3000), keys_of(40)
+    logits, draws = torch.randn(40, 3000), draws_of(40)
     filters = [RowFilter(1.0, 0, 1.0, 0.0)] * 40
-    want = CpuSampler(library)(logits, filters, keys)
+    want = CpuSampler(library)(logits, filters, draws)
     watched = [39 - 7 * i % 40 for i in range(count)]
     seen: list[int] = []
     caller = threading.get_ident()
@@ -191,7 +191,7 @@ def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, thread
         assert begin == len(seen) < end
         seen.extend(tokens[row] for row in watched[begin:end])
 
-    assert CpuSampler(library)(logits, filters, keys, watch=Watch(ready, watched)) == want
+    assert CpuSampler(library)(logits, filters, draws, watch=Watch(ready, watched)) == want
     assert seen == [want[row] for row in watched]
 
     def fail(*_: object) -> None:
@@ -201,25 +201,26 @@ def test_tokens_are_told_in_order_as_they_are_chosen(library: CpuLibrary, thread
     seen.clear()
     if count:
         with pytest.raises(ValueError, match="not this one"):
-            CpuSampler(library)(logits, filters, keys, watch=Watch(fail, watched))
+            CpuSampler(library)(logits, filters, draws, watch=Watch(fail, watched))
         assert seen == [-1]
     with pytest.raises(ValueError, match="rows that are watched"):
-        CpuSampler(library)(logits, filters, keys, watch=Watch(ready, [*watched, 40]))
+        CpuSampler(library)(logits, filters, draws, watch=Watch(ready, [*watched, 40]))
 
 
 def test_some_rows_draw_again(library: CpuLibrary, threads: int) -> None:
     """With the next numbers where they have no filters, and with the same where they have."""
-    logits, keys = torch.randn(len(FILTERS), 3000), keys_of(len(FILTERS))
+    logits, draws = torch.randn(len(FILTERS), 3000), draws_of(len(FILTERS))
     places = [*range(0, len(FILTERS), 2)][::-1]
     own = [FILTERS[i] for i in places]
     filters = [filter_of(one) for one in own]
-    found = CpuSampler(library)(logits, filters, keys, at=places, again=True)
-    others = np.where([one.unfiltered for one in filters], next_keys(keys[places]), keys[places])
+    found = CpuSampler(library)(logits, filters, draws, at=places, again=True)
+    keys = draws.keys()[places]
+    others = np.where([one.unfiltered for one in filters], next_keys(keys), keys)
     assert any(one.unfiltered for one in filters)
     assert found == defined(logits[places], own, others)
     for wrong in ([0, len(FILTERS)], [-1, 0], [0]):
         with pytest.raises(ValueError, match="rows of logits"):
-            CpuSampler(library)(logits, filters[:2], keys, at=wrong)
+            CpuSampler(library)(logits, filters[:2], draws, at=wrong)
 
 
 def test_few_tokens_that_filters_leave_are_said(library: CpuLibrary) -> None:
@@ -228,7 +229,7 @@ def test_few_tokens_that_filters_leave_are_said(library: CpuLibrary) -> None:
     logits[torch.arange(300), torch.arange(300) * 7] = 16.0
     for params in (SamplingParams(top_p=0.9), SamplingParams(top_k=20, top_p=0.8), SamplingParams(min_p=0.1)):
         kept = np.zeros((300, MOST_KEPT), np.int64)
-        CpuSampler(library)(logits, [filter_of(params)] * 300, keys_of(300), kept=kept)
+        CpuSampler(library)(logits, [filter_of(params)] * 300, draws_of(300), kept=kept)
         assert (kept[:, 0] == np.arange(300) * 7).all()
         assert (kept[:, 1:] == -1).all()
 
@@ -239,11 +240,11 @@ def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:
     logits[2, 0] = float("inf")
     logits[3] = float("-inf")
     params = [FILTERS[0], FILTERS[1], FILTERS[3], FILTERS[7], FILTERS[0], FILTERS[1]]
-    keys = keys_of(6)
-    got = CpuSampler(library)(logits, [filter_of(one) for one in params], keys)
+    draws = draws_of(6)
+    got = CpuSampler(library)(logits, [filter_of(one) for one in params], draws)
     assert got[1:4] == [-1, -1, -1]
     good = [0, 4, 5]
-    assert [got[i] for i in good] == defined(logits[good], [params[i] for i in good], keys[good])
+    assert [got[i] for i in good] == defined(logits[good], [params[i] for i in good], draws.keys()[good])
     rows = [SamplerRow(one.replace(logprobs=2), i, stop_ids=(), prompt=(), output=()) for i, one in enumerate(params)]
     found = sample(logits, rows)
     assert found.bad_rows == (1, 2, 3)
@@ -254,7 +255,7 @@ def test_a_row_that_is_not_finite_is_bad_alone(library: CpuLibrary) -> None:
 DRAWS, BATCH = 1_000_000, 50_000
 
 
-def chi_square_of(operator: CpuSampler, params: SamplingParams, keys_at: Callable[[int], np.ndarray]) -> float:
+def chi_square_of(operator: CpuSampler, params: SamplingParams, draws_at: Callable[[int], Draws]) -> float:
     """Return chi-square of a million draws, per degree of freedom; tokens that are filtered out must not come."""
     logits = torch.randn(1, 140, generator=torch.Generator().manual_seed(3)) * 1.5
     logits[0, 30:70] = -np.inf
@@ -262,7 +263,7 @@ def chi_square_of(operator: CpuSampler, params: SamplingParams, keys_at: Callabl
     counts = np.zeros(logits.shape[1], np.int64)
     filters = [filter_of(params)] * BATCH
     for begin in range(0, DRAWS, BATCH):
-        tokens = operator(logits.expand(BATCH, -1), filters, keys_at(begin))
+        tokens = operator(logits.expand(BATCH, -1), filters, draws_at(begin))
         counts += np.bincount(tokens, minlength=len(counts))
     expected = DRAWS * probs / probs.sum()
     common = expected > 20
@@ -283,10 +284,10 @@ CHI_SQUARE_LIMIT = 2.0
     ids=["0.7", "1.3, top-p", "top-k"],
 )
 def test_a_million_draws_follow_the_probabilities(library: CpuLibrary, params: SamplingParams) -> None:
-    found = chi_square_of(CpuSampler(library), params, lambda begin: keys_of(BATCH, begin))
+    found = chi_square_of(CpuSampler(library), params, lambda begin: draws_of(BATCH, begin))
     assert found < CHI_SQUARE_LIMIT
 
 
 def test_random_numbers_that_repeat_are_noticed(library: CpuLibrary) -> None:
     params = SamplingParams(temperature=0.7)
-    assert chi_square_of(CpuSampler(library), params, lambda _: keys_of(BATCH)) > 2 * CHI_SQUARE_LIMIT
+    assert chi_square_of(CpuSampler(library), params, lambda _: draws_of(BATCH)) > 2 * CHI_SQUARE_LIMIT

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 
-from baton_kernels.cpu.variants import Variant
+from baton_kernels.cpu.variants import Variant, sources_digest
 
 LIBRARIES = Path(__file__).parent / "lib"
+SOURCES = Path(__file__).parent / "csrc"
+"""In a checkout; wheels have none."""
 BUILD_COMMAND = "python scripts/build_native.py"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -107,6 +110,7 @@ class CpuLibrary:
     Attributes:
         amx: Whether bfloat16 can be multiplied in AMX's tiles: the library, the processor and the kernel allow it.
         instructions: What the library was compiled for, e.g. ``"avx512-bf16"``.
+        sources: Digest of what it was built from.
         pairs_are_faster: Whether bfloat16 pairs are multiplied faster than float32 here, measured at load (a
             millisecond): processors that have the instruction differ by a factor of four in its rate.
         weights: Where packed weights lie.
@@ -131,6 +135,8 @@ class CpuLibrary:
         self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()
+        mark = ctypes.c_char.in_dll(library, "baton_build_mark")
+        self.sources = ctypes.string_at(ctypes.addressof(mark)).decode().rpartition("-")[2]
         self.pairs_are_faster = bool(_function(library, "baton_pairs_are_faster", ctypes.c_int, 0)())
         self.amx = bool(_function(library, "baton_amx_ready", ctypes.c_int, 0)())
         self.weights = WeightMemory()
@@ -148,7 +154,8 @@ def load_library(variant: Variant) -> CpuLibrary:
         variant: One of :func:`baton_kernels.cpu.variants.runnable_variants`.
 
     Raises:
-        OperatorsMissingError: It was not built or cannot be loaded.
+        OperatorsMissingError: It was not built, cannot be loaded, or was built from other sources than are there: calls
+            take structures that have to be those of its own Python functions.
     """
     path = LIBRARIES / variant.file_name
     if not path.exists():
@@ -156,9 +163,17 @@ def load_library(variant: Variant) -> CpuLibrary:
     try:
         # Libraries loaded from now on find the runtime's symbols.
         ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
-        return CpuLibrary(path)
-    except OSError as error:
-        raise OperatorsMissingError(f"cannot load {path}: {error}") from error
+        library = CpuLibrary(path)
+    except (OSError, AttributeError, ValueError) as error:  # no library, or one without what is looked up
+        raise OperatorsMissingError(f"cannot load {path}: {error}; in a checkout run: {BUILD_COMMAND}") from error
+    if SOURCES.is_dir() and library.sources != _digest(SOURCES):
+        raise OperatorsMissingError(f"{path} was built from other sources than {SOURCES} has; run: {BUILD_COMMAND}")
+    return library
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    return sources_digest(folder)
 
 
 def openmp_runtime() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,14 @@ _AARCH64 = (
 )
 VARIANTS = {"x86_64": _X86_64, "aarch64": _AARCH64}
 """By machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
+
+
+def sources_digest(folder: Path) -> str:
+    """Return what the operators that were built from a folder's sources know them by."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def runnable_variants(machine: str = "") -> list[Variant]:

@@ -36,7 +36,7 @@ struct Filter {  // as sampling.cpp has it
 
 struct SampleOp {  // as sampling.cpp has it
     const void *logits;
-    const uint64_t *keys;
+    const uint64_t *seeds, *positions;
     const Filter *filters;
     const uint32_t *const *masks;
     const int64_t *at, *watched;
@@ -125,7 +125,7 @@ void sample(Choices &from) {
     auto logits = tensor(from, rows ? (rows - 1) * stride + vocab : 0, dtype);
     Buffer<Filter> filters(rows);
     Buffer<int64_t> tokens(rows);
-    Buffer<uint64_t> keys(rows);
+    Buffer<uint64_t> seeds(rows), positions(rows);
     const bool damaged = rows && from.byte() % 8 == 0;
     if (damaged) {  // infinite or not a number, in the first row
         const uint32_t all = dtype == 0 ? 0x7f800000u : dtype == 1 ? 0x7f80u : 0x7c00u, bits = all | from.flag();
@@ -135,7 +135,7 @@ void sample(Choices &from) {
         Filter &filter = filters[r];
         filter.temperature = from.flag() ? number(from, 1, 300) / 100.0f : 0.0f, filter.top_p = from.flag() ? number(from, 1, 100) / 100.0f : 1.0f;
         filter.min_p = from.flag() ? number(from, 0, 100) / 100.0f : 0.0f, filter.top_k = from.flag() ? number(from, 0, 6000) : 0;
-        keys[r] = from.word();
+        seeds[r] = from.word(), positions[r] = from.byte();
     }
     const int64_t words = (vocab + 31) / 32;
     Buffer<uint32_t> bits(rows * words);
@@ -156,7 +156,7 @@ void sample(Choices &from) {
     told = 0;
     for (int64_t r = 0; r < rows; r++) watched[r] = rows - 1 - r;
     if (from.flag()) call.ready = tell, call.num_watched = from.number(0, static_cast<int>(rows));
-    call.logits = logits.get(), call.filters = filters.get(), call.keys = keys.get(), call.tokens = tokens.get();
+    call.logits = logits.get(), call.filters = filters.get(), call.seeds = seeds.get(), call.positions = positions.get(), call.tokens = tokens.get();
     call.watched = watched.get(), call.again = from.flag(), call.rows = rows, call.vocab = vocab, call.stride = stride, call.dtype = dtype, call.threads = number(from, 1, 2);
     baton_sample(&call);
     REQUIRE(told == call.num_watched);

@@ -24,10 +24,10 @@ struct Filter {
 
 struct SampleOp {
   const void* logits;                         // [some][vocab], rows `stride` elements apart
-  const uint64_t* keys;                       // [some], of the draws
+  const uint64_t *seeds, *positions;          // [some], of the draws
   const Filter* filters;                      // [rows]
   const uint32_t* const* masks;               // [rows], as token_mask.cpp has them; null, or null for a row: none
-  const int64_t* at;                          // [rows], which of the logits and keys each has; null: its own
+  const int64_t* at;                          // [rows], which of the logits and draws each has; null: its own
   const int64_t* watched;                     // [num_watched], which rows come first, and `ready` is told of
   int64_t* tokens;                            // [rows] out; -1: the logits are not finite
   int64_t* kept;                              // [rows][MOST_KEPT] out, or null: see write_kept
@@ -51,6 +51,9 @@ inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return x ^ (x >> 31);
 }
+
+// What all random numbers of a draw come from.
+inline uint64_t key_of(uint64_t seed, uint64_t position) { return mix(seed + (position + 1) * GOLDEN); }
 
 // The key of a draw that follows the one of a key: a number of that key, 2^63, which no draw uses.
 inline uint64_t next_key(uint64_t key) { return mix(key + ((1ull << 63) + 1) * GOLDEN); }
@@ -471,9 +474,10 @@ int64_t sample_row(const SampleOp& a, long r, Row& row) {
   const Filter& filter = a.filters[r];
   const long k = filter.top_k;
   const bool filtered = k > 0 || filter.top_p < 1.0f || filter.min_p > 0.0f;
+  const uint64_t key = key_of(a.seeds[own], a.positions[own]);
   if (a.kept) a.kept[r * MOST_KEPT] = -1;
   if (filter.temperature > 0.0f && !filtered)
-    return draw_freely(logits, mask, row, 1.0f / filter.temperature, a.again ? next_key(a.keys[own]) : a.keys[own]);
+    return draw_freely(logits, mask, row, 1.0f / filter.temperature, a.again ? next_key(key) : key);
   const float greatest = read(logits, mask, row);
   if (!std::isfinite(greatest)) return -1;
   if (filter.temperature == 0.0f) return first_of(row, greatest);
@@ -485,8 +489,8 @@ int64_t sample_row(const SampleOp& a, long r, Row& row) {
   if (filter.top_p < 1.0f) least = std::max(least, nucleus(row, total, filter.top_p * total));
   if (least > 0.0f) drop(row, least);
   if (a.kept) write_kept(row, filter.top_p, total + below, a.kept + r * MOST_KEPT);
-  const long chunk = race(row.sums, row.chunks, a.keys[own], 0);
-  const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, a.keys[own], TOKENS + chunk * CHUNK);
+  const long chunk = race(row.sums, row.chunks, key, 0);
+  const long token = chunk * CHUNK + race(row.values + chunk * CHUNK, CHUNK, key, TOKENS + chunk * CHUNK);
   return std::min<long>(token, a.vocab - 1);
 }
 

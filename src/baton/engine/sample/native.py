@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
 from baton_kernels.cpu.team import ThreadTeam
-from baton_kernels.random_numbers import next_keys
+from baton_kernels.random_numbers import Draws, next_keys
 from baton_kernels.sampling import CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
@@ -31,7 +31,7 @@ class ChooseTokens(Protocol):
         self,
         logits: torch.Tensor,
         filters: Sequence[RowFilter],
-        keys: npt.NDArray[np.uint64],
+        draws: Draws,
         masks: Sequence[TokenMask | None],
         *,
         at: Sequence[int] | None = None,
@@ -91,7 +91,7 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
     def choose(
         logits: torch.Tensor,
         filters: Sequence[RowFilter],
-        keys: npt.NDArray[np.uint64],
+        draws: Draws,
         masks: Sequence[TokenMask | None],
         *,
         at: Sequence[int] | None = None,
@@ -99,6 +99,7 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         kept: npt.NDArray[np.int64] | None = None,
         watch: Watch | None = None,
     ) -> list[int]:
+        keys = draws.keys()
         if at is not None:
             logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
         if again:

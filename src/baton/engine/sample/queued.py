@@ -20,7 +20,7 @@ from baton.engine.sample.sampler import (
     edit_logits,
     join_figures,
     logprob_figures,
-    row_keys,
+    row_draws,
 )
 from baton.types import TokenLogprob
 from baton_kernels.random_numbers import next_keys
@@ -62,7 +62,7 @@ def queue_sample(
         operator: Of the device.
         link: To it.
     """
-    logits, keys = edit_logits(logits.detach(), rows, link.upload), row_keys(rows)
+    logits, keys = edit_logits(logits.detach(), rows, link.upload), row_draws(rows).keys()
     filters = [row.filter for row in rows]
     masks = [None if row.unfiltered else row.mask for row in rows]
     tokens = operator(logits, filters, keys, masks, upload=link.upload)

@@ -41,7 +41,7 @@ from baton.engine.sample.penalties import apply_edits
 from baton.engine.sample.row import SamplerRow
 from baton.types import TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
-from baton_kernels.random_numbers import draw_keys, exponentials, next_keys
+from baton_kernels.random_numbers import Draws, exponentials, next_keys
 from baton_kernels.sampling import MOST_KEPT, Watch
 from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
 
@@ -111,17 +111,17 @@ def sample(
         late: Of rows under a grammar without a mask; default: these may have any token.
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
-    logits, keys = edit_logits(logits.detach(), rows), row_keys(rows)
+    logits, draws = edit_logits(logits.detach(), rows), row_draws(rows)
     waiting = [] if late is None else [i for i, row in enumerate(rows) if row.constraint and row.mask is None]
     draws_first = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
     if late is not None and waiting:
-        tokens = _choose_before_masks(operator, logits, rows, keys, waiting, late)
+        tokens = _choose_before_masks(operator, logits, rows, draws, waiting, late)
     else:
-        tokens = _choose(operator, logits, rows, keys)
+        tokens = _choose(operator, logits, rows, draws)
     refused = [i for i in draws_first if tokens[i] < 0 or not _has(rows[i], tokens[i])]
-    _choose_again(operator, logits, rows, keys, refused, tokens)
-    scored = [amend is not None or row.params.logprobs is not None for row in rows]
-    if shown := [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None and scored[i]]:
+    _choose_again(operator, logits, rows, draws, refused, tokens)
+    masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+    if shown := [(i, mask) for i, mask in masked if amend is not None or rows[i].params.logprobs is not None]:
         apply_masks(logits, shown)
     bad = tuple(i for i, token in enumerate(tokens) if token < 0)
     if amend is not None:
@@ -133,7 +133,7 @@ def _choose_before_masks(
     operator: ChooseTokens | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
-    keys: npt.NDArray[np.uint64],
+    draws: Draws,
     waiting: Sequence[int],
     late: LateMasks,
 ) -> list[int]:
@@ -151,9 +151,9 @@ def _choose_before_masks(
         wanted = [_needed(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
         if refused := late.refused(own, wanted):
             late.set_masks([own[i] for i in refused])
-            _choose_again(operator, logits, rows, keys, [places[i] for i in refused], again)
+            _choose_again(operator, logits, rows, draws, [places[i] for i in refused], again)
 
-    tokens = _choose(operator, logits, rows, keys, kept=kept, watch=Watch(ready, waiting))
+    tokens = _choose(operator, logits, rows, draws, kept=kept, watch=Watch(ready, waiting))
     for i, token in again.items():
         tokens[i] = token
     return tokens
@@ -184,13 +184,13 @@ def _choose_again(
     operator: ChooseTokens | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
-    keys: npt.NDArray[np.uint64],
+    draws: Draws,
     places: Sequence[int],
     tokens: MutableSequence[int] | dict[int, int],
 ) -> None:
     """Choose tokens under masks, of the rows at ``places``, which were not to have what was chosen without."""
     if places:
-        found = _choose(operator, logits, [rows[i] for i in places], keys, places, again=True)
+        found = _choose(operator, logits, [rows[i] for i in places], draws, places, again=True)
         for i, token in zip(places, found, strict=True):
             tokens[i] = token
 
@@ -199,7 +199,7 @@ def _choose(
     operator: ChooseTokens | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
-    keys: npt.NDArray[np.uint64],
+    draws: Draws,
     at: Sequence[int] | None = None,
     *,
     again: bool = False,
@@ -212,7 +212,7 @@ def _choose(
         operator: What chooses, if torch does not.
         logits: [R or more, vocab].
         rows: R rows.
-        keys: Of the draws, one for each row of the logits.
+        draws: One for each row of the logits.
         at: The rows of the logits.
         again: Whether all masks hold, and rows that drew without them do so a second time; else these have none.
         kept: Where the tokens may be written that filters leave; -1 everywhere.
@@ -221,7 +221,8 @@ def _choose(
     filters = [row.filter for row in rows]
     masks = [row.mask if again or not row.unfiltered else None for row in rows]
     if operator is not None:
-        return operator(logits, filters, keys, masks, at=at, again=again, kept=kept, watch=watch)
+        return operator(logits, filters, draws, masks, at=at, again=again, kept=kept, watch=watch)
+    keys = draws.keys()
     if at is not None:
         logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
     if again:
@@ -298,10 +299,9 @@ def _logprobs(
 # Drawing
 
 
-def row_keys(rows: Sequence[SamplerRow]) -> npt.NDArray[np.uint64]:
-    """Return the keys of the rows' next draws."""
-    seeds = np.array([row.seed for row in rows], np.uint64)
-    return draw_keys(seeds, np.array([row.position for row in rows], np.uint64))
+def row_draws(rows: Sequence[SamplerRow]) -> Draws:
+    """Return of which draws the rows' next tokens come."""
+    return Draws([row.seed for row in rows], [row.position for row in rows])
 
 
 def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:
@@ -312,7 +312,7 @@ def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:
 
     Args:
         probs: float32 [R, vocab], rows need not sum to 1.
-        keys: uint64 [R], of :func:`draw_keys`.
+        keys: uint64 [R], of :meth:`Draws.keys`.
     """
     count, vocab = probs.shape
     if vocab % CHUNK:

@@ -17,7 +17,7 @@ import torch
 from baton.engine.sample.filters import filtered_probs
 from baton.engine.sample.penalties import apply_edits
 from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import CHUNK, TOKENS, row_keys
+from baton.engine.sample.sampler import CHUNK, TOKENS, row_draws
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.tree import MAX_NODES
@@ -110,7 +110,7 @@ def likeliest(logits: torch.Tensor, rows: SequenceOf[SamplerRow], width: int) ->
     if drawn:
         own = [rows[i] for i in drawn]
         probs = filtered_probs(logits[drawn], [row.params for row in own])
-        for i, each in zip(drawn, _first_in_race(probs, row_keys(own), width), strict=True):
+        for i, each in zip(drawn, _first_in_race(probs, row_draws(own).keys(), width), strict=True):
             found[i] = each
     return found
 
