@@ -96,8 +96,7 @@ class CpuSampler:
         """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
 
         What goes to the operator is packed as bytes: after a forward pass little of NumPy's code is in the caches, and
-        arrays made of lists, with their addresses, took 0.25 ms of 36 that a step of 32 rows of the 125M model takes
-        (``benchmarks/engine.py --parts sampling``, "call").
+        arrays made of lists, with their addresses, take several times as long.
 
         Args:
             logits: [R or more, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
