@@ -39,6 +39,11 @@ def draw_keys(seeds: Uint64s, positions: Uint64s) -> Uint64s:
     return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
 
 
+def next_keys(keys: Uint64s) -> Uint64s:
+    """Return the keys of draws that follow refused ones: a number of each draw's key that it does not use itself."""
+    return mix(keys + _NEXT)
+
+
 class Draws(NamedTuple):
     """Of which draw each token of R comes.
 
@@ -50,14 +55,17 @@ class Draws(NamedTuple):
     seeds: Sequence[int]
     positions: Sequence[int]
 
-    def keys(self) -> Uint64s:
-        """Return what the random numbers of the draws come from, uint64 [R]."""
-        return draw_keys(np.array(self.seeds, np.uint64), np.array(self.positions, np.uint64))
+    def keys(self, at: Sequence[int] | None = None, again: Sequence[bool] = ()) -> Uint64s:
+        """Return what the random numbers of draws come from, uint64 [R, or as many as ``at`` has].
 
-
-def next_keys(keys: Uint64s) -> Uint64s:
-    """Return the keys of draws that follow refused ones: a number of each draw's key that it does not use itself."""
-    return mix(keys + _NEXT)
+        Args:
+            at: Which draws; default: all.
+            again: Parallel to them, which tokens were refused and are drawn a second time; default: none.
+        """
+        keys = draw_keys(np.array(self.seeds, np.uint64), np.array(self.positions, np.uint64))
+        if at is not None:
+            keys = keys[np.array(at, np.int64)]
+        return np.where(again, next_keys(keys), keys) if len(again) else keys
 
 
 def uniforms(keys: Uint64s, numbers: Uint64s) -> npt.NDArray[np.float64]:

@@ -17,7 +17,7 @@ from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import draw, sample
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
-from baton_kernels.random_numbers import Draws, next_keys
+from baton_kernels.random_numbers import Draws, draw_keys, next_keys
 from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import pack_mask
 
@@ -98,6 +98,30 @@ def test_what_a_mask_forbids_is_as_if_its_logit_were_minus_infinity(
         hidden = logits.masked_fill(torch.from_numpy(~allowed), float("nan"))
         assert operator(logits, filters, draws, masks) == expected
         assert operator(hidden, filters, draws, masks) == expected
+
+
+@pytest.mark.parametrize("variant", runnable_variants(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_logits_of_chunks_lie_far_apart(variant: object, dtype: torch.dtype) -> None:
+    """What chunks are weighed by changes on the way; the first ones are forbidden, or have nothing above zero."""
+    operator, rows, chunks = CpuSampler(load_library(variant)), 64, 12  # type: ignore[arg-type]
+    levels = torch.tensor([-np.inf, 0.0, 18.0, 19.0, 41.0, 20.0, 60.0, 59.0, -np.inf, 61.0, 38.0, -300.0])
+    for order in (torch.arange(chunks), torch.arange(chunks).flip(0), torch.arange(chunks) * 5 % chunks):
+        noise = torch.randn(rows, chunks * 128, generator=torch.Generator().manual_seed(5))
+        logits = (noise + levels[order].repeat_interleave(128)).to(dtype)
+        allowed = np.ones((rows, chunks * 128), np.bool_)
+        allowed[1::2, :128] = False
+        # Above some level nothing is allowed, so that each of them comes to draw.
+        for row in range(rows):
+            allowed[row] &= np.repeat(levels[order].numpy() < [5.0, 30.0, 50.0, 100.0][row % 4], 128)
+        masks = [pack_mask(each) for each in allowed]
+        for params in (SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(temperature=4.0)):
+            draws = draws_of(rows)
+            masked = logits.masked_fill(torch.from_numpy(~allowed), float("-inf"))
+            want = defined(masked, [params] * rows, draws.keys())
+            assert operator(masked, [filter_of(params)] * rows, draws) == want
+            assert operator(logits, [filter_of(params)] * rows, draws, masks) == want
+            assert len({token // 128 for token in want}) > 4
 
 
 @settings(max_examples=100, deadline=None)
@@ -214,8 +238,9 @@ def test_some_rows_draw_again(library: CpuLibrary, threads: int) -> None:
     own = [FILTERS[i] for i in places]
     filters = [filter_of(one) for one in own]
     found = CpuSampler(library)(logits, filters, draws, at=places, again=True)
-    keys = draws.keys()[places]
+    keys = draw_keys(np.array(places, np.uint64), np.array(places, np.uint64))  # as draws_of has seeds and positions
     others = np.where([one.unfiltered for one in filters], next_keys(keys), keys)
+    assert draws.keys(places, [one.unfiltered for one in filters]).tolist() == others.tolist()
     assert any(one.unfiltered for one in filters)
     assert found == defined(logits[places], own, others)
     for wrong in ([0, len(FILTERS)], [-1, 0], [0]):

@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import CpuLibrary
 from baton_kernels.cpu.team import ThreadTeam
-from baton_kernels.random_numbers import Draws, next_keys
+from baton_kernels.random_numbers import Draws
 from baton_kernels.sampling import CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask
 
@@ -99,11 +99,9 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
         kept: npt.NDArray[np.int64] | None = None,
         watch: Watch | None = None,
     ) -> list[int]:
-        keys = draws.keys()
+        keys = draws.keys(at, [again and one.unfiltered for one in filters])
         if at is not None:
-            logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
-        if again:
-            keys = np.where([one.unfiltered for one in filters], next_keys(keys), keys)
+            logits = logits[torch.tensor(at, device=logits.device)]
         tokens: list[int] = sampler(logits, filters, keys, masks).tolist()
         if watch is not None:
             watch.ready(0, len(watch.rows), tokens)

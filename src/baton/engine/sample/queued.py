@@ -23,7 +23,6 @@ from baton.engine.sample.sampler import (
     row_draws,
 )
 from baton.types import TokenLogprob
-from baton_kernels.random_numbers import next_keys
 from baton_kernels.token_mask import mask_tokens
 
 
@@ -62,10 +61,10 @@ def queue_sample(
         operator: Of the device.
         link: To it.
     """
-    logits, keys = edit_logits(logits.detach(), rows, link.upload), row_draws(rows).keys()
+    logits, draws = edit_logits(logits.detach(), rows, link.upload), row_draws(rows)
     filters = [row.filter for row in rows]
     masks = [None if row.unfiltered else row.mask for row in rows]
-    tokens = operator(logits, filters, keys, masks, upload=link.upload)
+    tokens = operator(logits, filters, draws.keys(), masks, upload=link.upload)
     again = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
     shown = [i for i, row in enumerate(rows) if row.mask is not None and row.params.logprobs is not None]
     if forbidden := sorted({*again, *shown}):
@@ -73,7 +72,8 @@ def queue_sample(
     if again:
         (at,) = link.upload(np.array(again, np.int64))
         masked, first = logits[at], tokens[at]
-        second = operator(masked, [filters[i] for i in again], next_keys(keys[again]), upload=link.upload)
+        keys = draws.keys(again, [True] * len(again))
+        second = operator(masked, [filters[i] for i in again], keys, upload=link.upload)
         allowed = masked.gather(1, first.clamp(min=0)[:, None])[:, 0] > float("-inf")
         tokens[at] = torch.where((first >= 0) & allowed, first, second)
     scored = [(i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None]

@@ -153,5 +153,5 @@ def _banned_tokens(
 
 @functools.lru_cache(maxsize=256)
 def _banned(token_ids: frozenset[int]) -> BannedTokens | None:
-    """Return what most sequences share, as they end alike: their masks are changed together."""
+    """Return what most sequences share, as they end alike."""
     return BannedTokens(token_ids) if token_ids else None

@@ -41,7 +41,7 @@ from baton.engine.sample.penalties import apply_edits
 from baton.engine.sample.row import SamplerRow
 from baton.types import TokenLogprob
 from baton_kernels.cpu.library import DTYPE_CODES
-from baton_kernels.random_numbers import Draws, exponentials, next_keys
+from baton_kernels.random_numbers import Draws, exponentials
 from baton_kernels.sampling import MOST_KEPT, Watch
 from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
 
@@ -222,11 +222,9 @@ def _choose(
     masks = [row.mask if again or not row.unfiltered else None for row in rows]
     if operator is not None:
         return operator(logits, filters, draws, masks, at=at, again=again, kept=kept, watch=watch)
-    keys = draws.keys()
+    keys = draws.keys(at, [again and row.unfiltered for row in rows])
     if at is not None:
-        logits, keys = logits[torch.tensor(at, device=logits.device)], keys[at]
-    if again:
-        keys = np.where([row.unfiltered for row in rows], next_keys(keys), keys)
+        logits = logits[torch.tensor(at, device=logits.device)]
     logits = logits.float()
     if any(mask is not None for mask in masks):
         logits = logits.clone()
