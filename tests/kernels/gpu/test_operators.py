@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.test_experts import CLIPPED, SHAPES, make_experts
-from tests.kernels.test_sampling import FILTERS, case, defined, filter_of, keys_of
+from tests.kernels.test_sampling import FILTERS, case, defined, draws_of, filter_of
 
 from baton.types import SamplingParams
 from baton_kernels import kv_copy as definition
@@ -115,8 +115,8 @@ def test_blocks_are_copied_within_a_pool(dtype: torch.dtype, elements: int) -> N
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 def test_tokens_are_those_of_the_definition(dtype: torch.dtype, vocab: int) -> None:
     for scale in (0.0, 1.0, 8.0):
-        logits, keys, tokens = case(vocab, dtype, scale)
-        got = TritonSampler(DEVICE)(logits.to(DEVICE), [filter_of(one) for one in FILTERS], keys)
+        logits, draws, tokens = case(vocab, dtype, scale)
+        got = TritonSampler(DEVICE)(logits.to(DEVICE), [filter_of(one) for one in FILTERS], draws.keys())
         assert got.tolist() == tokens
 
 
@@ -125,7 +125,7 @@ def test_forbidden_tokens_are_not_drawn() -> None:
     logits, vocab = torch.randn(len(FILTERS) + 1, 700), 700
     params = [*FILTERS, SamplingParams()]
     masks = [pack_mask(rng.random(vocab) < 0.05) for _ in FILTERS]
-    keys = keys_of(len(params))
+    keys = draws_of(len(params)).keys()
     got = TritonSampler(DEVICE)(logits.to(DEVICE), [filter_of(one) for one in params], keys, [*masks, None]).tolist()
     mask_tokens(logits, range(len(FILTERS)), masks)
     assert got == defined(logits, params, keys)
@@ -134,7 +134,7 @@ def test_forbidden_tokens_are_not_drawn() -> None:
 def test_a_row_that_is_not_finite_is_bad_alone() -> None:
     logits = torch.randn(5, 1000)
     logits[1, 999], logits[2, 0], logits[3] = float("nan"), float("inf"), float("-inf")
-    params, keys = [FILTERS[0], FILTERS[1], FILTERS[3], FILTERS[7], FILTERS[7]], keys_of(5)
+    params, keys = [FILTERS[0], FILTERS[1], FILTERS[3], FILTERS[7], FILTERS[7]], draws_of(5).keys()
     got = TritonSampler(DEVICE)(logits.to(DEVICE), [filter_of(one) for one in params], keys).tolist()
     assert got[1:4] == [-1, -1, -1]
     assert [got[0], got[4]] == defined(logits[[0, 4]], [params[0], params[4]], keys[[0, 4]])
