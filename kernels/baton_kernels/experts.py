@@ -83,7 +83,7 @@ def routing_reference(routing: Routing, logits: torch.Tensor) -> tuple[torch.Ten
 
 
 class RoutingCall(ctypes.Structure):
-    """The C structure ``Routing``; see ``csrc/routing.cpp``."""
+    """The C structure ``Routing`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("logits", "bias", "ids", "weights")),
@@ -199,7 +199,7 @@ def experts_reference(
 
 
 class ExpertsCall(ctypes.Structure):
-    """The C structure ``Experts``; see ``csrc/experts.cpp``."""
+    """The C structure ``Experts`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "gate_up", "down")),

@@ -39,7 +39,7 @@ class PackedLinear(Protocol):
 
 
 class LinearCall(ctypes.Structure):
-    """The C structure ``Linear``; see ``csrc/linear.cpp``."""
+    """The C structure ``Linear`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "residual", "out")),

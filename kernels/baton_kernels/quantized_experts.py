@@ -113,7 +113,7 @@ class PlainQuantizedExperts:
 
 
 class QuantizedExpertsCall(ctypes.Structure):
-    """The C structure ``QuantizedExperts``; see ``csrc/quantized/quantized_experts.cpp``."""
+    """The C structure ``QuantizedExperts`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, QuantizedShape) for name in ("gate_up", "down")),

@@ -97,7 +97,7 @@ class PlainQuantizedLinear:
 
 
 class QuantizedCall(ctypes.Structure):
-    """The C structure ``QuantizedLinear``; see ``csrc/quantized/quantized_linear.cpp``."""
+    """The C structure ``QuantizedLinear`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         ("shape", QuantizedShape),

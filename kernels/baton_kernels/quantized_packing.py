@@ -19,7 +19,7 @@ _INT8_BASE = 128
 
 
 class QuantizedShape(ctypes.Structure):
-    """The C structure of the same name."""
+    """The C structure of that name in ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_int64) for name in ("in_features", "out_features", "group")),

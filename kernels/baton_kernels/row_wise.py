@@ -15,7 +15,7 @@ from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 
 
 class RowCall(ctypes.Structure):
-    """The C structure ``RowOp``; see ``csrc/row_wise.cpp``."""
+    """The C structure ``RowOp`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "residual", "out")),

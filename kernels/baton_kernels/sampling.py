@@ -27,7 +27,7 @@ MOST_TOP_K = 2**31 - 1
 
 
 class SampleCall(ctypes.Structure):
-    """The C structure ``SampleOp``; see ``csrc/sampling.cpp``."""
+    """The C structure ``SampleOp`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         ("logits", ctypes.c_void_p),

@@ -65,7 +65,7 @@ def mask_tokens(
 
 
 class TokenMaskCall(ctypes.Structure):
-    """The C structure ``TokenMaskOp``; see ``csrc/token_mask.cpp``."""
+    """The C structure ``TokenMaskOp`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("logits", "rows", "masks")),

@@ -49,7 +49,7 @@ class BindableOperator(Protocol):
 
 
 class NativeCall(ctypes.Structure):
-    """The C structure ``Call``; see ``csrc/calls.cpp``."""
+    """The C structure ``Call`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         ("function", ctypes.c_void_p),

@@ -132,7 +132,6 @@ class CpuLibrary:
         self.route = _function(library, "baton_route", None, 1)
         self.run_calls = library["baton_run_calls"]
         self.run_calls.argtypes, self.run_calls.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-        self.attention_struct_bytes = int(_function(library, "baton_attention_struct_bytes", ctypes.c_int64, 0)())
         name = _function(library, "baton_cpu_instructions", ctypes.c_char_p, 0)()
         self.instructions: str = name.decode()
         mark = ctypes.c_char.in_dll(library, "baton_build_mark")

@@ -15,11 +15,11 @@ from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionS
 from baton_kernels.paged_attention.latent import LatentProjections
 
 _STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""What lies in the pool, as ``csrc/attention/paged_attention.h`` numbers it."""
+"""What lies in the pool, as ``csrc/operators.h`` numbers it."""
 
 
 class AttentionCall(ctypes.Structure):
-    """The C structure ``Attention``; see ``csrc/attention/paged_attention.h``."""
+    """The C structure ``Attention`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_pool", "v_pool", "out", "sinks")),
@@ -102,8 +102,6 @@ class CpuPagedAttention:
     stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def __init__(self, library: CpuLibrary) -> None:
-        if library.attention_struct_bytes != ctypes.sizeof(AttentionCall):
-            raise ValueError("the library's structure differs from AttentionCall")
         self.library, self._run = library, library.paged_attention
         self._pairs, self._amx = library.pairs_are_faster, library.amx
 

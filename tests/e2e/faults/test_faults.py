@@ -184,28 +184,36 @@ async def test_killed_instances_cost_no_token(deployment, prompts, expected):
 
 
 async def test_a_frozen_prefill_instance_delays_but_does_not_stop_an_answer(deployment, prompts, expected):
-    """SIGSTOP: the process is there, its sockets too, but nothing moves. Some of these prompts are sent there."""
+    """SIGSTOP: the process is there, its sockets too, but nothing moves. It is struck while prompts are there."""
     process = deployment.processes["prefill-0"]
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        async with AsyncClient(deployment.plan.grpc_address, timeout=400.0) as client:
-            # Where prompts go is the router's choice: as many as it takes until one met the instance that stands still.
-            for attempt in range(20):
-                answers = await asyncio.gather(
-                    *(
-                        client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS, cache_salt=f"{salt} {attempt}")
-                        for salt in ("one", "two")
-                        for prompt in prompts
-                    )
-                )
-                assert [answer.token_ids for answer in answers] == expected * 2
-                if any(answer.trace.failed_prefills for answer in answers):
+    async with AsyncClient(deployment.plan.grpc_address, timeout=400.0) as client:
+
+        async def freeze(answers: list[asyncio.Task]) -> None:
+            while not all(task.done() for task in answers):
+                instances = await client.list_instances()
+                if any(item.in_flight for item in instances if item.instance_id == "prefill-0"):
                     break
-            else:
-                pytest.fail("no prompt was sent to the instance that stands still")
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-    await settle(deployment)
+            os.kill(process.pid, signal.SIGSTOP)
+
+        # Where prompts go is the router's choice, and one may be done before the signal: until it met one.
+        for attempt in range(20):
+            answers = [
+                asyncio.create_task(
+                    client.generate(prompt, temperature=0.0, max_tokens=NEW_TOKENS, cache_salt=f"{salt} {attempt}")
+                )
+                for salt in ("one", "two")
+                for prompt in prompts
+            ]
+            try:
+                await freeze(answers)
+                results = await asyncio.gather(*answers)
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+            assert [result.token_ids for result in results] == expected * 2
+            await settle(deployment)
+            if any(result.trace.failed_prefills for result in results):
+                return
+    pytest.fail("no prompt was at the instance when it was frozen")
 
 
 async def measured(supervisor: Supervisor, role: Role, metric: str) -> dict[str, float]:

@@ -2,49 +2,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "operators.h"
 #include "tensors.h"
 
+using namespace baton;
+
 namespace {
-
-struct Routing {  // as routing.cpp has it
-    const void *logits;
-    const float *bias;
-    int32_t *ids;
-    float *weights;
-    int64_t tokens;
-    int32_t experts, top_k, groups, top_groups, dtype, scoring, normalize, threads;
-    float scale;
-};
-
-struct Experts {  // as experts.cpp has it
-    const void *x;
-    const int32_t *ids;
-    const float *weights;
-    const void *gate_up, *down;
-    const float *gate_up_bias, *down_bias;
-    const void *residual;
-    void *out;
-    int64_t tokens, x_stride, residual_stride;
-    int32_t top_k, experts, hidden, inner, dtype, activation, pairs, threads;
-    float alpha, limit;
-};
-
-struct Filter {  // as sampling.cpp has it
-    float temperature, top_p, min_p;
-    int32_t top_k;
-};
-
-struct SampleOp {  // as sampling.cpp has it
-    const void *logits;
-    const uint64_t *seeds, *positions;
-    const Filter *filters;
-    const uint32_t *const *masks;
-    const int64_t *at, *watched;
-    int64_t *tokens, *kept;
-    void (*ready)(int64_t begin, int64_t end);
-    int64_t rows, vocab, stride, num_watched;
-    int32_t dtype, threads, again;
-};
 
 int64_t told = 0;
 
@@ -52,19 +15,6 @@ void tell(int64_t begin, int64_t end) {
     REQUIRE(begin == told && end > begin);
     told = end;
 }
-
-}  // namespace
-
-extern "C" {
-int baton_pairs_are_faster();
-void baton_route(const Routing *a);
-void baton_experts_sizes(int64_t dtype, int64_t hidden, int64_t inner, int64_t *out);
-void baton_experts_pack(int64_t dtype, const void *gate_up, const void *down, uint32_t *to_gate_up, uint32_t *to_down, int64_t hidden, int64_t inner);
-void baton_experts(const Experts *a);
-void baton_sample(const SampleOp *a);
-}
-
-namespace {
 
 int32_t number(Choices &from, int least, int most) { return static_cast<int32_t>(from.number(least, most)); }
 

@@ -4,36 +4,10 @@
 #include <vector>
 
 #include "choices.h"
-#include "linear.h"
-#include "attention/paged_attention.h"
+#include "operators.h"
 #include "tensors.h"
 
 using namespace baton;
-
-namespace {
-
-struct RowOp {  // as row_wise.cpp has it
-    const void *x, *weight, *residual;
-    void *out;
-    int64_t rows, dim, x_stride;
-    int32_t dtype, threads, activation;
-    float eps, offset, alpha, limit;
-};
-
-}  // namespace
-
-extern "C" {
-int baton_amx_ready();
-int64_t baton_linear_packed_size(int64_t out_features, int64_t in_features);
-void baton_linear_pack(const uint16_t *weight, uint32_t *packed, int64_t out_features, int64_t in_features);
-void baton_linear(const Linear *a);
-int64_t baton_linear_amx_packed_size(int64_t out_features, int64_t in_features);
-void baton_linear_amx_pack(const uint16_t *weight, uint16_t *packed, int64_t out_features, int64_t in_features);
-void baton_linear_amx(const Linear *a);
-void baton_rms_norm(const RowOp *a);
-void baton_gated_mul(const RowOp *a);
-int baton_paged_attention(const Attention *a);
-}
 
 namespace {
 

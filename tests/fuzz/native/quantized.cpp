@@ -1,53 +1,10 @@
 // Quantized weights of any form and shape packed, and multiplied by linear layers and experts.
 #include <cmath>
 
+#include "operators.h"
 #include "tensors.h"
 
-namespace {
-
-struct Shape {  // as quantized.h has it
-    int64_t in_features, out_features, group;
-    int32_t form, narrow, own_zeros, zero, gated, unused;
-};
-
-struct Linear {  // as quantized_linear.cpp has it
-    Shape shape;
-    const void *x;
-    const uint8_t *packed;
-    const float *table, *bias;
-    const int32_t *order;
-    const void *residual;
-    void *out;
-    int64_t rows, x_stride, residual_stride, out_stride;
-    int32_t dtype, int8_inputs, threads, amx, pairs;
-    float scale;
-};
-
-struct Experts {  // as quantized_experts.cpp has it
-    Shape gate_up, down;
-    const void *x;
-    const int32_t *ids;
-    const float *weights;
-    const uint8_t *packed_gate_up, *packed_down;
-    const float *gate_up_table, *down_table;
-    const int32_t *gate_up_order, *down_order;
-    const float *gate_up_bias, *down_bias;
-    const void *residual;
-    void *out;
-    int64_t tokens, x_stride, residual_stride;
-    int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, pairs;
-    float alpha, limit;
-};
-
-}  // namespace
-
-extern "C" {
-int baton_amx_ready();
-int64_t baton_quantized_packed_size(const Shape *a);
-void baton_quantized_pack(const Shape *a, const uint8_t *values, const float *scales, const float *zeros, uint8_t *packed);
-void baton_quantized_linear(const Linear *a);
-void baton_quantized_experts(const Experts *a);
-}
+using namespace baton;
 
 namespace {
 
@@ -58,7 +15,7 @@ const float *floats(Buffer<uint8_t> &buffer) { return reinterpret_cast<const flo
 bool in_bytes(int form) { return form == 0 || form == 2; }
 
 // `count` weights of a shape, one behind the other.
-Buffer<uint8_t> packed(Choices &from, const Shape &shape, int count) {
+Buffer<uint8_t> packed(Choices &from, const QuantizedShape &shape, int count) {
     const int64_t groups = (shape.in_features + shape.group - 1) / shape.group;
     const int64_t size = baton_quantized_packed_size(&shape);
     Buffer<uint8_t> made(size * count, true);
@@ -71,8 +28,8 @@ Buffer<uint8_t> packed(Choices &from, const Shape &shape, int count) {
     return made;
 }
 
-Shape shape_of(Choices &from, int64_t in, int64_t out, int form) {
-    Shape shape = {};
+QuantizedShape shape_of(Choices &from, int64_t in, int64_t out, int form) {
+    QuantizedShape shape = {};
     shape.in_features = in, shape.out_features = out, shape.form = form;
     const int step = in_bytes(form) ? 1 : 2;
     shape.group = from.flag() ? step * number(from, 1, 40) : in;
@@ -93,7 +50,7 @@ Buffer<int32_t> order_of(Choices &from, int64_t count) {
 void linear(Choices &from) {
     const int form = number(from, 0, 3), dtype = number(from, 0, 2);
     const int64_t in = number(from, 1, from.flag() ? 700 : 90) * (in_bytes(form) ? 1 : 2), out = number(from, 1, 150);
-    Linear call = {};
+    QuantizedLinear call = {};
     call.shape = shape_of(from, in, out, form);
     auto weight = packed(from, call.shape, 1), table = tensor(from, 16, 0), bias = tensor(from, out, 0);
     auto order = order_of(from, in);
@@ -119,7 +76,7 @@ void linear(Choices &from) {
 void experts(Choices &from) {
     const int form = number(from, 0, 3), dtype = number(from, 0, 2);
     const int64_t hidden = 2 * number(from, 1, 50), inner = 2 * number(from, 1, 40), tokens = number(from, 0, from.flag() ? 60 : 5);
-    Experts call = {};
+    QuantizedExperts call = {};
     call.experts = number(from, 1, 6), call.top_k = number(from, 1, call.experts);
     call.gate_up = shape_of(from, hidden, 2 * inner, form), call.down = shape_of(from, inner, hidden, form);
     call.gate_up.gated = 1;

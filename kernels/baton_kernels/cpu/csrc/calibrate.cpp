@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "amx.h"
+#include "operators.h"
 
 namespace baton {
 namespace {

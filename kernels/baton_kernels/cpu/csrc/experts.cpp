@@ -7,6 +7,7 @@
 
 #include "activation.h"
 #include "expert_plan.h"
+#include "operators.h"
 #include "team.h"
 
 namespace baton {
@@ -16,19 +17,6 @@ constexpr long MOST_SLOTS = 8192;  // (token, expert) pairs at a time: bounds th
 constexpr int AHEAD = 1024;        // bytes that a panel is fetched ahead
 constexpr int GROUP = ROW_GROUP;   // rows of a register tile
 static_assert(GROUP <= VL, "rows are transposed in squares of vectors");
-
-struct Experts {
-  const void* x;              // [tokens][hidden]
-  const int32_t* ids;         // [tokens][top_k]; what is no expert's number chooses none
-  const float* weights;       // [tokens][top_k]
-  const void *gate_up, *down;  // packed, of all experts
-  const float *gate_up_bias, *down_bias;  // or null: [experts][2][inner], [experts][hidden], rounded up as the panels
-  const void* residual;       // added to the result, or null
-  void* out;                  // [tokens][hidden]
-  int64_t tokens, x_stride, residual_stride;
-  int32_t top_k, experts, hidden, inner, dtype, activation, pairs, threads;
-  float alpha, limit;
-};
 
 // How elements are multiplied. STEP: inputs per step of a panel; UNITS: 32-bit units of a row's inputs for a step.
 struct Float32 {
@@ -338,12 +326,10 @@ void packed_sizes(long hidden, long inner, int64_t* out) {
 
 using namespace baton;
 
-// Per expert: bytes of the packed gate_up and down; elements of inner and hidden, rounded up as the biases are.
 extern "C" void baton_experts_sizes(int64_t dtype, int64_t hidden, int64_t inner, int64_t* out) {
   return dtype == 0 ? packed_sizes<float>(hidden, inner, out) : packed_sizes<bf16>(hidden, inner, out);
 }
 
-// One expert's gate_up [2 inner][hidden], gates first, and down [hidden][inner] -> packed, aligned to 64 bytes.
 extern "C" void baton_experts_pack(int64_t dtype, const void* gate_up, const void* down, uint32_t* to_gate_up,
                                    uint32_t* to_down, int64_t hidden, int64_t inner) {
   if (dtype == 0) return pack((const float*)gate_up, (const float*)down, to_gate_up, to_down, hidden, inner);

@@ -239,19 +239,16 @@ int64_t packed_size(long out_features, long in_features) {
 
 using namespace baton;
 
-// Elements (bfloat16) of the packed weights.
 extern "C" int64_t baton_linear_packed_size(int64_t out_features, int64_t in_features) {
   return packed_size<Widened>(out_features, in_features);
 }
 
-// weight: bfloat16 [out_features][in_features] -> packed, aligned to 64 bytes.
 extern "C" void baton_linear_pack(const uint16_t* weight, uint32_t* packed, int64_t out_features, int64_t in_features) {
   pack<Widened>(weight, packed, out_features, in_features);
 }
 
 extern "C" void baton_linear(const Linear* a) { linear<Widened>(*a); }
 
-// The same by pairs.
 extern "C" int64_t baton_linear_pairs_packed_size(int64_t out_features, int64_t in_features) {
   return packed_size<Pairs>(out_features, in_features);
 }

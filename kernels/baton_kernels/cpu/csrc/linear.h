@@ -2,23 +2,13 @@
 #pragma once
 #include <algorithm>
 
+#include "operators.h"
 #include "team.h"
 #include "vec.h"
 
 namespace baton {
 
 constexpr int PW = 2 * VL;  // columns of a panel of weights
-
-// The arguments of one call; laid out as the ctypes structure LinearCall. Strides in elements.
-struct Linear {
-  const void* x;
-  const uint32_t* packed;
-  const float* bias;     // or null
-  const void* residual;  // added to the result, or null
-  void* out;
-  int64_t rows, x_stride, residual_stride, out_stride;
-  int32_t in_features, out_features, threads, unused;
-};
 
 // Write columns `column` to column + PW of a row of the output: sums [PW], bias and residual added, rounded once.
 inline void finish_row(const Linear& a, long row, long column, const float* sums) {

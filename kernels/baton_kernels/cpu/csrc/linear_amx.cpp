@@ -161,12 +161,10 @@ void run(const Linear& a, bf16* shared, const Team& team, Scratch& scratch) {
 
 using namespace baton;
 
-// Elements (bfloat16) of the packed weights.
 extern "C" int64_t baton_linear_amx_packed_size(int64_t out_features, int64_t in_features) {
   return panels_of(out_features) * steps_of(in_features) * BLOCK;
 }
 
-// weight: bfloat16 [out_features][in_features] -> packed, aligned to 64 bytes.
 extern "C" void baton_linear_amx_pack(const uint16_t* weight, uint16_t* packed, int64_t out_features,
                                       int64_t in_features) {
   const long steps = steps_of(in_features);
@@ -183,7 +181,6 @@ extern "C" void baton_linear_amx_pack(const uint16_t* weight, uint16_t* packed, 
   parallel(0, [&](const Team& team) { team.share(panels_of(out_features), pack_panel); });
 }
 
-// Only where baton_amx_ready() says 1.
 extern "C" void baton_linear_amx([[maybe_unused]] const Linear* a) {
 #if defined(BATON_AMX)
   static thread_local Scratch inputs;

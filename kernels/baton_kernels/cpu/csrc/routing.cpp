@@ -1,6 +1,7 @@
 // Which experts a token goes through, and with which weights, from the router's logits.
 #include <vector>
 
+#include "operators.h"
 #include "team.h"
 #include "vec.h"
 
@@ -11,16 +12,6 @@ constexpr long TOKENS_PER_THREAD = 64;  // fewer are not worth waking another th
 
 // As Python numbers them (`Scoring` in experts.py).
 enum ScoringKind : int32_t { SOFTMAX = 0, SOFTMAX_OF_CHOSEN = 1, SIGMOID = 2 };
-
-struct Routing {
-  const void* logits;  // [tokens][experts], float32 or bfloat16
-  const float* bias;   // [experts], added to scores for the choice alone, or null
-  int32_t* ids;        // [tokens][top_k]
-  float* weights;      // [tokens][top_k]
-  int64_t tokens;
-  int32_t experts, top_k, groups, top_groups, dtype, scoring, normalize, threads;
-  float scale;
-};
 
 // The `count` largest of n, the first ones among equals, largest first.
 void largest_of(const float* x, int n, int count, int32_t* out) {

@@ -2,21 +2,13 @@
 #include <algorithm>
 
 #include "activation.h"
+#include "operators.h"
 #include "team.h"
 
 namespace baton {
 namespace {
 
 constexpr long ROWS_PER_THREAD = 4;  // fewer are not worth waking another thread
-
-struct RowOp {
-  const void *x, *weight, *residual;  // residual [rows][dim]: added to the norm, or null
-  void* out;
-  int64_t rows, dim, x_stride;  // dim: elements of a row of `out`
-  int32_t dtype, threads, activation;
-  float eps, offset;  // offset: added to the weight
-  float alpha, limit;  // of the activation
-};
 
 template <class T>
 void rms_norm_row(const RowOp& a, const T* x, const T* residual, T* out) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "operators.h"
 #include "team.h"
 #include "vec.h"
 
@@ -16,26 +17,6 @@ constexpr long SAMPLE = 128, MARGIN = 14;  // weights that bracket a threshold, 
 constexpr long MOST_KEPT = 8;
 constexpr long TOLD = 4;  // tokens that are told together: one by one, ten calls a step of 16 rows became three
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u, TOKENS = 1ull << 32;
-
-struct Filter {
-  float temperature, top_p, min_p;  // temperature 0: the first of the greatest
-  int32_t top_k;                    // 0: all
-};
-
-struct SampleOp {
-  const void* logits;                         // [some][vocab], rows `stride` elements apart
-  const uint64_t *seeds, *positions;          // [some], of the draws
-  const Filter* filters;                      // [rows]
-  const uint32_t* const* masks;               // [rows], as token_mask.cpp has them; null, or null for a row: none
-  const int64_t* at;                          // [rows], which of the logits and draws each has; null: its own
-  const int64_t* watched;                     // [num_watched], which rows come first, and `ready` is told of
-  int64_t* tokens;                            // [rows] out; -1: the logits are not finite
-  int64_t* kept;                              // [rows][MOST_KEPT] out, or null: see write_kept
-  void (*ready)(int64_t begin, int64_t end);  // called in their order, in the caller's thread, as tokens are there
-  int64_t rows, vocab, stride, num_watched;
-  int32_t dtype, threads;
-  int32_t again;                              // whether it is the second draw of rows without filters
-};
 
 // Wait a little, in a loop that waits for another thread.
 inline void relax() {

@@ -1,17 +1,10 @@
 // Forbid tokens: set logits to -inf where a row's mask has no bit. A bit per token, the first in the lowest of the first word.
+#include "operators.h"
 #include "team.h"
 #include "vec.h"
 
 namespace baton {
 namespace {
-
-struct TokenMaskOp {
-  void* logits;                  // [rows][vocab], rows `stride` elements apart; changed in place
-  const int64_t* rows;           // [count], which of them
-  const uint32_t* const* masks;  // [count], of (vocab + 31) / 32 words each
-  int64_t count, vocab, stride;
-  int32_t dtype, threads;
-};
 
 template <class T>
 T forbidden();

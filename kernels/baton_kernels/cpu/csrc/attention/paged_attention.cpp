@@ -293,7 +293,6 @@ int run_stored(const Attention& a) {
 
 }  // namespace
 
-// Returns 0, or 1 for types that are not known, or not together.
 extern "C" int baton_paged_attention(const Attention* a) {
   switch (a->dtype) {
     case 0:
@@ -331,5 +330,3 @@ extern "C" const char* baton_cpu_instructions() {
   return "plain";
 #endif
 }
-
-extern "C" int64_t baton_attention_struct_bytes() { return sizeof(Attention); }

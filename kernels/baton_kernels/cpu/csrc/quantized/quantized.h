@@ -9,6 +9,7 @@
 #pragma once
 #include <algorithm>
 
+#include "../operators.h"
 #include "../team.h"
 #include "../vec.h"
 
@@ -26,13 +27,6 @@ constexpr long BURST = 4;   // steps whose sums are kept in 16 bits
 
 // How values are stored; as Python numbers them.
 enum Form : int32_t { INT8 = 0, INT4 = 1, FP8 = 2, TABLE = 3 };
-
-// A weight; laid out as the ctypes structure QuantizedShape.
-struct QuantizedShape {
-  int64_t in_features, out_features, group;  // group: inputs that share a scale; the last one may have fewer
-  int32_t form, narrow, own_zeros, zero;     // narrow: type of scales and zeros; zero: of all groups, unless own_zeros
-  int32_t gated, unused;                     // gated: out_features are as many gates, then ups; VL of each are a panel
-};
 
 constexpr long SEGMENT_INPUTS = 8 * 1024 / PW;
 

@@ -10,23 +10,6 @@ namespace {
 constexpr long MOST_SLOTS = 4096;  // (token, expert) pairs at a time: bounds the memory between the products
 constexpr int MOST_BLOCKS = 10;    // of rows that go over a panel at a time
 
-// The arguments of one call; laid out as the ctypes structure QuantizedExpertsCall.
-struct QuantizedExperts {
-  QuantizedShape gate_up, down;
-  const void* x;         // [tokens][hidden]
-  const int32_t* ids;    // [tokens][top_k]; what is no expert's number chooses none
-  const float* weights;  // [tokens][top_k]
-  const uint8_t *packed_gate_up, *packed_down;            // of all experts
-  const float *gate_up_table, *down_table;                // of weights that have tables
-  const int32_t *gate_up_order, *down_order;              // or null: which input each column multiplies
-  const float *gate_up_bias, *down_bias;                  // or null: [experts][2][inner], [experts][hidden]
-  const void* residual;                                   // added to the result, or null
-  void* out;                                              // [tokens][hidden]
-  int64_t tokens, x_stride, residual_stride;
-  int32_t top_k, experts, dtype, activation, int8_inputs, threads, amx, pairs;  // amx, pairs: whether bfloat16 is multiplied so
-  float alpha, limit;
-};
-
 template <class I>
 class Run {
  public:

@@ -7,20 +7,6 @@ namespace {
 
 constexpr long MOST_BLOCKS = 10;  // of rows that are laid out at a time
 
-// The arguments of one call; laid out as the ctypes structure QuantizedCall. Strides in elements.
-struct QuantizedLinear {
-  QuantizedShape shape;
-  const void* x;
-  const uint8_t* packed;
-  const float *table, *bias;  // bias: or null
-  const int32_t* order;       // or null: which input each column of the weight multiplies
-  const void* residual;       // added to the result, or null
-  void* out;
-  int64_t rows, x_stride, residual_stride, out_stride;
-  int32_t dtype, int8_inputs, threads, amx, pairs;  // amx, pairs: whether bfloat16 is multiplied so
-  float scale;                                      // of int8 inputs, or 0: each row has its own
-};
-
 template <class I>
 class Run {
  public:

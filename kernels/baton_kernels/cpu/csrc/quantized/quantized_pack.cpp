@@ -85,14 +85,11 @@ void pack_panel(const QuantizedShape& a, const PackedLayout& layout, const uint8
 
 using namespace baton;
 
-// Bytes of the packed weight.
 extern "C" int64_t baton_quantized_packed_size(const QuantizedShape* a) {
   const PackedLayout layout(*a);
   return layout.panels * layout.panel_bytes;
 }
 
-// values: bytes [out_features][in_features, or half of it]; int8 values signed, with zeros that are 128 higher than
-// theirs. scales, zeros (or null): float32 [out_features][groups], exact in the narrow type. packed: aligned to 64.
 extern "C" void baton_quantized_pack(const QuantizedShape* a, const uint8_t* values, const float* scales,
                                      const float* zeros, uint8_t* packed) {
   const PackedLayout layout(*a);
