@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.fuzz import native_targets, python_targets
+from tests.fuzz import event_loops, native_targets, python_targets
 
 CRASHES = Path(__file__).with_name("crashes")
 INPUTS = 150
@@ -18,6 +19,13 @@ def crashes(target: str) -> list[Path]:
     return sorted((CRASHES / target).glob("*"))
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[None]:
+    with event_loops.KEPT:
+        yield
+
+
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("target", python_targets.TARGETS)
 def test_what_reads_foreign_bytes(target: str) -> None:
     run = python_targets.load(target)

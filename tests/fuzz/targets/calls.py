@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 from tests.fuzz.choices import Choices
+from tests.fuzz.event_loops import event_loop
 from tests.support.call_stream import Wire
 
 from baton.api.v1 import common_pb2, worker_pb2
@@ -24,15 +24,10 @@ _TURNS = 30
 """Of an event loop: enough for what is ready to come to rest."""
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
-
-
 def calls(data: bytes) -> None:
     """Either end of a stream of calls."""
     choices = Choices(data)
-    _loop().run_until_complete(_client(choices) if choices.flag() else _server(choices))
+    event_loop(__name__).run_until_complete(_client(choices) if choices.flag() else _server(choices))
 
 
 async def _rest() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Callable, Generator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from tests.fuzz.choices import Choices
+from tests.fuzz.event_loops import event_loop
 from tests.fuzz.targets.requests import filled
 from tests.support.scripted import MODEL
 
@@ -29,11 +29,6 @@ from baton.token_ids import pack_ids
 
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _STRANGE_ID = 2**32 - 1
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
 
 
 def _failure(choices: Choices) -> grpc.aio.AioRpcError:
@@ -130,7 +125,7 @@ def answers(data: bytes) -> None:
     """Whatever a server answers, the caller has a generation or an error of Baton's."""
     choices = Choices(data)
     with contextlib.suppress(BatonError):
-        _loop().run_until_complete(_generate(choices))
+        event_loop(__name__).run_until_complete(_generate(choices))
     for kind, read in (
         (router_pb2.RouteDecision, read_decision),
         (router_pb2.InstanceStatus, read_instance),
@@ -244,7 +239,7 @@ class _Between:
 
 def proof(data: bytes) -> None:
     """Both ends believe each other if they know the same token and nobody changed anything; else they say so."""
-    _loop().run_until_complete(_prove(Choices(data)))
+    event_loop(__name__).run_until_complete(_prove(Choices(data)))
 
 
 async def _prove(choices: Choices) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 from tests.fuzz.choices import Choices
+from tests.fuzz.event_loops import event_loop
 from tests.support.scripted import ScriptedDispatcher
 from uvicorn.server import ServerState
 
@@ -56,7 +57,7 @@ class _Server:
     """One event loop with everything above the dispatcher."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = event_loop(__name__)
         asyncio.set_event_loop(self.loop)
         self.dispatcher = ScriptedDispatcher()
         self.failures: list[Any] = []

@@ -4,12 +4,12 @@ than a message may have."""
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 from tests.fuzz.choices import Choices
+from tests.fuzz.event_loops import event_loop
 from tests.support.http2_peer import OK, data, frame, headers, message, trailers
 
 from baton.rpc.http2 import hpack
@@ -32,18 +32,13 @@ from baton.rpc.http2.message_stream import MessageStream, StreamEnded
 _MOST_REST = FRAME.size + 16 * 1024
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
-
-
 def http2(data: bytes) -> None:
     """Either bytes that are headers, or what a server says."""
     choices = Choices(data)
     if choices.number(0, 7) == 0:
         _headers(choices)
     else:
-        _loop().run_until_complete(_connection(choices))
+        event_loop(__name__).run_until_complete(_connection(choices))
 
 
 def _headers(choices: Choices) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from tests.fuzz.choices import Choices
+from tests.fuzz.event_loops import KEPT, event_loop
 from tests.fuzz.targets.requests import filled
 
 from baton.api.v1 import common_pb2, kvstore_pb2
@@ -54,7 +54,7 @@ class _Store:
     """A store with room for a few blocks, and the instances that put some."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = event_loop(__name__)
         self.instances = [_Instance("a", 8), _Instance("b", 16)]
         room = 5 * self.instances[1].kind.block_bytes
         config = KVStoreConfig(capacity_bytes=room, pipes=("shm",), max_fingerprints=3, max_leases=4)
@@ -63,6 +63,7 @@ class _Store:
     async def _start(self, config: KVStoreConfig) -> None:
         self.server = KVStoreServer(config)
         await self.server.start()
+        KEPT.callback(lambda: self.loop.run_until_complete(self.server.stop()))
 
     async def call(self, name: str, request: Any) -> Any:
         """Return the answer; ``None``: it was refused as documented."""
