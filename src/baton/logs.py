@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 _NOISY = ("httpx", "urllib3", "filelock", "transformers")
+_NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
 _AUDIT, _ACCESS = "baton.audit", "baton.access"
 
 
@@ -44,6 +47,24 @@ def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep out of the log what transformers imports on its way to a model.
+
+    torchao, where it is installed, tells of each of its libraries that is for another device, and PyTorch of what
+    torchao registers.
+    """
+    loggers = [logging.getLogger(name) for name in _NOISY_IMPORTS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 class Absence:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -119,3 +121,16 @@ def test_a_pool_that_is_larger_than_the_memory_is_refused_and_not_begun(referenc
     with pytest.raises(ConfigError, match="MiB are free") as caught:
         LLM(str(references.checkpoint("llama")), kv_blocks=10**9, dtype="float32")
     assert caught.value.field == "kv_blocks"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_script_prints_what_it_prints(references: References, tp: int) -> None:
+    """What transformers imports on its way to a model tells of libraries for other devices, in every process."""
+    script = f"""
+from baton.engine import LLM, SamplingParams
+if __name__ == "__main__":
+    with LLM({str(references.checkpoint("llama"))!r}, tp={tp}, kv_blocks=64) as llm:
+        print(len(llm.generate(["def main():"], SamplingParams(max_tokens=4, temperature=0))[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("4\n", "")

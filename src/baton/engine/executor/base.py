@@ -16,6 +16,7 @@ from baton.errors import InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec
+from baton.logs import quiet_imports
 
 EXECUTORS = {
     "in_process": "baton.engine.executor.in_process:InProcessExecutor",
@@ -168,7 +169,9 @@ def load_executor(config: EngineConfig) -> Executor:
     if name == "auto":
         name = "multiprocess" if config.tp * config.pp > 1 else "in_process"
     torch.set_num_threads(config.threads)
-    executor: Executor = find_implementation(name, EXECUTORS, ENTRY_POINTS, field="executor")(config)
+    with quiet_imports():
+        implementation = find_implementation(name, EXECUTORS, ENTRY_POINTS, field="executor")
+    executor: Executor = implementation(config)
     try:
         executor.load()
     except BaseException:

@@ -28,11 +28,13 @@ from baton.engine.executor.channel import (
     send_message,
 )
 from baton.engine.runner.input_batch import KVMoves
-from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.arena import Arena, HostArena
 from baton.kv_cache.shards import ShardSpec
-from baton.logs import set_up_logging
+from baton.logs import quiet_imports, set_up_logging
+
+with quiet_imports():
+    from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, load_whole
 
 log = logging.getLogger("baton.engine.executor.follower")  # as a module that is run, it is called something else
 

@@ -29,6 +29,7 @@ from baton.engine.quantization.modules import place_weights, rounds_inputs
 from baton.engine.quantization.online import identity, quantized_at_load, with_activations
 from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
+from baton.logs import quiet_imports
 from baton.tokenizer.model_files import model_directory, read_json
 
 log = logging.getLogger(__name__)
@@ -304,24 +305,15 @@ def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and loading reports out of a service's log.
-
-    What it imports on the way is kept quiet as well: torchao, where it is installed, tells of each of its libraries
-    that is for another device, and PyTorch of what torchao registers.
-    """
+    """Keep transformers' progress bars and loading reports out of a service's log, and what it imports on the way."""
     logging_utils: Any = transformers.utils.logging
     bars, level = logging_utils.is_progress_bar_enabled(), logging_utils.get_verbosity()
     logging_utils.disable_progress_bar()
     logging_utils.set_verbosity_error()
-    imported = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in imported]
-    for logger in imported:
-        logger.setLevel(logging.ERROR)
     try:
-        yield
+        with quiet_imports():
+            yield
     finally:
-        for logger, before in zip(imported, levels, strict=True):
-            logger.setLevel(before)
         logging_utils.set_verbosity(level)
         if bars:
             logging_utils.enable_progress_bar()
