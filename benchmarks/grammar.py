@@ -307,6 +307,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     late = all_masks[0].come_late
     tried = refused = 0
     rounds: list[dict[str, StepTime]] = []
+    turns: list[int] = []
     for repeat in range(args.repeats + 1):  # the first warms up
         turn = {name: (repeat + at) % len(ways) for at, name in enumerate(ways)}
         engines = {name: built[at] for name, at in turn.items()}
@@ -324,6 +325,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 break
             if repeat:
                 rounds.append(times)
+                turns.append(repeat % len(ways))
         tried, refused = tried + guided.tried_tokens - before[0], refused + guided.refused_tokens - before[1]
         for engine in built:
             while engine.has_work():
@@ -338,7 +340,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "step_cpu_ms": {name: round(1e3 * value, 3) for name, (_, value) in median.items()},
         "tokens_per_s": {name: round(ROWS / value, 1) for name, (value, _) in median.items()},
         **{
-            f"{what}{unit}": loss(rounds, name, at)
+            f"{what}{unit}": loss(rounds, turns, name, at)
             for what, name in COSTS.items()
             for at, unit in enumerate(("", "_cpu"))
         },
@@ -346,17 +348,26 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def loss(rounds: list[dict[str, StepTime]], name: str, at: int) -> dict[str, Any]:
+def loss(rounds: list[dict[str, StepTime]], turns: list[int], name: str, at: int) -> dict[str, Any]:
     """Return the share of tokens/s lost against the free step beside: the median over steps, its quartiles, the mean.
 
+    The median is taken among the steps in which an engine has one part, and then the mean over its parts: each engine
+    has each of them as often, so that what one's place in memory makes faster or slower cancels out.
     Rows of a batch begin together and their schemas have one shape, so they come to what is costly in the same steps:
     the median sees few of these, the mean of all but a tenth of the steps at either end sees most.
     """
-    shares = np.sort([1 - one["free"][at] / one[name][at] for one in rounds])
-    low, middle, high = (round(float(each), 4) for each in np.quantile(shares, (0.25, 0.5, 0.75)))
+    shares = np.array([1 - one["free"][at] / one[name][at] for one in rounds])
+    own = np.array(turns)
+    medians = [float(np.median(shares[own == turn])) for turn in sorted(set(turns))]
+    shares.sort()
+    low, high = (round(float(each), 4) for each in np.quantile(shares, (0.25, 0.75)))
     tenth = len(shares) // 10
-    mean = round(float(shares[tenth : len(shares) - tenth].mean()), 4)
-    return {"median": middle, "quartiles": [low, high], "mean": mean}
+    return {
+        "median": round(statistics.mean(medians), 4),
+        "medians": [round(each, 4) for each in medians],
+        "quartiles": [low, high],
+        "mean": round(float(shares[tenth : len(shares) - tenth].mean()), 4),
+    }
 
 
 # Forced tokens
