@@ -15,9 +15,10 @@ with enums and patterns, new names in each so that none is known.
   is compared with the free one beside it, in time and in CPU time of all threads; medians, and means without
   a tenth at either end. What guided rows cost those beside them is the step of the half-guided batch against that of
   the free one. A model that was trained for such answers wants what its grammar allows, but for a few tokens; random
-  weights seldom do, and so the same is measured twice: with the next token of a document that follows the schema raised
-  in all rows' logits, but for ``--wrong`` of the tokens, at which another one is wanted, and with the logits as they
-  are, which no model that somebody uses comes near.
+  weights seldom do. So the same is measured with the next token of a document that follows the schema raised in all
+  rows' logits, but for ``--wrong`` of the tokens, at which another one is wanted, and with the logits as they are.
+* Refusals: how often the model that calls tools is refused a token, in calls that it was taught and in one that it was
+  not. The first of ``--wrong`` is what the former found at most, the second ten times that.
 * Forced tokens: their share along the documents, and forward passes per token of a random model's guided answers (most
   of which is free text), in float32, with jump-forward and without; the answers are compared.
 
@@ -51,6 +52,7 @@ from benchmarks.engine import machine
 from benchmarks.engine_parts.models import COMMON, FULL, SMOKE
 from benchmarks.engine_parts.rivals import environment
 from benchmarks.grammar_parts.following import following
+from benchmarks.grammar_parts.refusals import measure_refusals
 from benchmarks.grammar_parts.workload import VOCAB, document, schema, tokenizer_folder
 from tokenizers import Tokenizer
 
@@ -72,6 +74,7 @@ RIVALS = {
     "outlines_core": ("outlines_core==0.2.14",),
 }
 RIVAL_SCHEMAS, RIVAL_SECONDS = 3, 400
+PARTS = ("masks", "steps", "forced", "refusals")
 ROWS, CONTEXT = 32, 32
 COSTS = {"guided_loss": "guided", "cost_to_rows_beside": "half", "cost_with_masks_first": "half_masks_first"}
 """What is compared with the free batch, by the names of the results."""
@@ -92,11 +95,15 @@ def main() -> int:
             core = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
             documents = {row: core.encode(document(1000 + row, row)).ids for row in range(ROWS)}
             newline = core.token_to_id(byte_letters()[ord("\n")])  # which no JSON has that is written without space
-            with following(documents, args.wrong, newline):
-                result["steps"] = {"wrong": args.wrong, **measure_steps(args, folder)}
-            result["steps_of_random_weights"] = measure_steps(args, folder)
+            result["steps"] = {}
+            for wrong in args.wrong:
+                with following(documents, wrong, newline):
+                    result["steps"][f"{100 * wrong:g} % refused"] = measure_steps(args, folder)
+            result["steps"]["random weights"] = measure_steps(args, folder)
         if "forced" in args.parts:
             result["forced"] = measure_forced(args, folder)
+    if "refusals" in args.parts:
+        result["refusals"] = measure_refusals(args.threads, args.calls)
     print(json.dumps(result, indent=1))
     if args.write:
         before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
@@ -107,15 +114,16 @@ def main() -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="*", choices=("masks", "steps", "forced"), default=["masks", "steps", "forced"]
-    )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10, help="batches of 32 answers, per engine")
     parser.add_argument("--steps", type=int, default=64, help="decode steps per batch")
-    parser.add_argument("--wrong", type=float, default=0.03, help="share of tokens at which a model is refused")
+    parser.add_argument(
+        "--wrong", type=float, nargs="*", default=[0.003, 0.03], help="shares of tokens at which a model is refused"
+    )
     parser.add_argument("--schemas", type=int, default=40, help="schemas whose first mask is timed")
     parser.add_argument("--answers", type=int, default=16, help="guided answers with and without jump-forward")
+    parser.add_argument("--calls", type=int, default=60, help="calls of tools, of each kind at each temperature")
     parser.add_argument("--rivals", action="store_true", help="beside xgrammar and outlines_core")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"default {CACHE}")
     parser.add_argument("--smoke", action="store_true", help="tiny vocabulary and model, to see that it runs")
