@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transport.store_engine import BS, KIND, WAIT_S, Host, T, content, host_gate, prompt
+from tests.support.transport.store_engine import BS, KIND, WAIT_S, Host, Woken, blocks_of, content, host_gate, prompt
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import KVConnector, LoadRequest, LoadUpdate
@@ -28,7 +28,7 @@ from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
 from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
-from baton.types import BlockHash, BlockId, InstanceId, RequestId
+from baton.types import BlockHash, InstanceId, RequestId
 from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
@@ -39,14 +39,14 @@ CAPACITY = 64
 LIMITS = LocalOptions("here", cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
 
 
-class Engine:
+class Engine(Woken):
     """A pool, what reads and fills it, and a connector of one kind with all that it needs."""
 
     def __init__(
         self, host: Host, kind: str, folder: Path, *, fingerprint: Fingerprint = KIND, capacity: int = CAPACITY
     ) -> None:
+        super().__init__()
         self.host, self.folder, self.fingerprint, self.capacity = host, folder, fingerprint, capacity
-        self.news = threading.Event()
         self.stack = ExitStack()
         specs = shard_specs(fingerprint.tp_size, fingerprint.pp_size)
         layouts = [shard_layout(fingerprint.geometry, spec, fingerprint.block_size) for spec in specs]
@@ -100,15 +100,6 @@ class Engine:
         return OffloadConnector(
             HostMemory(StagingArena(self.pool, self.fingerprint, self.capacity)), LIMITS, **self.common()
         )
-
-    def wait(self, poll: Callable[[], T]) -> T:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            found = poll()
-            if found:
-                return found
-            assert self.news.wait(max(0.0, deadline - time.monotonic())), "nobody woke the engine"
-            self.news.clear()
 
     def save(self, request: LoadRequest, chunks: Sequence[int] = (10_000,), first: int = 0) -> None:
         """Compute a prompt in chunks and end it; afterwards its blocks belong to others, who write into them."""
@@ -165,10 +156,6 @@ class Engine:
         for part in self.parts:
             self.host.run(part.aclose())
         self.stack.close()
-
-
-def blocks_of(request: LoadRequest, first: int) -> list[BlockId]:
-    return [BlockId(first + i) for i in range(-(-len(request.token_ids) // BS))]
 
 
 @pytest.fixture(params=KINDS)

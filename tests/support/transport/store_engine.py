@@ -68,12 +68,28 @@ def store(host: Host, **options: Any) -> Iterator[KVStoreServer]:
         host.run(server.stop())
 
 
-class Engine:
+class Woken:
+    """Whoever polls as the engine does: whenever it is woken."""
+
+    def __init__(self) -> None:
+        self.news = threading.Event()
+
+    def wait(self, poll: Callable[[], T]) -> T:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            found = poll()
+            if found:
+                return found
+            assert self.news.wait(max(0.0, deadline - time.monotonic())), "nobody woke the engine"
+            self.news.clear()
+
+
+class Engine(Woken):
     """A pool, a connector, and what the engine does with them."""
 
     def __init__(self, host: Host, address: str, *, kind: Fingerprint = KIND, **options: Any) -> None:
+        super().__init__()
         self.host = host
-        self.news = threading.Event()
         self.arena = HostArena(64, kind.block_bytes)
         self.server = BlockServer(self.arena, kind, InstanceId("prefill-0"))
         self.fetcher = BlockFetcher(self.arena, kind)
@@ -92,16 +108,6 @@ class Engine:
             wake=self.news.set,
             source=lambda: self.server.source,
         )
-
-    def wait(self, poll: Callable[[], T]) -> T:
-        """Poll as the engine does: whenever it is woken."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            found = poll()
-            if found:
-                return found
-            assert self.news.wait(max(0.0, deadline - time.monotonic())), "nobody woke the engine"
-            self.news.clear()
 
     def load(self, request: LoadRequest, local: int = 0, first: int = 32) -> LoadUpdate:
         assert self.connector.plan_load(request, local) is not None
