@@ -65,16 +65,16 @@ def declared(line: str) -> Fields:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_structures_are_those_of_the_operators(name):
+def test_structures_are_those_of_the_operators(name: str) -> None:
     ours = [(field, KINDS[kind]) for field, kind, *_ in CALLS[name]._fields_]
     assert ours == header_fields()[name]
 
 
-def test_every_structure_of_the_operators_is_compared():
+def test_every_structure_of_the_operators_is_compared() -> None:
     assert header_fields().keys() == CALLS.keys() | {"Filter"}
 
 
-def test_filters_are_packed_as_the_operator_reads_them():
+def test_filters_are_packed_as_the_operator_reads_them() -> None:
     fields = header_fields()["Filter"]
     assert fields == [("temperature", "float"), ("top_p", "float"), ("min_p", "float"), ("top_k", "int32_t")]
     packed = sampling._packed(RowFilter(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125))
