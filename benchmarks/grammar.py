@@ -103,7 +103,7 @@ def main() -> int:
         if "forced" in args.parts:
             result["forced"] = measure_forced(args, folder)
     if "refusals" in args.parts:
-        result["refusals"] = measure_refusals(args.threads, args.calls)
+        result["refusals"] = measure_refusals(args.calls)
     print(json.dumps(result, indent=1))
     if args.write:
         before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
@@ -359,8 +359,8 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 def loss(rounds: list[dict[str, StepTime]], turns: list[int], name: str, at: int) -> dict[str, Any]:
     """Return the share of tokens/s lost against the free step beside: the median over steps, its quartiles, the mean.
 
-    The median is taken among the steps in which an engine has one part, and then the mean over its parts: each engine
-    has each of them as often, so that what one's place in memory makes faster or slower cancels out.
+    The median is taken among the steps in which each engine has the same part, and then the mean over these turns: in
+    all of them together each engine has each part, so that what its place in memory makes faster or slower cancels out.
     Rows of a batch begin together and their schemas have one shape, so they come to what is costly in the same steps:
     the median sees few of these, the mean of all but a tenth of the steps at either end sees most.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,13 @@ COUNTERS = ("tried", "refused")
 _METRICS = re.compile(r"(?:prefill|decode)-\d+ .* metrics (127\.0\.0\.1:\d+)/metrics")
 
 
-def measure_refusals(threads: int, calls: int) -> dict[str, Any]:
+def measure_refusals(calls: int) -> dict[str, Any]:
     """Have the model that Baton ships call tools, about words that were kept from its training.
 
-    As it was taught, and one that it was not taught, with arguments of kinds that it never met.
+    As it was taught, and one that it was not taught, with arguments of kinds that it never met. Instances have as many
+    threads as there are processors: else no token is chosen before its mask.
 
     Args:
-        threads: Of each instance: tokens are chosen before their masks only where that is all processors.
         calls: Of each kind at each temperature.
 
     Returns:
@@ -53,6 +54,7 @@ def measure_refusals(threads: int, calls: int) -> dict[str, Any]:
         one = maker.exchange()
         if one.call is not None and len(one.messages) == 1:
             asked.append(one)
+    threads = len(os.sched_getaffinity(0))
     flags = ("--ratio", "1P1D", "--model", str(MODEL), "--threads", str(threads))
     found: dict[str, Any] = {"model": MODEL.name, "calls": calls, "threads": threads}
     with running_up(*flags) as up, httpx.Client(base_url=up.url, timeout=240) as client:

@@ -19,7 +19,7 @@ def crashes(target: str) -> list[Path]:
     return sorted((CRASHES / target).glob("*"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a worker may come back to this module
 def kept() -> Iterator[None]:
     with event_loops.KEPT:
         yield
