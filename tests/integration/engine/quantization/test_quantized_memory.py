@@ -43,7 +43,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Foun
     for scheme, bits in BITS.items():
         packed[scheme] = packed_at_load(bits)
         loads[scheme] = (tiny, model, {**fields, "quantization": scheme})
-    return {form: (packed[form], each) for form, each in zip(loads, measure(list(loads.values())), strict=True)}
+    given = list(loads.values())
+    # The first is loaded twice and counts once: what a process keeps for any later load, 6 MB, is not a model's.
+    each = measure([given[0], *given])[1:]
+    return {form: (packed[form], memory) for form, memory in zip(loads, each, strict=True)}
 
 
 @pytest.mark.parametrize("form", [*FORMS, *BITS])
