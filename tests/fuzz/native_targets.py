@@ -26,6 +26,9 @@ HELPERS = ("table", "hashing", "blocks", "mover")
 OPERATORS = ("operators", "mixtures", "quantized")
 TARGETS = (*HELPERS, *OPERATORS)
 SANITIZE = ("-g1", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FAST_TO_BUILD = ("-fno-sanitize=null,object-size", "--param", "asan-instrumentation-with-call-threshold=0")
+"""For GCC and short runs: each check is a call, and those that AddressSanitizer's find too are left out. Operators are
+compiled in 115 s of processor time instead of 190."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "UBSAN_OPTIONS": "print_stacktrace=1"}
 """Operators run in teams of two threads."""
 
@@ -67,12 +70,14 @@ def _works(cxx: str, *, guided: bool) -> bool:
         source.write_text('extern "C" int LLVMFuzzerTestOneInput(const unsigned char *, unsigned long) { return 0; }\n')
         if not guided:
             source.write_text("int main() { return 0; }\n")
-        command = [cxx, *_flags(guided=guided), str(source), "-o", str(Path(folder) / "probe")]
+        command = [cxx, *_flags(cxx, guided=guided), str(source), "-o", str(Path(folder) / "probe")]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _flags(*, guided: bool) -> tuple[str, ...]:
-    return (*SANITIZE, *(("-fsanitize=fuzzer",) if guided else ()))
+def _flags(compiler: str, *, guided: bool) -> tuple[str, ...]:
+    if guided:
+        return (*SANITIZE, "-fsanitize=fuzzer")
+    return (*SANITIZE, *(FAST_TO_BUILD if compiler.startswith("g++") else ()))
 
 
 def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
@@ -88,7 +93,7 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
     for target in targets:
         library = best if target in OPERATORS else helpers
         includes = sorted({path.parent for path in library.includes} | {SOURCES, builder.HELPERS})
-        flags = [*_flags(guided=guided), *(f"-I{each}" for each in includes), "-DXXH_NAMESPACE=baton_"]
+        flags = [*_flags(tools[1], guided=guided), *(f"-I{each}" for each in includes), "-DXXH_NAMESPACE=baton_"]
         flags += ['-DBATON_DIGEST="fuzz"', *builder.Compilers({}).target(library)]
         mark = hashlib.sha256(repr((tools, flags)).encode() + library.mark()).hexdigest()[:16]
         ours = [SOURCES / f"{target}.cpp", *([] if guided else [SOURCES / "main.cpp"])]
@@ -109,7 +114,7 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: _compile(tools, job, folder), jobs.items()))  # noqa: B023  runs to its end here
         openmp = ["-l:libgomp.so.1"] if target in OPERATORS else []
-        _run([tools[1], *_flags(guided=guided), *objects, *openmp, "-o", str(programs[target])])
+        _run([tools[1], *_flags(tools[1], guided=guided), *objects, *openmp, "-o", str(programs[target])])
     return programs
 
 

@@ -29,7 +29,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if compiler is None:
         pytest.skip("no compiler")
     target = tmp_path_factory.mktemp("amx") / "emulated.so"
-    sources = [SOURCES / "quantized" / f"quantized_{name}.cpp" for name in ("linear", "experts", "pack")]
+    sources = sorted((SOURCES / "quantized").glob("*.cpp"))
     flags = ["-std=gnu++17", "-O1", "-w", "-fPIC", "-shared", f'-DBATON_AMX_EMULATION="{HEADER}"', f"-I{SOURCES}"]
     subprocess.run([compiler, *flags, *sources, "-o", target], check=True)
     ctypes.CDLL(cpu.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)

@@ -47,7 +47,8 @@ class Emulated:
         self.quantized = SimpleNamespace(
             packed_size=self._packed_size, pack=self._pack, run=self._linear, experts=self._experts
         )
-        self.weights, self.amx, self.instructions = cpu.WeightMemory(), False, "emulated"
+        self.weights, self.instructions = cpu.WeightMemory(), "emulated"
+        self.amx = self.pairs_are_faster = False
 
     def _call(self, name: str, arguments: list[Piece | None], pointers: dict[int, Piece] | None = None) -> int:
         """Call a function; the last piece is copied back.
@@ -146,7 +147,7 @@ def addresses(call: Any, sizes: dict[str, int]) -> dict[int, Piece]:
 def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulated]:
     variant: Variant = request.param
     target = tmp_path_factory.mktemp("arm") / "calls"
-    sources = [CALLS, *(SOURCES / "quantized" / f"quantized_{name}.cpp" for name in ("linear", "experts", "pack"))]
+    sources = [CALLS, *sorted((SOURCES / "quantized").glob("*.cpp"))]
     march = "-march=" + "+".join((variant.march, *variant.features))
     flags = ["-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-static", march, f"-I{SOURCES}"]
     assert COMPILER is not None

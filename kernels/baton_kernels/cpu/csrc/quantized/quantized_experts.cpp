@@ -15,7 +15,6 @@ class Run {
  public:
   using Word = typename I::Word;
   using Sum = typename I::Sum;
-  using Multiplier = typename PanelOf<I>::Type;
 
   Run(const QuantizedExperts& a, const Plan& plan, Scratch& memory, long from, long count)
       : a_(a),
@@ -37,9 +36,9 @@ class Run {
   }
 
   void work(const Team& team, std::atomic<long>* next, Scratch& scratch) {
-    [[maybe_unused]] const typename Multiplier::Guard guard{};
-    float* tile = scratch.get<float>(Multiplier::MEMORY + MOST_BLOCKS * I::ROWS * PW);
-    float* results = tile + Multiplier::MEMORY;
+    [[maybe_unused]] const typename I::Guard guard{};
+    float* tile = scratch.get<float>(I::MEMORY + MOST_BLOCKS * I::ROWS * PW);
+    float* results = tile + I::MEMORY;
     const long groups = (long)plan_.groups.size(), active = (long)plan_.active.size();
     team.share(groups, [&](long g) {
       lay(g, first_, a_.gate_up, [&](long slot) { return token(slot); });
@@ -78,7 +77,7 @@ class Run {
 
   // Call each(slot, sums [PW]) for the rows of an expert, multiplied with a panel.
   template <class F>
-  void multiply(int expert, const Multiplier& panel, float* tile, float* results, F each) {
+  void multiply(int expert, const Panel& panel, float* tile, float* results, F each) {
     const int end = plan_.first_group[expert + 1];
     for (int g = plan_.first_group[expert]; g < end; g += MOST_BLOCKS) {
       RowBlock<I> blocks[MOST_BLOCKS];
@@ -87,7 +86,7 @@ class Run {
         blocks[b] = {plan_.groups[g + b].rows, laid_ + (g + b) * words_, laid_sums_ + (g + b) * sums_,
                      results + (long)b * I::ROWS * PW};
       }
-      panel.multiply(blocks, count, tile);
+      baton::multiply(panel, blocks, count, tile);
       for (int b = 0; b < count; ++b)
         for (int r = 0; r < blocks[b].rows; ++r) each(plan_.groups[g + b].first + r, blocks[b].sums + r * PW);
     }
@@ -111,7 +110,7 @@ class Run {
       const float* bias = a_.gate_up_bias + expert * 2 * inner + column;
       gate_bias = load_upto(bias, inner - column), up_bias = load_upto(bias + inner, inner - column);
     }
-    const Multiplier panel(a_.gate_up, first_, a_.gate_up_table, at);
+    const Panel panel(a_.gate_up, first_, a_.gate_up_table, at);
     multiply(expert, panel, tile, results, [&](long slot, const float* sums) {
       const float scale = scales_[slot];
       store(h_ + slot * inner_ + column,
@@ -129,7 +128,7 @@ class Run {
       low = load_upto(bias, hidden - column);
       if (column + VL < hidden) high = load_upto(bias + VL, hidden - column - VL);
     }
-    multiply(expert, Multiplier(a_.down, second_, a_.down_table, at), tile, results, [&](long slot, const float* sums) {
+    multiply(expert, Panel(a_.down, second_, a_.down_table, at), tile, results, [&](long slot, const float* sums) {
       float* to = y_ + slot * hidden_ + column;
       const float weight = plan_.weight[slot], scale = scales_[slot];
       store(to, (load(sums) * scale + low) * weight), store(to + VL, (load(sums + VL) * scale + high) * weight);

@@ -61,9 +61,10 @@ class LaidRow {
   float *values_, *natural_;
 };
 
-// Kinds of laid out inputs have: Word and Sum, types of inputs and of sums of a segment's; ROWS of a block at most;
-// words(), a block's words per row; put(), which writes row r of a block's `rows` and returns what the row's outputs
-// are multiplied with. Sums are [segments][rows].
+// Kinds of laid out inputs have: Word and Sum, types of inputs and of sums of a segment's; ROWS of a block at most; Guard,
+// what a thread holds while it multiplies them, and MEMORY, floats that it needs for that; words(), a block's words per
+// row; put(), which writes row r of a block's `rows` and returns what the row's outputs are multiplied with. Sums are
+// [segments][rows].
 
 // The sums of a row's segments, each computed as a Sum.
 template <class Sum, class T>
@@ -78,11 +79,15 @@ inline void put_sums(const PackedLayout& a, const T* x, int r, int rows, float* 
   }
 }
 
+constexpr long TILE_INPUTS = 4096 / PW;  // of a panel as float32, which stay in the first-level cache
+
 // Inputs as float32, times the factors of values. A block of rows: [all_steps * inputs][rows].
 struct FloatInputs {
   using Word = float;
   using Sum = float;
+  using Guard = int;
   static constexpr int ROWS = ROW_GROUP;
+  static constexpr size_t MEMORY = TILE_INPUTS * PW;
 
   static long words(const PackedLayout& a, int) { return a.all_steps() * a.inputs; }
 
@@ -100,7 +105,9 @@ struct FloatInputs {
 struct Int8Inputs {
   using Word = uint32_t;
   using Sum = float;  // of integers
+  using Guard = int;
   static constexpr int ROWS = ROW_GROUP;
+  static constexpr size_t MEMORY = 0;
 
   static long words(const PackedLayout& a, int form) { return form == INT8 ? Dot8::words(a) : Dot4::words(a); }
 

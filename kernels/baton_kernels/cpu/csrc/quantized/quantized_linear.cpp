@@ -12,7 +12,6 @@ class Run {
  public:
   using Word = typename I::Word;
   using Sum = typename I::Sum;
-  using Multiplier = typename PanelOf<I>::Type;
   static constexpr long MOST_ROWS = MOST_BLOCKS * I::ROWS, SCALES = round_up(MOST_ROWS, 16);
 
   explicit Run(const QuantizedLinear& a)
@@ -29,10 +28,10 @@ class Run {
 
   // Run by every thread of the team; `shared` is null where each lays the inputs out for itself.
   void work(const Team& team, uint8_t* shared, Shares& shares, Scratch& scratch) const {
-    [[maybe_unused]] const typename Multiplier::Guard guard{};
+    [[maybe_unused]] const typename I::Guard guard{};
     const size_t results_size = MOST_ROWS * PW;
-    float* memory = scratch.get<float>(Multiplier::MEMORY + results_size + (shared ? 0 : input_bytes() / 4 + 16));
-    float* results = memory + Multiplier::MEMORY;
+    float* memory = scratch.get<float>(I::MEMORY + results_size + (shared ? 0 : input_bytes() / 4 + 16));
+    float* results = memory + I::MEMORY;
     uint8_t* inputs = shared ? shared : (uint8_t*)(results + results_size);
     for (long first = 0; first < a_.rows; first += MOST_ROWS) {
       const Blocks blocks(std::min(MOST_ROWS, a_.rows - first), I::ROWS);
@@ -57,8 +56,8 @@ class Run {
         for (long b = 0; b < blocks.count; ++b) lay(b);
       }
       shares.take(team, layout_.panels, first / MOST_ROWS, [&](long p) {
-        const Multiplier panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
-        panel.multiply(laid, (int)blocks.count, memory);
+        const Panel panel(a_.shape, layout_, a_.table, a_.packed + p * layout_.panel_bytes);
+        multiply(panel, laid, (int)blocks.count, memory);
         for (long b = 0; b < blocks.count; ++b)
           for (long r = 0; r < laid[b].rows; ++r) {
             const long at = blocks.begin(b) + r;
