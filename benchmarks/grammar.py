@@ -42,7 +42,6 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,7 +154,7 @@ def measure_masks(args: argparse.Namespace, folder: Path, vocab: int) -> dict[st
         "schemas": args.schemas,
         "masks": len(ours["mask_s"]),
         "forced_share": forced_share(compiler, documents),
-        "baton": {"table_s": round(table, 2), **{name: milliseconds(values) for name, values in ours.items()}},
+        "baton": {"table_s": round(table, 2), **milliseconds(ours)},
     }
     if args.rivals:
         few = {i: documents[i] for i in range(min(RIVAL_SCHEMAS, args.schemas))}
@@ -231,7 +230,7 @@ def rival(
     line = next(line for line in ran.stdout.splitlines() if line.startswith("RIVAL "))
     found = json.loads(line.removeprefix("RIVAL "))
     table = {"version": found.pop("version"), "table_s": round(found.pop("table_s"), 2)}
-    return {**table, "schemas": len(documents), **{key: milliseconds(values) for key, values in found.items()}}
+    return {**table, "schemas": len(documents), **milliseconds(found)}
 
 
 def byte_letters() -> dict[int, str]:
@@ -241,9 +240,15 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Return quantiles, in milliseconds."""
-    values = 1e3 * np.array(seconds)
+def milliseconds(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return quantiles of seconds, in milliseconds, their names ending so."""
+    return {
+        f"{name.removesuffix('_s')}_ms": quantiles([1e3 * each for each in seconds]) for name, seconds in found.items()
+    }
+
+
+def quantiles(given: list[float]) -> dict[str, float]:
+    values = np.array(given)
     marks = {"p50": np.median(values), "p99": np.quantile(values, 0.99), "mean": values.mean(), "max": values.max()}
     return {name: round(float(value), 4) for name, value in marks.items()}
 
@@ -352,7 +357,7 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             for what, name in COSTS.items()
             for at, unit in enumerate(("", "_cpu"))
         },
-        "mask_wait_ms": {name: milliseconds([one[name][2] for one in rounds]) for name in COSTS.values()},
+        "mask_wait_ms": {name: quantiles([1e3 * one[name][2] for one in rounds]) for name in COSTS.values()},
     }
 
 

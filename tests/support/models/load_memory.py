@@ -40,11 +40,12 @@ class Found:
     how: str
 
 
-def measure(loads: Sequence[tuple[Path, Path, dict[str, Any]]]) -> list[Found]:
-    """Load models in a process of its own; arguments as the module's docstring has them."""
+def measure(loads: Sequence[tuple[Path, Path, dict[str, Any]]], **variables: str) -> list[Found]:
+    """Load models in a process of its own, with ``variables`` in its environment; ``loads`` as the module has them."""
     given = json.dumps([[str(tiny), str(model), fields] for tiny, model, fields in loads])
     command = [sys.executable, "-m", "tests.support.models.load_memory", given]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=child_env(), timeout=600)
+    env = child_env(**variables)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=600)
     return [Found(**each) for each in json.loads(done.stdout)]
 
 

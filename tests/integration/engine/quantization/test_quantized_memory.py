@@ -14,11 +14,12 @@ TINY = Shape(hidden=256, inner=256, layers=1, heads=4, kv_heads=4, vocab=512)
 LAYER = 4 * SHAPE.layer_elements
 """Bytes of the largest layer unpacked, in float32: what its dequantization to that, all of it at once, would take."""
 FORMS = ("ct-w4a16", "bnb-nf4", "gguf-q4_0")
-INTERPRETER = 4 << 20
-"""What Python and libraries may allocate, which is not the same in every run; the benchmark has figures without it."""
-FIXED = 13 << 20
+FIXED = 9 << 20
 """Bytes that stay and do not grow with the weights: rotary tables, what a step and its threads work in, the rest of a
 large page, Python's objects. A plain copy would be 60 MB."""
+NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""The C library gives back what is freed at once. Otherwise a peak differs by 10 MB from run to run, by what of it lies
+where the next layer's does not fit."""
 BITS = {"int8": 8}
 """Of a value quantized at load; scales of a row do not count. The other formats and schemes are in
 ``benchmarks/load_memory.py``."""
@@ -45,7 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Foun
         loads[scheme] = (tiny, model, {**fields, "quantization": scheme})
     given = list(loads.values())
     # The first is loaded twice and counts once: what a process keeps for any later load, 6 MB, is not a model's.
-    each = measure([given[0], *given])[1:]
+    each = measure([given[0], *given], **NOTHING_KEPT)[1:]
     return {form: (packed[form], memory) for form, memory in zip(loads, each, strict=True)}
 
 
@@ -53,5 +54,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Foun
 def test_loading_takes_the_packed_size_and_a_layer(found: dict[str, tuple[int, Found]], form: str) -> None:
     packed, memory = found[form]
     assert memory.how.startswith("fused decoder")
-    assert memory.peak <= 1.1 * packed + LAYER + INTERPRETER, f"{memory}, packed {packed}"
+    assert memory.peak <= 1.1 * packed + LAYER, f"{memory}, packed {packed}"
     assert memory.resident <= 1.1 * packed + FIXED, f"{memory}, packed {packed}"
