@@ -28,7 +28,7 @@ TARGETS = (*HELPERS, *OPERATORS)
 SANITIZE = ("-g1", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FAST_TO_BUILD = ("-fno-sanitize=null,object-size", "--param", "asan-instrumentation-with-call-threshold=0")
 """For GCC and short runs: each check is a call, and those that AddressSanitizer's find too are left out. Operators are
-compiled in 115 s of processor time instead of 190."""
+compiled in 115 s of processor time instead of 190, and run 0.4 to 0.5 as many inputs in a second."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "UBSAN_OPTIONS": "print_stacktrace=1"}
 """Operators run in teams of two threads."""
 

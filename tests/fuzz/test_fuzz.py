@@ -11,7 +11,7 @@ from tests.fuzz import event_loops, native_targets, python_targets
 
 CRASHES = Path(__file__).with_name("crashes")
 INPUTS = 150
-SECONDS = 2
+SECONDS = 5
 """Processor time per target of native code."""
 
 

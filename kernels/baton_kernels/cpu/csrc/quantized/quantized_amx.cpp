@@ -38,12 +38,7 @@ class AmxPanel : public Panel {
   }
 
   void multiply(const RowBlock<AmxBf16Inputs>* blocks, int count, float* memory) const {
-    switch (shape_.form) {
-      case INT8: return multiply_floats<INT8>(blocks, count, memory);
-      case INT4: return multiply_floats<INT4>(blocks, count, memory);
-      case FP8: return multiply_floats<FP8>(blocks, count, memory);
-      default: return multiply_floats<TABLE>(blocks, count, memory);
-    }
+    with_form(shape_.form, [&](auto form) { multiply_floats<form>(blocks, count, memory); });
   }
 
  private:

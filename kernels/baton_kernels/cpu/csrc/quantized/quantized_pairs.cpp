@@ -46,12 +46,7 @@ class PairPanel : public Panel {
   explicit PairPanel(const Panel& panel) : Panel(panel) {}
 
   void multiply(const RowBlock<PairInputs>* blocks, int count, vu* tile) const {
-    switch (shape_.form) {
-      case INT8: return multiply_as<INT8>(blocks, count, tile);
-      case INT4: return multiply_as<INT4>(blocks, count, tile);
-      case FP8: return multiply_as<FP8>(blocks, count, tile);
-      default: return multiply_as<TABLE>(blocks, count, tile);
-    }
+    with_form(shape_.form, [&](auto form) { multiply_as<form>(blocks, count, tile); });
   }
 
  private:

@@ -98,6 +98,17 @@ inline float factor_of(int form, int j) {
   return form == INT8 ? Values<INT8>::factor(j) : form == INT4 ? Values<INT4>::factor(j) : 1.0f;
 }
 
+// Call f(form) with the form as a constant.
+template <class F>
+inline void with_form(int form, F f) {
+  switch (form) {
+    case INT8: return f(std::integral_constant<int, INT8>{});
+    case INT4: return f(std::integral_constant<int, INT4>{});
+    case FP8: return f(std::integral_constant<int, FP8>{});
+    default: return f(std::integral_constant<int, TABLE>{});
+  }
+}
+
 constexpr bool has_zeros(int form) { return form == INT8 || form == INT4; }
 
 }  // namespace baton
