@@ -32,7 +32,24 @@ SECTIONS = ("Args:", "Attributes:")
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note):\Z")
 ENTRY = re.compile(r"([a-z_][\w, *`.]*): (.+)\Z")
 BARE_VERBS = frozenset(
-    "take leave hold held ended came told tell found put go do went gone left give gave given come keep kept".split()
+    (
+        "take",
+        "leave",
+        "left",
+        "hold",
+        "held",
+        "ended",
+        "came",
+        "come",
+        "told",
+        "tell",
+        "found",
+        "put",
+        "go",
+        "gone",
+        "went",
+    )
+    + ("do", "give", "gave", "given", "keep", "kept")
 )
 """Names that say nothing without an object; with leading underscores, too."""
 QUAINT = re.compile(
