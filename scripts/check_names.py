@@ -2,8 +2,8 @@
 
 Three rules, for the product's Python (``src``, ``services``, ``kernels``):
 
-* A line of ``Args:`` or ``Attributes:`` names the thing, its unit and its bounds: ``layers: Number of decoder layers.``,
-  never ``layers: Of them.``
+* A line of ``Args:`` or ``Attributes:`` names the thing, its unit and its bounds: ``layers: Number of decoder
+  layers.``, never ``layers: Of them.``
 * A function's name has an object: ``append_tokens``, never ``take``.
 * Docstrings, comments, messages and docs use plain technical English.
 
@@ -32,24 +32,8 @@ SECTIONS = ("Args:", "Attributes:")
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note):\Z")
 ENTRY = re.compile(r"([a-z_][\w, *`.]*): (.+)\Z")
 BARE_VERBS = frozenset(
-    (
-        "take",
-        "leave",
-        "left",
-        "hold",
-        "held",
-        "ended",
-        "came",
-        "come",
-        "told",
-        "tell",
-        "found",
-        "put",
-        "go",
-        "gone",
-        "went",
-    )
-    + ("do", "give", "gave", "given", "keep", "kept")
+    {"take", "leave", "left", "hold", "held", "ended", "came", "come", "told", "tell", "found", "put", "go", "gone"}
+    | {"went", "do", "give", "gave", "given", "keep", "kept"}
 )
 """Names that say nothing without an object; with leading underscores, too."""
 QUAINT = re.compile(
