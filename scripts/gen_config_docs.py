@@ -20,15 +20,15 @@ from baton.cli import chat, config, demo, drain, explain, generate, health, kvst
 from baton.cli.fleet import command as autoscale
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.planner import command as planner
 from baton.planner.tuning import command as tuning
 from baton.quantize import command as quantize_command
 from baton.worker.process import add_config_flags
 from baton_kvstore.bench import command as store_command
-from baton_kvstore.config import KVStoreConfig
 from baton_router.bench import command, prefix_command
-from baton_router.config import RouterConfig
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)

@@ -18,10 +18,10 @@ import yaml
 
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.schema import flag_schema
 from baton.config.worker import WorkerConfig
-from baton_kvstore.config import KVStoreConfig
-from baton_router.config import RouterConfig
 
 HELM = Path(__file__).resolve().parents[1] / "helm"
 CHART = HELM / "baton"

@@ -16,11 +16,11 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FINGERPRINT
 
+from baton.config.router import RouterConfig
 from baton.token_ids import token_ids
 from baton.types import Epoch, InstanceId, RequestId, Role, SamplingParams
 from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission
-from baton_router.config import RouterConfig
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.metrics import SchedulerMetrics

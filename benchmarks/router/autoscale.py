@@ -34,6 +34,7 @@ from baton.autoscale.signals import ROLES, Observation
 from baton.client import AsyncClient
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.engine import LLM, SamplingParams
 from baton.engine.executor.base import Executor, load_executor
@@ -42,7 +43,6 @@ from baton.errors import BatonError
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 RESULT = Path(__file__).parents[1] / "results" / "autoscale.json"
 MODEL = str(Path(__file__).parents[2] / "models" / "baton-tiny")

@@ -39,6 +39,7 @@ import numpy as np
 import psutil
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import InternalError, QueueFullError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -49,7 +50,6 @@ from baton.kv_transfer.types import Bytes
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.types import BlockHash, BlockId, InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.eviction import POLICIES
 from baton_kvstore.memory.leases import Lease
 from baton_kvstore.memory.store import BlockStore

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.support.transport.store_engine import BS, KIND, WAIT_S, Host, Woken, blocks_of, content, host_gate, prompt
 
+from baton.config.kvstore import KVStoreConfig
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import KVConnector, LoadRequest, LoadUpdate
 from baton.kv_cache.fingerprint import Fingerprint
@@ -29,7 +30,6 @@ from baton.kv_transfer.connector.staging import StagingArena
 from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
 from baton.types import BlockHash, InstanceId, RequestId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 KINDS = ("store", "shared_storage", "offload", "multi")

@@ -18,6 +18,7 @@ import pytest
 from tests.support.servers.store_process import StoreProcess
 from tests.support.transport.kv_shapes import pool_of, whole_kv
 
+from baton.config.kvstore import KVStoreConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import PlannedSave
@@ -28,7 +29,6 @@ from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.connector import StoreConnector, open_store
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 BS, LAYERS, COUNT = 16, 4, 6

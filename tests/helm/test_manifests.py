@@ -27,10 +27,10 @@ from tests.support.chart import (
 )
 
 from baton.config import EngineConfig, add_flags, from_flags
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
-from baton_kvstore.config import KVStoreConfig
-from baton_router.config import RouterConfig
 from baton_router.registry.discovery.kubernetes import Slices
 
 SERVICES: dict[str, tuple[type, ...]] = {

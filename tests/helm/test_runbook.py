@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from baton.config import EngineConfig, add_flags
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
-from baton_kvstore.config import KVStoreConfig
-from baton_router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm/baton/files"

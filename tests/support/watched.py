@@ -13,10 +13,10 @@ import httpx
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.cli.main import main
+from baton.config.router import RouterConfig
 from baton.rpc.service_token import read_token
 from baton.types import Role
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import IndexState
 
 TINY = str(Path(__file__).parents[2] / "models" / "baton-tiny")

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from baton.config.kvstore import KVStoreConfig
 from baton.worker.process import StopRequest, run_service
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 log = logging.getLogger("baton_kvstore.main")

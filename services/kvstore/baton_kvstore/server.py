@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import require_clear_pipes
 from baton.rpc.redis.registrations import RedisPresence, redis_store_node
@@ -18,7 +19,6 @@ from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
 from baton.worker.process import serve_metrics
 from baton.worker.span_export import open_span_exporter
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore

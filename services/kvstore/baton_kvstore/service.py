@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError, DeadlineError, InvalidRequestError, QueueFullError
 from baton.hashing import HASH_BYTES
 from baton.kv_cache.fingerprint import Fingerprint
@@ -19,7 +20,6 @@ from baton.rpc.audit import audit, peer_of
 from baton.rpc.convert import fingerprint_from_pb, tenant_from_pb
 from baton.tracing import UNTRACED, Span, SpanExporter, continue_span
 from baton.types import BlockHash, Epoch, InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.pool import RETRY_AFTER_S
 from baton_kvstore.metrics import StoreMetrics

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from baton.api.v1 import common_pb2
+from baton.config.kvstore import KVStoreConfig
 from baton.kv_transfer.blocks import (
     BlockFetcher,
     BlockServer,
@@ -25,7 +26,6 @@ from baton.kv_transfer.types import source_to_pb
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.pool import Pool
 
 log = logging.getLogger(__name__)

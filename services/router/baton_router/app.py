@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from baton.api.v1 import router_pb2_grpc
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import is_loopback, require_safe_bind
 from baton.rpc.hosts import HostRule
@@ -28,7 +29,6 @@ from baton.types import Role
 from baton.worker.process import ServiceMetrics, serve_metrics
 from baton.worker.span_export import open_span_exporter
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
-from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.admin import administer

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import uvloop
 
+from baton.config.router import RouterConfig
 from baton.worker.process import StopRequest, run_service
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 log = logging.getLogger("baton_router.main")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import os
 import secrets
 import shlex
@@ -21,6 +20,8 @@ from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ROLES, ClusterFile
 from baton.config.demo_model import default_model
 from baton.config.flags import Placed
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import check_model_path
@@ -36,14 +37,13 @@ DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
 
 
 def service_configs() -> dict[str, tuple[type, ...]]:
-    """Return the dataclasses that services' flags are made of, by the file's names of services.
-
-    Services are above the command line: as their processes are started by the names of modules, so is this read.
-    """
-    router = importlib.import_module("baton_router.config").RouterConfig
-    kvstore = importlib.import_module("baton_kvstore.config").KVStoreConfig
-    workers = (WorkerConfig, EngineConfig)
-    return {"router": (router,), "worker": workers, "kvstore": (kvstore,), "autoscale": (AutoscaleConfig,)}
+    """Return the dataclasses that define each service's flags, by the service's name in a cluster file."""
+    return {
+        "router": (RouterConfig,),
+        "worker": (WorkerConfig, EngineConfig),
+        "kvstore": (KVStoreConfig,),
+        "autoscale": (AutoscaleConfig,),
+    }
 
 
 def read_file(args: argparse.Namespace) -> ClusterFile | None:

@@ -13,6 +13,7 @@ from tests.fuzz.event_loops import KEPT, event_loop
 from tests.fuzz.targets.requests import filled
 
 from baton.api.v1 import common_pb2, kvstore_pb2
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError
 from baton.kv_cache.arena.host import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -21,7 +22,6 @@ from baton.kv_transfer.blocks import BlockServer
 from baton.kv_transfer.types import source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, fingerprint_to_pb
 from baton.types import InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 _BLOCKS = 8

@@ -16,6 +16,7 @@ from tests.support.servers.cluster import slow_steps
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import BusyError, InvalidRequestError, UnauthenticatedError
 from baton.rpc.channel import open_channel
@@ -25,7 +26,6 @@ from baton.rpc.service_token import Token
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import IndexState
 
 TOKEN = Token("sesame, of the services")

@@ -14,12 +14,12 @@ from tests.support.servers.cluster import slow_steps
 from baton import AsyncClient
 from baton.client.scaling import plan_switches, switch
 from baton.config import EngineConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import BusyError, ConfigError
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import IndexState
 
 TINY = str(Path(__file__).parents[3] / "models" / "baton-tiny")

@@ -9,10 +9,10 @@ from contextlib import closing
 import pytest
 from tests.support.servers.http_front import Served
 
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.hosts import HostRule
 from baton_router.accounts.accounts import Accounts
-from baton_router.config import RouterConfig
 
 BODY = b'{"model": "baton-tiny", "prompt": "def"}'
 JSON = {"content-type": "application/json"}

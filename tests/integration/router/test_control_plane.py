@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from tests.support.standstills import take_standstills_out
 
 from baton.api.v1 import worker_pb2
+from baton.config.router import RouterConfig
 from baton.types import Role
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier, IndexState
 from baton_router.registry.registry import Registry
 

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FakeWorker
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.redis.client import end_task, open_redis
 from baton.rpc.redis.registrations import instance_key
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, redis_registration
-from baton_router.config import RouterConfig
 from baton_router.registry.discovery import discoveries
 from baton_router.registry.discovery.redis import RedisDiscovery
 from baton_router.registry.registry import Registry

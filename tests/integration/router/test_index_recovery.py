@@ -23,13 +23,13 @@ from tests.support.servers.warm import WarmStarter
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.cli.supervisor import ManagedProcess, ProcessSpec
+from baton.config.router import RouterConfig
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
-from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 

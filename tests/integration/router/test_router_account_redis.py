@@ -11,11 +11,11 @@ import httpx
 import pytest
 from tests.support.servers.redis_server import RedisServer, missing_redis
 
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.redis.client import open_redis
 from baton_router.accounts.sources import accounts_key
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=missing_redis() or "")
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton_kvstore.config import KVStoreConfig
+from baton.config.kvstore import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 

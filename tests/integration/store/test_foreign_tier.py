@@ -14,11 +14,11 @@ from tests.support.servers.kvstore_service import KIND, WAIT_S, connected, event
 from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.server import free_port
 from baton.types import BlockHash
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.tiers import open as opening
 from baton_kvstore.tiers.chain import Link
 from baton_kvstore.tiers.open import TierContext, open_chain, remote_link

@@ -26,12 +26,12 @@ from tests.support.servers.kvstore_service import (
 from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import kvstore_pb2
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError, ConfigError
 from baton.kv_transfer.types import source_to_pb
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.server import free_port
 from baton.rpc.service_token import Token
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 

@@ -12,11 +12,11 @@ import pytest
 from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, connected, eventually
 
 from baton.api.v1 import kvstore_pb2
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError, UnavailableError
 from baton.kv_transfer.connector.store.client import StoreCalls
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.server import free_port
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 NAME = hashlib.sha256(b"a").digest()

@@ -21,10 +21,10 @@ from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import events_pb2, kvstore_pb2
 from baton.config import EngineConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.types import Epoch
 from baton_kvstore.server import KVStoreServer
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.registry import Registry

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FINGERPRINT
 
 from baton.api.v1 import events_pb2
+from baton.config.router import RouterConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import Epoch, InstanceId
-from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.metrics import SchedulerMetrics

@@ -13,11 +13,11 @@ from tests.support.servers.fake_worker import FakeWorker
 from tests.support.servers.tcp_proxy import TcpProxy
 
 from baton.api.v1 import common_pb2, router_pb2
+from baton.config.router import RouterConfig
 from baton.rpc.convert import role_to_pb
 from baton.rpc.service_token import Token
 from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams
-from baton_router.config import RouterConfig
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.interface import RoutedChunk
 from baton_router.indexer.event_applier import IndexState

@@ -17,6 +17,7 @@ import pytest
 from tests.support.transport.named_blocks import names
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -27,7 +28,6 @@ from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.errors import from_rpc_error
 from baton.types import InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 LAYOUT = KVLayout((LayerShape(2, 32, 32), LayerShape(2, 32, 32)), 16, "float32")

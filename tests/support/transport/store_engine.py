@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from baton.config.kvstore import KVStoreConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.connector import LoadRequest, LoadUpdate
@@ -21,7 +22,6 @@ from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import StoreOptions
 from baton.kv_transfer.connector.store.connector import StoreConnector
 from baton.types import BlockHash, BlockId, InstanceId, RequestId, SamplingParams
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ import pytest
 from tests.support.servers.mooncake import MooncakeMaster, missing_mooncake
 from tests.support.servers.redis_server import RedisServer, missing_redis, redis_cluster
 
+from baton.config.kvstore import KVStoreConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -26,7 +27,6 @@ from baton.kv_transfer.connector.store.connector import open_store
 from baton.rpc.redis.client import open_redis
 from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 BS = 16

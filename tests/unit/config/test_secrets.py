@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from baton.cli import deployment, up
 from baton.config import add_flags, from_flags
 from baton.config.flags import option
+from baton.config.router import check_address
 from baton.config.secrets import flags_with_passwords, shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.rpc.redis.client import open_redis
-from baton_router.config import check_address
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,15 @@ from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
 from baton.autoscale.metrics import AutoscaleMetrics
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.engine.executor.base import Quality
 from baton.engine.request import EngineStats
 from baton.engine.speculation.speculator import SpeculationStats
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.worker.metrics import WorkerMetrics
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 from baton_router.frontend.openai.route_headers import route_lines
 
 ROOT = Path(__file__).resolve().parents[3]

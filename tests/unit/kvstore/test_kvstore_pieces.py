@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import DeadlineError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -24,7 +25,6 @@ from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import StoreClient
 from baton.types import BlockHash, BlockId, InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.memory.leases import Lease
 from baton_kvstore.server import KVStoreServer
 from baton_kvstore.tiers import promotion

@@ -85,7 +85,7 @@ def test_a_missing_package_or_a_wrong_url_is_named() -> None:
     script = (
         "import sys; sys.modules['redis'] = sys.modules['fsspec'] = None\n"
         "from baton.errors import ConfigError\n"
-        "from baton_kvstore.config import KVStoreConfig\n"
+        "from baton.config.kvstore import KVStoreConfig\n"
         "from baton_kvstore.tiers.open import open_chain\n"
         "for name, url in (('redis_url', 'redis://h:1'), ('object_url', 'memory://x')):\n"
         "    try:\n        open_chain(KVStoreConfig(**{name: url}))\n"

@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from baton_router.config import RouterConfig
+from baton.config.router import RouterConfig
 from baton_router.registry.discovery import kubernetes
 from baton_router.registry.discovery.kubernetes import KubernetesDiscovery
 

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.config import add_flags, from_flags
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.channel import Backoff
 from baton.types import Role
 from baton_router.app import RouterApp, listen
-from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import TraceMerge
 from baton_router.dispatch.interface import ChunkQueue
 from baton_router.dispatch.metrics import DispatchMetrics

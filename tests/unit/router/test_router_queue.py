@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.scripted import ScriptedDispatcher
 
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.tokenizer import TextModelCache
 from baton.types import RequestId, SamplingParams
@@ -21,7 +22,6 @@ from baton_router.accounts.accounts import Accounts, Tenants, entries_of_tenants
 from baton_router.admission.estimates import DrainRate
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import QUANTUM, FairQueue, Waiting
-from baton_router.config import RouterConfig
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import TextRequest

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config.router import RouterConfig
 from baton.types import Role
-from baton_router.config import RouterConfig
 from baton_router.registry.load import LoadTracker, Waiters
 from baton_router.replication.capacity import CapacityShare, InstanceCapacity, Peers, fair_shares
 from baton_router.replication.wire import Entry, EntryError, Registered, Totals, decode, encode

@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.logs import set_up_logging
 from baton.rpc.server import free_port
 from baton.worker import process
 from baton.worker.process import raise_descriptor_limit, run_service, serve_metrics
-from baton_kvstore.config import KVStoreConfig
 
 WAITS = """
 import asyncio

@@ -20,8 +20,8 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
+from baton.config.kvstore import BUILT_IN_TIERS, TierConfig, tier_options
 from baton.errors import BatonError, ConfigError
-from baton_kvstore.config import BUILT_IN_TIERS, TierConfig, tier_options
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier

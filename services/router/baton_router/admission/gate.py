@@ -20,12 +20,12 @@ from itertools import count
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.metrics import AdmissionMetrics
 from baton_router.admission.queue import FairQueue, Waiting
 from baton_router.admission.tenant_limits import Charge, TenantLimits
-from baton_router.config import RouterConfig
 from baton_router.types import Account, RoutedRequest
 
 _TICK_S = 0.01

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, worker_pb2
+from baton.config.router import RouterConfig
 from baton.errors import QueueFullError, UnavailableError
 from baton.tokenizer import TokenDelta
 from baton.tracing import Span
 from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission, Ticket
-from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import WorkerStreams
 from baton_router.dispatch.event_loop import Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkQueue, ChunkSink, RoutedChunk, Running

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.api.v1 import worker_pb2
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError, UnavailableError
 from baton.rpc.channel import Backoff
 from baton.rpc.convert import sampling_to_pb
@@ -31,7 +32,6 @@ from baton.token_ids import pack_ids, token_ids
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason, Order, Role, SamplingParams
 from baton_router.admission.gate import Admission, Ticket
-from baton_router.config import RouterConfig
 from baton_router.dispatch.attempt import Attempt, AttemptFailed, Group, Sequence, TraceMerge, WorkerStreams
 from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk

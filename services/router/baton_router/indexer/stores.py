@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.config.router import RouterConfig
 from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
 from baton.kv_transfer.connector.store.nodes import RedisMembership
@@ -26,7 +27,6 @@ from baton.rpc.channel import Backoff
 from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.types import Epoch
-from baton_router.config import RouterConfig
 from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
 from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex

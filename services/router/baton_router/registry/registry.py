@@ -13,6 +13,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2
+from baton.config.router import RouterConfig, check_address
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_from_pb
@@ -21,7 +22,6 @@ from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Role
-from baton_router.config import RouterConfig, check_address
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.event_subscriber import SILENT_BEATS
 from baton_router.indexer.prefix_index import PrefixIndex

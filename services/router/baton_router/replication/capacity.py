@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from baton.config.router import RouterConfig
 from baton.types import Role
-from baton_router.config import RouterConfig
 from baton_router.registry.instance import Instance, InstanceInfo
 from baton_router.registry.load import LoadTracker
 from baton_router.replication.redis_log import Claim

@@ -21,11 +21,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.config.router import RouterConfig
 from baton.rpc.channel import Backoff
 from baton.rpc.redis.client import end_task, redis_errors
 from baton.rpc.service_token import Token
 from baton.types import Role
-from baton_router.config import RouterConfig
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import LEASE_S, InstanceCapacity, Peer, Peers

@@ -16,11 +16,11 @@ from tests.support.models.next_token import write_next_token
 from tests.support.servers.cluster import LocalCluster
 
 from baton.config import EngineConfig
+from baton.config.kvstore import KVStoreConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.core import EngineCore
 from baton.engine.llm import LLM
 from baton.types import SamplingParams
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 BLOCK, NEW_TOKENS = 16, 10

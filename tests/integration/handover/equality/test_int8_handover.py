@@ -15,11 +15,11 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
+from baton.config.kvstore import KVStoreConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.llm import LLM
 from baton.errors import ConfigError
 from baton.types import SamplingParams
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 pytestmark = pytest.mark.timeout(900)

@@ -29,11 +29,11 @@ from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan, Supervisor
 from baton.client import AsyncClient
 from baton.config import EngineConfig
+from baton.config.kvstore import KVStoreConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.models.loader import quiet_transformers
 from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
 from baton.types import PrefillPath, RequestId, SamplingParams
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -14,11 +14,11 @@ from tests.support.servers.cluster import LocalCluster, Result
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
+from baton.config.kvstore import KVStoreConfig
 from baton.config.worker import WorkerConfig
 from baton.kv_cache.layout import LayerShape
 from baton.types import SamplingParams
 from baton.worker.instance import WorkerInstance
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 
 NEW_TOKENS = 12

@@ -15,6 +15,8 @@ import pytest
 from tests.support.transport.transport_rig import Rig, soon
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, LinkOptions, ServerOptions
 from baton.rpc.audit import AuditLog
@@ -22,10 +24,8 @@ from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.service_token import Token
 from baton.types import InstanceId
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 TOKEN, ADMIN, USER, WRONG = "t0ken-of-all-the-services", "sk-admin-key", "sk-user-key", "sk-wrong-key"
 

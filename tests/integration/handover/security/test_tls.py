@@ -17,6 +17,8 @@ from tests.support.servers.certificates import Authority, Certificate
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.cli.main import main
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import BatonError, ConfigError, UnauthenticatedError, UnavailableError
 from baton.rpc.auth import require_clear_pipes, require_safe_bind
@@ -25,10 +27,8 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls, read_tls
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 LONG_AGO, LATER = "20200101000000Z", "20210101000000Z"
 

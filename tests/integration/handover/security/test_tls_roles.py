@@ -14,6 +14,8 @@ from tests.support.servers.certificates import Authority, Certificate
 from tests.support.transport.transport_rig import Rig, soon
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2
+from baton.config.kvstore import KVStoreConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError, PermissionDeniedError
 from baton.kv_transfer.blocks import BlockFetcher, LinkOptions
 from baton.rpc.audit import AuditLog
@@ -21,10 +23,8 @@ from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.roles import MAY_CALL, CertificateRoles
 from baton.rpc.tls import Tls, read_tls
-from baton_kvstore.config import KVStoreConfig
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
-from baton_router.config import RouterConfig
 
 PATTERN = "spiffe://example.org/baton/{role}"
 HOSTS = "DNS:localhost,IP:127.0.0.1"

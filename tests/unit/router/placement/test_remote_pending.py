@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from prometheus_client import CollectorRegistry
 from tests.support.router.pending_fleet import NAMES, Fleet, chain, told
 
+from baton.config.router import RouterConfig
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import Epoch, InstanceId
-from baton_router.config import RouterConfig
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import InstanceCapacity
 from baton_router.replication.replica import SILENT_S, Replica

@@ -14,10 +14,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, InstanceId, PrefillPath, Role
-from baton_router.config import RouterConfig
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.load import LoadTracker
 from baton_router.scheduler.policies import (

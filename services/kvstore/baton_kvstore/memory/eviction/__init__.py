@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 
-from baton_kvstore.config import EVICTION_POLICIES
+from baton.config.kvstore import EVICTION_POLICIES
 from baton_kvstore.memory.pool import Entry
 
 POLICIES = tuple(EVICTION_POLICIES)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from baton.config.router import RouterConfig
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
-from baton_router.config import RouterConfig
 from baton_router.registry.registry import Registry
 
 

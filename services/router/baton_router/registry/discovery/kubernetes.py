@@ -18,6 +18,7 @@ import httpx
 import orjson
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
 from baton.rpc.channel import Backoff, open_channel
@@ -27,7 +28,6 @@ from baton.rpc.kubernetes_api import KubernetesApi
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Role
-from baton_router.config import RouterConfig
 from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from baton.config.router import RouterConfig, check_address
 from baton.rpc.redis.client import end_task, open_redis
 from baton.rpc.redis.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
 from baton.rpc.redis.registrations import instance_key, news_key
 from baton.rpc.service_token import Token
 from baton.types import Role
-from baton_router.config import RouterConfig, check_address
 from baton_router.registry.registry import Registry
 
 SOURCE = "redis"

@@ -19,8 +19,8 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Self
 
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
-from baton_router.config import RouterConfig
 from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
 

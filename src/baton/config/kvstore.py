@@ -1,4 +1,4 @@
-"""What a KV store can be told."""
+"""Configuration of the KV store."""
 
 from __future__ import annotations
 

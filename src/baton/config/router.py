@@ -1,4 +1,4 @@
-"""What a router can be told."""
+"""Configuration of the router."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from baton.config.kubernetes import ACCOUNT_FOLDER, ACCOUNT_HELP, API_HELP
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
-from baton.dialects.choice import check_dialect
 from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
@@ -200,8 +199,6 @@ class RouterConfig:
         rate = self.trace_sample_rate
         if rate is not None and not 0.0 <= rate <= 1.0:
             raise ConfigError(f"trace_sample_rate must be in [0, 1], got {rate}", field="trace_sample_rate")
-        check_dialect(self.tool_dialect, False, "tool_dialect")
-        check_dialect(self.reasoning_dialect, True, "reasoning_dialect")
         for name in ("port", "grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
