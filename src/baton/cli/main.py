@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 
 from baton.bench.kv import command as bench_kv
 from baton.bench.offline import command as bench_offline
@@ -22,6 +21,7 @@ from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.planner import command as planner
 from baton.planner.tuning import command as tuning
+from baton.plugins import installed_plugins
 from baton.quantize import command as quantize
 from baton.version import __version__
 
@@ -75,7 +75,7 @@ def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser
     bench_serve.add_parser(benches)
     bench_offline.add_parser(benches)
     bench_quality.add_parser(benches)
-    for point in sorted(entry_points(group="baton.benchmarks"), key=lambda point: point.name):
+    for _, point in sorted(installed_plugins("baton.benchmarks").items()):
         try:
             declare = point.load()
         except (ImportError, AttributeError) as error:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from baton.errors import ConfigError
+from baton.plugins import PluginGroup, installed_plugins
 
-GROUP = "baton.pipes"
 AUTO = "auto"
 
 
@@ -50,6 +49,7 @@ BUILT_IN: Mapping[str, PipeEntry] = MappingProxyType(
         ),
     }
 )
+PIPES = PluginGroup("pipes", "baton.pipes", {name: entry.target for name, entry in BUILT_IN.items()})
 PIPES_HELP = "pipes for KV, in order of preference: auto, or some of " + ", ".join(
     name for name in BUILT_IN if name != "memory"
 )
@@ -58,7 +58,10 @@ _REMOVED = {"vm": "the vm pipe is gone, since every pool can be shared: use shm"
 
 def find_pipe(name: str) -> PipeEntry | None:
     """Return a kind by its name: a built-in one, or one of another package; ``None``: there is none."""
-    return BUILT_IN.get(name) or _installed().get(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    target = PIPES.find(name)
+    return None if target is None else PipeEntry(target)
 
 
 def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) -> None:
@@ -73,7 +76,7 @@ def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) 
     """
     kinds = [AUTO, *(kind for kind in BUILT_IN if kind not in without)]
     if set(names) - set(kinds):
-        kinds += [name for name in _installed() if name not in BUILT_IN]
+        kinds += [name for name in installed_plugins(PIPES.entry_point_group) if name not in BUILT_IN]
     for name in names:
         if name in _REMOVED and name not in kinds:
             raise ConfigError(_REMOVED[name], field="pipes")
@@ -87,7 +90,3 @@ def clear_pipes(names: Sequence[str]) -> list[str]:
     """Return those of the named kinds that carry KV over a network in the clear."""
     found = {name: find_pipe(name) for name in names}
     return [name for name, entry in found.items() if entry is not None and entry.clear]
-
-
-def _installed() -> dict[str, PipeEntry]:
-    return {point.name: PipeEntry(point.value) for point in entry_points(group=GROUP)}

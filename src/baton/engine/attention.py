@@ -22,21 +22,21 @@ from types import ModuleType
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.plugins import find_implementation
 from baton.errors import ConfigError
+from baton.plugins import PluginGroup
 from baton_kernels.cpu import CpuLibrary, OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.paged_attention import AttentionSpec, CpuPagedAttention, PagedAttention, TorchPagedAttention
 
 log = logging.getLogger(__name__)
 
-BUILTIN_BACKENDS = {
+BUILT_IN = {
     "cpp": "baton.engine.attention:cpp_attention",
     "torch": "baton.engine.attention:torch_attention",
     "triton": "baton.engine.attention:triton_attention",
     "flashinfer": "baton.engine.attention:flashinfer_attention",
 }
-"""Built-in factories: a new one is a file and a line here."""
-ENTRY_POINTS = "baton.attention_backends"
+"""Built-in factories: a new one is a function and a line here."""
+ATTENTION_BACKENDS = PluginGroup("attention_backend", "baton.attention_backends", BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def choose_attention(name: str, context: AttentionContext) -> PagedAttention:
     if name == "auto":
         here = "torch" if context.operators is None else "cpp"
         name = "triton" if context.on_gpu else here
-    factory: AttentionFactory = find_implementation(name, BUILTIN_BACKENDS, ENTRY_POINTS, field="attention_backend")
+    factory: AttentionFactory = ATTENTION_BACKENDS.load(name, other_names=["auto"])
     return factory(context)
 
 

@@ -13,15 +13,15 @@ from tests.integration.store.test_kvstore_tiers import LOOKUPS, load
 from tests.support.servers.kvstore_service import KIND, WAIT_S, connected, eventually, scrape, store
 from tests.support.transport.named_blocks import names
 
+from baton import plugins
 from baton.api.v1 import kvstore_pb2
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.server import free_port
 from baton.types import BlockHash
-from baton_kvstore.tiers import open as opening
 from baton_kvstore.tiers.chain import Link
-from baton_kvstore.tiers.open import TierContext, open_chain, remote_link
+from baton_kvstore.tiers.open import STORE_TIERS, TierContext, open_chain, remote_link
 from baton_kvstore.types import KvFormat
 
 SHELVES: dict[str, dict[tuple[KvFormat, BlockHash], bytes]] = {}
@@ -75,8 +75,8 @@ def open_tier(context: TierContext) -> Link:
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    point = EntryPoint("shelf", f"{__name__}:open_tier", opening.GROUP)
-    monkeypatch.setattr(opening, "entry_points", lambda group: [point] if group == opening.GROUP else [])
+    point = EntryPoint("shelf", f"{__name__}:open_tier", STORE_TIERS.entry_point_group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
     SHELVES.clear()
     yield
     SHELVES.clear()

@@ -11,17 +11,16 @@ and a store started with ``--tiers disk,tape`` calls it once with a :class:`Tier
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
 from baton.config.kvstore import BUILT_IN_TIERS, TierConfig, tier_options
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
+from baton.plugins import PluginGroup
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
@@ -30,7 +29,7 @@ from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
 
 log = logging.getLogger(__name__)
 
-GROUP = "baton.store_tiers"
+STORE_TIERS = PluginGroup("tiers", "baton.store_tiers", BUILT_IN_TIERS)
 REDIS_BATCH_BYTES = 1 << 20
 """More is slower: redis-py keeps the answers of a pipeline in one buffer, which it copies as it grows."""
 _QUEUE_BYTES = 64 << 20
@@ -216,20 +215,7 @@ def open_objects(context: TierContext) -> Link | None:
 
 
 def _open(name: str, context: TierContext) -> Link | None:
-    target = BUILT_IN_TIERS.get(name) or {point.name: point.value for point in entry_points(group=GROUP)}.get(name)
-    if target is None:
-        raise ConfigError(f"there is no tier {name!r} (built in: {', '.join(BUILT_IN_TIERS)})", field="tiers")
-    module, _, attribute = target.partition(":")
-    try:
-        factory: TierFactory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the tier {name!r} cannot be imported: {error}", field="tiers") from error
-    try:
-        link = factory(context)
-    except BatonError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the tier {name!r} cannot be opened: {error}", field="tiers") from error
+    link: Link | None = STORE_TIERS.create(name, context)
     if name not in BUILT_IN_TIERS and not isinstance(link, Link):
         raise ConfigError(f"the tier {name!r} made a {type(link).__name__}", field="tiers")
     return link

@@ -10,21 +10,23 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.device.compute import device_failure
-from baton.engine.plugins import find_implementation
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.errors import InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec
 from baton.logs import quiet_imports
+from baton.plugins import PluginGroup
 
-EXECUTORS = {
-    "in_process": "baton.engine.executor.in_process:InProcessExecutor",
-    "multiprocess": "baton.engine.executor.multiprocess:MultiprocessExecutor",
-}
-"""Built-in executors: a new one is a file and a line here."""
-ENTRY_POINTS = "baton.executors"
-"""Entry point group of other packages' executors: a class that takes the :class:`EngineConfig`."""
+EXECUTORS = PluginGroup(
+    "executor",
+    "baton.executors",
+    {
+        "in_process": "baton.engine.executor.in_process:InProcessExecutor",
+        "multiprocess": "baton.engine.executor.multiprocess:MultiprocessExecutor",
+    },
+)
+"""Classes that take the :class:`EngineConfig`: a new built-in one is a file and a line here."""
 
 
 class ExecutorLostError(InternalError):
@@ -170,7 +172,7 @@ def load_executor(config: EngineConfig) -> Executor:
         name = "multiprocess" if config.tp * config.pp > 1 else "in_process"
     torch.set_num_threads(config.threads)
     with quiet_imports():
-        implementation = find_implementation(name, EXECUTORS, ENTRY_POINTS, field="executor")
+        implementation = EXECUTORS.load(name, other_names=["auto"])
     executor: Executor = implementation(config)
     try:
         executor.load()

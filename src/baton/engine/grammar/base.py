@@ -10,13 +10,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.plugins import find_implementation
+from baton.plugins import PluginGroup
 from baton.types import Grammar
 
-BACKENDS = {"llguidance": "baton.engine.grammar.guidance:GuidanceBackend"}
-"""Built-in backends: a new one is a file and a line here."""
-ENTRY_POINTS = "baton.grammars"
-"""Entry point group of other packages' backends: a callable as :func:`load_backend` calls it."""
+GRAMMAR_BACKENDS = PluginGroup(
+    "grammar_backend", "baton.grammars", {"llguidance": "baton.engine.grammar.guidance:GuidanceBackend"}
+)
+"""Callables that :func:`load_backend` calls: a new built-in one is a file and a line here."""
 
 
 @dataclass(slots=True)
@@ -108,8 +108,6 @@ def load_backend(name: str, model: Path, *, vocab_size: int, eos_token_ids: froz
     Raises:
         ConfigError: There is no such backend, or it cannot work with this tokenizer.
     """
-    make = find_implementation(
-        "llguidance" if name == "auto" else name, BACKENDS, ENTRY_POINTS, field="grammar_backend"
-    )
+    make = GRAMMAR_BACKENDS.load("llguidance" if name == "auto" else name, other_names=["auto"])
     backend: GrammarBackend = make(model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     return backend

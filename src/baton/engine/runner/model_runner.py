@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.attention import BUILTIN_BACKENDS, AttentionContext, choose_attention, cpu_operators
+from baton.engine.attention import BUILT_IN, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
 from baton.engine.device.arena import arena_memory
 from baton.engine.device.staging import HostStaging
@@ -113,7 +113,7 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
             )
     shapes = tuple(LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim) for spec in specs.values())
     latents = frozenset(index for index, spec in enumerate(specs.values()) if spec.latent)
-    may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILTIN_BACKENDS}
+    may_group = config.layer_groups and config.pp == 1 and config.attention_backend in {"auto", *BUILT_IN}
     may_group = may_group and not any(spec.chunk for spec in specs.values())
     every = list(specs.values())
     kind = kv_type(config, model, every)
@@ -165,7 +165,7 @@ class ModelRunner:
         if any(spec.chunk for spec in self._share.specs.values()):
             self._attention = ChunkedAttention(self._attention, self._share.specs.values())
         self.attention_backend = self._attention.name
-        self.attention_is_foreign = config.attention_backend not in {"auto", *BUILTIN_BACKENDS}
+        self.attention_is_foreign = config.attention_backend not in {"auto", *BUILT_IN}
         self._quantized = quantized_layers(whole.model.module)
         self.linears, make = choose_linear(config, model, library)
         self._operators: LayerOperators = GpuOperators() if device.on_gpu else CpuOperators(library, make)

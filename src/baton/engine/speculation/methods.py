@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from baton.config import EngineConfig
 from baton.engine.executor.base import Executor
-from baton.engine.plugins import find_implementation
 from baton.engine.speculation.bounded import BoundedDrafter
 from baton.engine.speculation.chain import ChainDrafter
 from baton.engine.speculation.drafter import Drafter, ReadsHidden
 from baton.errors import ConfigError
+from baton.plugins import PluginGroup
 
 BUILT_IN = {
     "draft": "baton.engine.speculation.draft_model:load_draft_model",
@@ -20,8 +20,8 @@ BUILT_IN = {
     "suffix": "baton.engine.speculation.suffix:SuffixDrafter",
 }
 """Methods of ``--speculative``: a new one is a file and a line here."""
-ENTRY_POINTS = "baton.drafters"
-"""Entry point group of other packages' methods: a callable that takes the :class:`EngineConfig` and the executor."""
+DRAFTERS = PluginGroup("speculative", "baton.drafters", BUILT_IN)
+"""Callables that take the :class:`EngineConfig` and the executor and return a :class:`Drafter`."""
 
 
 def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
@@ -33,7 +33,7 @@ def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
     name = config.speculative
     if name == "none":
         return None
-    make = find_implementation(name, BUILT_IN, ENTRY_POINTS, field="speculative")
+    make = DRAFTERS.load(name, other_names=["none"])
     if config.speculative_width > 1 and (why := executor.why_no_trees):
         raise ConfigError(f"speculative_width must be 1 here: {why}", field="speculative_width")
     drafter: Drafter = make(config, executor)

@@ -13,15 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.kv_cache.connector import KVConnector
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
+from baton.plugins import PluginGroup
 from baton.types import InstanceId, Role
 
-GROUP = "baton.kv_connectors"
+KV_CONNECTORS = PluginGroup("kv_connectors", "baton.kv_connectors")
 
 
 @dataclass(frozen=True)
@@ -49,40 +49,18 @@ class ConnectorContext:
 ConnectorFactory = Callable[[ConnectorContext], KVConnector]
 
 
-def find_factory(name: str, built_in: Collection[str] = ()) -> ConnectorFactory:
-    """Return the factory registered under a name.
+def make_connector(name: str, context: ConnectorContext, built_in: Collection[str] = ()) -> KVConnector:
+    """Build the connector that another package registered under a name.
 
     Args:
-        name: Its entry point's.
-        built_in: Names of connectors that need no entry point, for the error.
+        name: Name of its entry point.
+        context: Argument of its factory.
+        built_in: Names of connectors that need no entry point, for the error message.
 
     Raises:
-        ConfigError: There is none, or its package cannot be imported; names ``kv_connectors``.
+        ConfigError: It is not installed, cannot be imported or cannot start, or it refuses these options.
     """
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in known:
-        there = ", ".join(sorted({*built_in, *known})) or "none"
-        raise ConfigError(f"no KV connector {name!r} is installed (there are: {there})", field="kv_connectors")
-    try:
-        factory: ConnectorFactory = known[name].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"KV connector {name!r} cannot be imported: {error}", field="kv_connectors") from error
-    return factory
-
-
-def make_connector(name: str, context: ConnectorContext, built_in: Collection[str] = ()) -> KVConnector:
-    """Build a registered connector; see :func:`find_factory`.
-
-    Raises:
-        ConfigError: It is not there, or does not want these options.
-    """
-    factory = find_factory(name, built_in)
-    try:
-        connector = factory(context)
-    except BatonError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"KV connector {name!r} cannot start: {error}", field="kv_connectors") from error
+    connector = KV_CONNECTORS.create(name, context, other_names=built_in)
     if not isinstance(connector, KVConnector):
         raise ConfigError(f"KV connector {name!r} made a {type(connector).__name__}", field="kv_connectors")
     return connector

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 
-from baton.config.pipes import AUTO, BUILT_IN, check_pipes, find_pipe
+from baton.config.pipes import AUTO, BUILT_IN, PIPES, check_pipes
 from baton.errors import ConfigError
 from baton.kv_transfer.pipes.base import PipeKind, PipeOptions
 
@@ -16,17 +15,15 @@ def load_kind(name: str) -> type[PipeKind]:
     Raises:
         ConfigError: There is none of that name, or it cannot be imported; says what it needs.
     """
-    entry = find_pipe(name)
-    if entry is None:
-        raise ConfigError(f"there is no {name} pipe", field="pipes")
-    module, _, attribute = entry.target.partition(":")
     try:
-        kind = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        needs = f"the {name} pipe needs {entry.needs}" if entry.needs else f"the {name} pipe cannot be imported"
-        raise ConfigError(f"{needs} ({error})", field="pipes") from error
+        kind = PIPES.load(name)
+    except ConfigError as error:
+        if name in BUILT_IN and BUILT_IN[name].needs:
+            message = f"the {name} pipe needs {BUILT_IN[name].needs} ({error.__cause__})"
+            raise ConfigError(message, field="pipes") from error
+        raise
     if not (isinstance(kind, type) and issubclass(kind, PipeKind)):
-        raise ConfigError(f"{entry.target} is no kind of pipe", field="pipes")
+        raise ConfigError(f"{PIPES.find(name)} is no kind of pipe", field="pipes")
     return kind
 
 

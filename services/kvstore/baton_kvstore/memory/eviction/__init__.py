@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 
 from baton.config.kvstore import EVICTION_POLICIES
+from baton.plugins import import_object
 from baton_kvstore.memory.pool import Entry
 
 POLICIES = tuple(EVICTION_POLICIES)
@@ -16,8 +16,7 @@ POLICIES = tuple(EVICTION_POLICIES)
 
 def make_policy(name: str, *, behind: bool) -> Eviction:
     """Make one of :data:`POLICIES`; ``behind``: there is a tier behind, which blocks must reach first."""
-    module, _, attribute = EVICTION_POLICIES[name].partition(":")
-    policy: Eviction = getattr(importlib.import_module(module), attribute)(behind=behind)
+    policy: Eviction = import_object(EVICTION_POLICIES[name])(behind=behind)
     return policy
 
 

@@ -14,30 +14,26 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import Self
 
 from baton.config.router import RouterConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
+from baton.plugins import PluginGroup
 from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
 
-GROUP = "baton.router_policies"
 _POLICIES = "baton_router.scheduler.policies"
-_BUILT_IN: Mapping[str, str] = MappingProxyType(
-    {
-        "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad",
-        "cost_ms": f"{_POLICIES}.cost_ms:CostMs",
-        "round_robin": f"{_POLICIES}.round_robin:RoundRobin",
-        "random": f"{_POLICIES}.uniform:Uniform",
-        "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded",
-        "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo",
-        "session": f"{_POLICIES}.session:Session",
-    }
-)
-"""``module:class`` by name: a new policy is a file and a line here."""
+_BUILT_IN = {
+    "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad.make",
+    "cost_ms": f"{_POLICIES}.cost_ms:CostMs.make",
+    "round_robin": f"{_POLICIES}.round_robin:RoundRobin.make",
+    "random": f"{_POLICIES}.uniform:Uniform.make",
+    "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded.make",
+    "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo.make",
+    "session": f"{_POLICIES}.session:Session.make",
+}
+"""Factories by name: a new policy is a file and a line here."""
+_PLUGINS = PluginGroup("policy", "baton.router_policies", _BUILT_IN)
 POLICIES = tuple(_BUILT_IN)
 """Names of Baton's own policies."""
 
@@ -79,22 +75,9 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
         ConfigError: There is none of that name, it cannot be imported, or an option is out of range.
     """
     context = context or PolicyContext()
-    if name in _BUILT_IN:
-        if context.options:
-            raise ConfigError(f"the policy {name} takes no options", field="policy_options")
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        built_in: type[BuiltInPolicy] = getattr(import_module(module), attribute)
-        return built_in.make(context)
-    known = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in known:
-        there = ", ".join([*POLICIES, *sorted(known)])
-        raise ConfigError(f"policy must be one of {there}, got {name!r}", field="policy")
-    try:
-        policy: Policy = known[name].load()(context)
-    except BatonError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"policy {name!r} cannot start: {error}", field="policy") from error
+    if name in _BUILT_IN and context.options:
+        raise ConfigError(f"the policy {name} takes no options", field="policy_options")
+    policy: Policy = _PLUGINS.create(name, context)
     if not (callable(getattr(policy, "score", None)) and callable(getattr(policy, "chosen", None))):
         raise ConfigError(f"policy {name!r} made a {type(policy).__name__}, which scores nothing", field="policy")
     return policy
