@@ -21,11 +21,17 @@ from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
 from baton_kernels.gpu.rejection import TritonRejectionSampler
 from baton_kernels.gpu.row_wise import TritonGatedMul, TritonRmsNorm
 from baton_kernels.gpu.sampling import TritonSampler
-from baton_kernels.quantized_activations import ActivationScheme, ActivationType
+from baton_kernels.quantization import (
+    ActivationScheme,
+    ActivationType,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
 from baton_kernels.quantized_experts import QuantizedExpertWeights, quantized_experts_reference
 from baton_kernels.quantized_linear import quantized_linear_reference
-from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from baton_kernels.quantized_weights import QuantizedWeight
 from baton_kernels.rejection import rejection_sample
 from baton_kernels.row_wise import SILU, gated_reference, rms_norm_reference
 from baton_kernels.sampling import RowFilter

@@ -20,9 +20,8 @@ import torch
 
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 from baton_kernels.linear import AmxLinear, CpuLinear, PackedLinear, PairsLinear
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 from baton_kernels.quantized_linear import CpuQuantizedLinear
-from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
 
 RESULT = Path(__file__).parents[1] / "results" / "quantized_linear.json"
 WAYS = {

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.cpu.calls import BoundCall
-from baton_kernels.cpu.library import CpuLibrary, LinearOperator
+from baton_kernels.cpu.library import BoundCall, CpuLibrary, LinearOperator
 
 
 def linear_reference(
@@ -86,7 +85,7 @@ class CpuLinear:
         return out
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.calls.BindableOperator`."""
+        """See :class:`~baton_kernels.cpu.library.BindableOperator`."""
         call = LinearCall.from_buffer_copy(self._call)
         call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
         if residual is not None:

@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
-from baton_kernels.quantized_linear import multiplies_integers
-from baton_kernels.quantized_packing import PackedWeights, QuantizedShape, address
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, QuantizedWeight
+from baton_kernels.quantized_linear import PackedWeights, QuantizedShape, address, multiplies_integers
 from baton_kernels.row_wise import Activation, gated_reference
 
 

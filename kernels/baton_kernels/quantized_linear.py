@@ -2,32 +2,46 @@
 
 Weights stay packed: the C++ operators unpack them in registers, or multiply their integers with inputs in int8;
 Triton's (``gpu/quantized_linear.py``) unpack them in registers. The plain one, in torch, is the definition.
+:class:`PackedWeights` has the order in which the C++ operators read weights; see ``csrc/quantized/quantized.h``.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from baton_kernels.cpu.calls import BoundCall
-from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
 from baton_kernels.linear import PackedLinear
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
-from baton_kernels.quantized_packing import PackedWeights, QuantizedShape, address
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from baton_kernels.quantization import (
+    EXACT,
+    ActivationScheme,
+    ActivationType,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    IntegerWeight,
+    QuantizedWeight,
+    TableWeight,
+    same_order,
+)
 
 TILE_ELEMENTS = 1 << 17
-"""Of the weight that the plain layer dequantizes at a time."""
+"""Elements of the weight that the plain layer dequantizes at a time."""
+_FORMS: dict[type[Any], int] = {Int8Weight: 0, Int4Weight: 1, Fp8Weight: 2, TableWeight: 3}
+_NARROW = (torch.bfloat16, torch.float16)
+_INT8_BASE = 128
+"""Added to values of int8 and to their zeros: packed ones are unsigned."""
 
 
 class QuantizedLinear(PackedLinear, Protocol):
     """A linear layer with a quantized weight.
 
     Attributes:
-        name: Which operator it is, for people.
-        nbytes: Bytes of its weight.
+        name: Name of the operator, for logs.
+        nbytes: Bytes of the packed weight.
     """
 
     name: str
@@ -78,12 +92,14 @@ class PlainQuantizedLinear:
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, activations: ActivationScheme = EXACT
     ) -> None:
         self.name = "torch"
-        self.out_features, self.in_features, self.nbytes = weight.rows, weight.columns, weight.nbytes
-        self._weight, self._activations = weight, activations
+        self.out_features = weight.rows
+        self.in_features = weight.columns
+        self.nbytes = weight.nbytes
+        self._weight = weight
+        self._activations = activations
         self._bias = None if bias is None else bias.detach().float()
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`baton_kernels.linear.PackedLinear`."""
         rounded = self._activations.round(x)
         out = rounded.new_empty(len(x), self.out_features)
         rows = max(1, TILE_ELEMENTS // self.in_features)
@@ -94,6 +110,77 @@ class PlainQuantizedLinear:
             if each is not None:
                 out += each
         return out.to(x.dtype)
+
+
+class QuantizedShape(ctypes.Structure):
+    """The C structure ``QuantizedShape`` of ``csrc/operators.h``."""
+
+    _fields_: ClassVar[list[Any]] = [
+        *((name, ctypes.c_int64) for name in ("in_features", "out_features", "group")),
+        *((name, ctypes.c_int32) for name in ("form", "narrow", "own_zeros", "zero", "gated", "unused")),
+    ]
+
+
+class PackedWeights:
+    """Weights of one shape and form, packed one behind the other.
+
+    Scales and zeros are stored in 16 bits where that holds all of them exactly. A zero that all groups share is stored
+    once.
+
+    Args:
+        library: The C++ operators.
+        weights: One or more weights.
+        gated: Whether each weight is the gates' rows and behind them as many rows of ups, whose products are
+            multiplied with each other.
+
+    Attributes:
+        shape: Shape and form of each weight.
+        packed: uint8, the packed bytes of all weights.
+        each_bytes: Bytes of one packed weight.
+        table: float32 [16], or ``None``.
+        order: int32 [columns], or ``None``; see :attr:`.IntegerWeight.order`.
+
+    Raises:
+        ValueError: The weights differ in shape, group, table or order.
+    """
+
+    def __init__(self, library: CpuLibrary, weights: Sequence[QuantizedWeight], *, gated: bool = False) -> None:
+        first = weights[0]
+        numbers = [_scales_and_zeros(each) for each in weights]
+        zero = _common_zero(first, [zeros for _, zeros in numbers])
+        narrow = _narrow_code([scales for scales, _ in numbers], [zeros for _, zeros in numbers if zero is None])
+        self.shape = QuantizedShape(
+            in_features=first.columns,
+            out_features=first.rows,
+            group=first.group,
+            form=_FORMS[type(first)],
+            narrow=narrow,
+            own_zeros=zero is None,
+            zero=zero or 0,
+            gated=gated,
+        )
+        # Copies: as parts of a weight's memory they would keep all of it.
+        self.table = first.table.clone() if isinstance(first, TableWeight) else None
+        order = first.order if isinstance(first, IntegerWeight) else None
+        self.order = None if order is None else order.clone()
+        shape = ctypes.byref(self.shape)
+        self.each_bytes = int(library.quantized.packed_size(shape))
+        self.packed = library.weights.empty(self.each_bytes * len(weights), torch.uint8)
+        for index, (weight, (scales, zeros)) in enumerate(zip(weights, numbers, strict=True)):
+            if not self._fits(weight):
+                raise ValueError("weights that are packed together differ in shape, group, table or order")
+            values = weight.values.view(torch.uint8).contiguous()
+            target = self.packed.data_ptr() + index * self.each_bytes
+            zeros_address = zeros.data_ptr() if zero is None and zeros is not None else None
+            library.quantized.pack(shape, values.data_ptr(), scales.data_ptr(), zeros_address, target)
+
+    def _fits(self, weight: QuantizedWeight) -> bool:
+        shape = (weight.columns, weight.rows, weight.group, _FORMS[type(weight)])
+        if shape != (self.shape.in_features, self.shape.out_features, self.shape.group, self.shape.form):
+            return False
+        if isinstance(weight, TableWeight):
+            return self.table is not None and torch.equal(weight.table, self.table)
+        return not isinstance(weight, IntegerWeight) or same_order(weight.order, self.order)
 
 
 class QuantizedCall(ctypes.Structure):
@@ -118,7 +205,8 @@ class CpuQuantizedLinear:
         bias: torch.Tensor | None = None,
         activations: ActivationScheme = EXACT,
     ) -> None:
-        self.out_features, self.in_features = weight.rows, weight.columns
+        self.out_features = weight.rows
+        self.in_features = weight.columns
         self._run = library.quantized.run
         self._weights = PackedWeights(library, [weight])
         self.nbytes = self._weights.packed.numel()
@@ -140,7 +228,6 @@ class CpuQuantizedLinear:
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`baton_kernels.linear.PackedLinear`."""
         if self._rounds_ahead is not None:
             rounded = self._rounds_ahead.round(x)
             return self._multiply(rounded, None if residual is None else residual.float()).to(x.dtype)
@@ -149,30 +236,71 @@ class CpuQuantizedLinear:
     def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.out_features)
         call = self._call
-        call.x, call.out, call.rows, call.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+        call.x = x.data_ptr()
+        call.x_stride = x.stride(0)
+        call.out = out.data_ptr()
+        call.rows = len(x)
         call.dtype = DTYPE_CODES[x.dtype]
         if residual is None:
             call.residual = None
         else:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.calls.BindableOperator`; inputs that torch rounds cannot be bound."""
+        """See :class:`~baton_kernels.cpu.library.BindableOperator`; inputs that torch rounds cannot be bound."""
         if self._rounds_ahead is not None:
             return None
         call = QuantizedCall.from_buffer_copy(self._call)
-        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        call.x = x.data_ptr()
+        call.x_stride = x.stride(0)
+        call.out = out.data_ptr()
         call.dtype = DTYPE_CODES[x.dtype]
         call.residual = None
         if residual is not None:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         return BoundCall(self._run, call, (x, out, residual, self._weights, self._bias))
 
 
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's elements, or ``None`` for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _scales_and_zeros(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scales and zeros of every row and group, contiguous; zeros as packed values have them."""
+    if isinstance(weight, Fp8Weight):
+        return weight.row_scales.contiguous(), None
+    zeros = weight.zeros if isinstance(weight, IntegerWeight) else None
+    if isinstance(weight, Int8Weight) and zeros is not None:
+        zeros = zeros + _INT8_BASE
+    return weight.scales.contiguous(), None if zeros is None else zeros.contiguous()
+
+
+def _common_zero(first: QuantizedWeight, zeros: list[torch.Tensor | None]) -> int | None:
+    """Return the integer that all zeros are equal to, or ``None``."""
+    present = [each for each in zeros if each is not None]
+    if not present:
+        return _INT8_BASE if isinstance(first, Int8Weight) else 0
+    value = float(present[0].flatten()[0])
+    same = len(present) == len(zeros) and all(bool((each == value).all()) for each in present)
+    return int(value) if same and value.is_integer() and abs(value) <= 2 * _INT8_BASE else None
+
+
+def _narrow_code(scales: list[torch.Tensor], zeros: list[torch.Tensor | None]) -> int:
+    """Return the code of the narrowest type that holds all numbers exactly."""
+    numbers = [*scales, *(each for each in zeros if each is not None)]
+    for dtype in _NARROW:
+        if all(torch.equal(each.to(dtype).float(), each) for each in numbers):
+            return DTYPE_CODES[dtype]
+    return DTYPE_CODES[torch.float32]
+
+
 def multiplies_integers(weight: QuantizedWeight, activations: ActivationScheme) -> bool:
-    """Whether the C++ operators round inputs to int8 themselves, and multiply them with the weight's integers."""
+    """Whether the C++ operators round the inputs to int8 and multiply them with the weight's integers."""
     rounds = activations.type is ActivationType.INT8 and not activations.group
-    return rounds and isinstance(weight, Int8Weight | Int4Weight)
+    return rounds and isinstance(weight, IntegerWeight)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.cpu.calls import BoundCall
-from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
 
 
 class RowCall(ctypes.Structure):
@@ -34,7 +33,7 @@ class RowCall(ctypes.Structure):
     def bound(
         self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, *keeps: Any
     ) -> BoundCall:
-        """Return a call of a function for rows of x, as :class:`~baton_kernels.cpu.calls.BindableOperator` says."""
+        """Return a call of a function for rows of x, as :class:`~baton_kernels.cpu.library.BindableOperator` says."""
         call = RowCall.from_buffer_copy(self)
         call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
         call.residual = None if residual is None else residual.data_ptr()
@@ -68,7 +67,7 @@ class CpuRmsNorm:
         return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.calls.BindableOperator`."""
+        """See :class:`~baton_kernels.cpu.library.BindableOperator`."""
         return self._call.bound(self._run, x, out, residual, self._weight)
 
 
@@ -127,7 +126,7 @@ class CpuGatedMul:
         return self._call.run(self._run, x, x.new_empty(x.shape[0], x.shape[1] // 2))
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.calls.BindableOperator`; there is no residual."""
+        """See :class:`~baton_kernels.cpu.library.BindableOperator`; there is no residual."""
         if residual is not None:
             return None
         bound = self._call.bound(self._run, x, out, None)

@@ -9,14 +9,12 @@ import struct
 import pytest
 
 from baton_kernels import sampling
-from baton_kernels.cpu.calls import NativeCall
-from baton_kernels.cpu.library import SOURCES
+from baton_kernels.cpu.library import SOURCES, NativeCall
 from baton_kernels.experts import ExpertsCall, RoutingCall
 from baton_kernels.linear import LinearCall
 from baton_kernels.paged_attention.cpu import AttentionCall
 from baton_kernels.quantized_experts import QuantizedExpertsCall
-from baton_kernels.quantized_linear import QuantizedCall
-from baton_kernels.quantized_packing import QuantizedShape
+from baton_kernels.quantized_linear import QuantizedCall, QuantizedShape
 from baton_kernels.row_wise import RowCall
 from baton_kernels.sampling import RowFilter, SampleCall
 from baton_kernels.token_mask import TokenMaskCall

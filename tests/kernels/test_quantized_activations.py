@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
 
 
 def test_int8_per_token_is_within_half_a_step() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.cpu import CpuLibrary
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
 from baton_kernels.quantized_experts import (
     CpuQuantizedExperts,
     PlainQuantizedExperts,

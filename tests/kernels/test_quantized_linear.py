@@ -12,15 +12,26 @@ from hypothesis import strategies as st
 from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import (
+    EXACT,
+    INT8_PER_TOKEN,
+    ActivationScheme,
+    ActivationType,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    TableWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
 from baton_kernels.quantized_linear import (
     CpuQuantizedLinear,
     PlainQuantizedLinear,
     make_quantized_linear,
     quantized_linear_reference,
 )
-from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight, TableWeight
 
 SCHEMES = {
     "exact": EXACT,

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.models.quantized import FORMS, make
 
-from baton_kernels.quantized_weights import (
+from baton_kernels.quantization import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
     TableWeight,
-    join,
+    join_weights,
     pack_nibbles,
     unpack_nibbles,
 )
@@ -71,18 +71,18 @@ def test_parts_are_parts_of_the_whole(data: st.DataObject, form: str, rows: int,
 @given(form=st.sampled_from(FORMS), rows=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_joined_weights_stand_below_each_other(form: str, rows: list[int]) -> None:
     weights = [make(form, each, 16, 8, seed) for seed, each in enumerate(rows)]
-    assert torch.equal(join(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
+    assert torch.equal(join_weights(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
 
 
 def test_a_zero_that_only_one_of_the_joined_has_stays_its_own() -> None:
     weights = [make("int8", 3, 16, 8), make("int8-zeros", 2, 16, 8)]
-    assert torch.equal(join(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
+    assert torch.equal(join_weights(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
 
 
 def test_scales_per_tensor_are_joined_as_scales_per_row() -> None:
     weights = [Fp8Weight(make("fp8", 3, 8, 8).values, torch.full((1, 1), scale), (3, 8)) for scale in (1.0, 2.0)]
     weights.append(Fp8Weight(make("fp8", 5, 8, 8).values, torch.full((1, 1), 3.0), (5, 8)))
-    assert torch.equal(join(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
+    assert torch.equal(join_weights(weights).dequantize(), torch.cat([each.dequantize() for each in weights]))
 
 
 def test_a_channel_scale_goes_with_every_part_of_its_columns() -> None:
@@ -105,10 +105,10 @@ def test_weights_that_differ_are_not_joined() -> None:
         (make("int8", 3, 16, 8), make("int8-order", 3, 16, 8)),
         (make("fp8", 4, 16, 8), make("fp8", 4, 16, 4)),
         (make("fp8", 4, 16, 8), make("fp8", 4, 24, 8)),
-        (make("table", 4, 16, 8), TableWeight(make("table", 4, 16, 8).values, torch.zeros(16), torch.ones(4, 2))),
+        (make("table", 4, 16, 8), TableWeight(make("table", 4, 16, 8).values, torch.ones(4, 2), torch.zeros(16))),
     ):
         with pytest.raises(ValueError, match="cannot be joined"):
-            join([one, other])
+            join_weights([one, other])
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -123,9 +123,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="zeros are"):
         Int4Weight(nibbles, scales, torch.ones(4, 1))
     with pytest.raises(ValueError, match="scales must be"):
-        TableWeight(nibbles, torch.ones(16), scales.double())
+        TableWeight(nibbles, scales.double(), torch.ones(16))
     with pytest.raises(ValueError, match="table must be"):
-        TableWeight(nibbles, torch.ones(8), scales)
+        TableWeight(nibbles, scales, torch.ones(8))
     with pytest.raises(ValueError, match="blocks of"):
         Fp8Weight(torch.zeros(4, 16).to(torch.float8_e4m3fn), scales, (4, 8))
     with pytest.raises(ValueError, match="each of 16 columns once"):

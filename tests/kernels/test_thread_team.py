@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -10,13 +10,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A build of the operators.
+    """A build of the operators for one instruction set.
 
     Attributes:
         name: Part of the library's file name.
-        needs: What the processor must have, as ``/proc/cpuinfo`` names it.
+        needs: Features that the processor must have, as ``/proc/cpuinfo`` names them.
         march: Architecture, as ``-march`` names it.
-        features: What is switched on beside, as ``-m`` names it, or, on Arm, what stands behind ``march``.
+        features: Further features that are switched on, as ``-m`` names them; on Arm they are appended to ``march``.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Variant:
 
     @property
     def file_name(self) -> str:
-        """The library's file name."""
+        """File name of the library."""
         return f"baton_cpu-{self.name}.so"
 
 
@@ -50,11 +50,11 @@ _AARCH64 = (
     Variant("armv8-a", frozenset(), "armv8-a"),
 )
 VARIANTS = {"x86_64": _X86_64, "aarch64": _AARCH64}
-"""By machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
+"""Builds by machine, the best first. AMX is used by intrinsics alone, where the processor and the kernel allow it."""
 
 
 def sources_digest(folder: Path) -> str:
-    """Return what the operators that were built from a folder's sources know them by."""
+    """Return the digest of a folder's C++ sources, which the libraries built from them carry."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -62,7 +62,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def runnable_variants(machine: str = "") -> list[Variant]:
-    """Return the builds that this processor can run, the best first; empty: none is made for it."""
+    """Return the builds that this processor can run, the best first; empty: there is none for it."""
     flags = _cpu_flags()
     return [each for each in VARIANTS.get(machine or platform.machine(), ()) if each.needs <= flags]
 

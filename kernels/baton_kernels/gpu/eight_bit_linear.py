@@ -14,8 +14,7 @@ import triton.language as tl
 from baton_kernels.gpu import converts_fp8
 from baton_kernels.gpu.quantized_linear import SUM_TILE, shares, sum_kernel
 from baton_kernels.gpu.tuning import tuning_for
-from baton_kernels.quantized_activations import ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import Fp8Weight, Int8Weight, QuantizedWeight
+from baton_kernels.quantization import ActivationScheme, ActivationType, Fp8Weight, Int8Weight, QuantizedWeight
 
 MOST_COLUMNS = 1 << 17
 """Sums of so many products of 128 and 127 stay within 32 bits."""

@@ -13,7 +13,7 @@ from baton_kernels.gpu.experts import GroupedExperts, GroupedRows
 from baton_kernels.gpu.row_wise import gated
 from baton_kernels.gpu.tuning import Tuning
 from baton_kernels.gpu.weights import DeviceWeights, device_weights, product, rounded_inputs
-from baton_kernels.quantized_activations import EXACT, ActivationScheme
+from baton_kernels.quantization import EXACT, ActivationScheme
 from baton_kernels.quantized_experts import QuantizedExpertWeights
 from baton_kernels.row_wise import Activation
 

@@ -13,8 +13,7 @@ import triton.language as tl
 
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
 from baton_kernels.gpu.weights import dequantize_kernel, device_weights, product, rounded_inputs
-from baton_kernels.quantized_activations import EXACT, ActivationScheme
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import EXACT, ActivationScheme, QuantizedWeight
 
 SLAB_BYTES = 64 << 20
 """Of a weight that is unpacked into memory at a time."""

@@ -1,6 +1,6 @@
 """Quantized weights as Triton's kernels read them, and the product of rows with them that these kernels share.
 
-Weights stay in the form's own bytes (:mod:`baton_kernels.quantized_weights`), those of several experts behind each
+Weights stay in the form's own bytes (:mod:`baton_kernels.quantization`), those of several experts behind each
 other. The integers of a tile are multiplied as they are and scaled afterwards wherever all columns of the tile share a
 scale, so nothing is rounded in between; a zero z is then taken off as ``scale * z * sum(x)``.
 """
@@ -16,15 +16,23 @@ import triton
 import triton.language as tl
 
 from baton_kernels.gpu import converts_fp8
-from baton_kernels.quantized_activations import ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
+from baton_kernels.quantization import (
+    ActivationScheme,
+    ActivationType,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    IntegerWeight,
+    QuantizedWeight,
+    TableWeight,
+)
 
 INPUT_FACTOR = 2.0**-7
 """Of rounded inputs: sums of values up to 448 would leave the range of float16."""
 
 
 class Form(enum.IntEnum):
-    """The forms of :mod:`baton_kernels.quantized_weights`, as kernels number them."""
+    """The forms of :mod:`baton_kernels.quantization`, as kernels number them."""
 
     INT8 = 0
     INT4 = 1
@@ -45,7 +53,12 @@ class Scales(enum.IntEnum):
     """One is looked up for each value."""
 
 
-_FORMS = {Int8Weight: Form.INT8, Int4Weight: Form.INT4, Fp8Weight: Form.FP8, TableWeight: Form.TABLE}
+_FORMS: dict[type[QuantizedWeight], Form] = {
+    Int8Weight: Form.INT8,
+    Int4Weight: Form.INT4,
+    Fp8Weight: Form.FP8,
+    TableWeight: Form.TABLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +142,14 @@ def device_weights(weights: Sequence[QuantizedWeight]) -> DeviceWeights:
         raise ValueError("experts differ in form, shape, group or order of columns")
     zeros: torch.Tensor | None = None
     table: torch.Tensor | None = None
-    if any(getattr(each, "zeros", None) is not None for each in weights):
-        own = [each.zeros for each in weights if isinstance(each, Int8Weight | Int4Weight)]
-        zeros = _stack([torch.zeros_like(first.scales) if each is None else each for each in own])
+    order: torch.Tensor | None = None
+    integers = [each for each in weights if isinstance(each, IntegerWeight)]
+    if any(each.zeros is not None for each in integers):
+        zeros = _stack([torch.zeros_like(each.scales) if each.zeros is None else each.zeros for each in integers])
+    if isinstance(first, IntegerWeight) and first.order is not None:
+        order = _stack([each.order for each in integers if each.order is not None])
     if isinstance(first, TableWeight):
         table = _stack([each.table for each in weights if isinstance(each, TableWeight)])
-    orders = [getattr(each, "order", None) for each in weights]
-    order = None if orders[0] is None else _stack([each for each in orders if each is not None])
     values = _stack([each.values for each in weights])
     if isinstance(first, Fp8Weight) and not converts_fp8(values.device):
         values = values.view(torch.uint8)
@@ -162,11 +176,9 @@ def rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> tuple[torc
 
 
 def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
-    ordered = getattr(weight, "order", None) is not None
-    if isinstance(weight, Fp8Weight):
-        height, group = (min(side, size) for side, size in zip(weight.block, weight.values.shape, strict=True))
-        return Form.FP8, weight.rows, weight.columns, group, height, ordered
-    return _FORMS[type(weight)], weight.rows, weight.columns, weight.group, 1, ordered
+    ordered = isinstance(weight, IntegerWeight) and weight.order is not None
+    height = min(weight.block[0], weight.rows) if isinstance(weight, Fp8Weight) else 1
+    return _FORMS[type(weight)], weight.rows, weight.columns, weight.group, height, ordered
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

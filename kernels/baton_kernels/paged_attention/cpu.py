@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from baton_kernels.cpu.calls import BoundCall
-from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
 from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionSpec, LayerPool, RaggedBatch, Rotation
 from baton_kernels.paged_attention.latent import LatentProjections
 

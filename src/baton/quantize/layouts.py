@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from baton.quantize.scales import Scheme
-from baton_kernels.quantized_weights import (
+from baton_kernels.quantization import (
     Fp8Weight,
     Int4Weight,
     QuantizedWeight,

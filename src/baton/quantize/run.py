@@ -24,7 +24,7 @@ from baton.quantize.scales import SCHEMES, Scheme, quantize
 from baton.quantize.writer import CheckpointWriter
 from baton.tokenizer import Tokenizer
 from baton.tokenizer.model_files import model_directory, read_file, read_json
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import QuantizedWeight
 
 SEQUENCE_TOKENS = 512
 LEAST_TOKENS = 64

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_kernels.quantized_rounding import NF4
-from baton_kernels.quantized_weights import (
+from baton_kernels.quantization import (
+    NF4,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
@@ -136,7 +136,7 @@ def _fp8(values: torch.Tensor, scales: torch.Tensor) -> Fp8Weight:
 
 
 def _nf4(values: torch.Tensor, scales: torch.Tensor) -> TableWeight:
-    return TableWeight(pack_nibbles(values), _TABLE, scales)
+    return TableWeight(pack_nibbles(values), scales, _TABLE)
 
 
 SCHEMES: Mapping[str, Scheme] = {

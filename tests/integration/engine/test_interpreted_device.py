@@ -28,8 +28,7 @@ from baton.errors import ConfigError
 from baton.types import SamplingParams
 from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear
 from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN
-from baton_kernels.quantized_weights import Int8Weight
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, Int8Weight
 
 VOCAB, NEW_TOKENS = 512, 4
 TOKENS = np.random.default_rng(5).integers(8, VOCAB, 14).tolist()

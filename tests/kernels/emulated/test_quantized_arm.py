@@ -20,7 +20,7 @@ from tests.support.models.quantized import FORMS, make
 
 from baton_kernels.cpu import library as cpu
 from baton_kernels.cpu.variants import VARIANTS, Variant
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
 from baton_kernels.quantized_experts import CpuQuantizedExperts, QuantizedExpertWeights, quantized_experts_reference
 from baton_kernels.quantized_linear import CpuQuantizedLinear, quantized_linear_reference
 from baton_kernels.row_wise import SILU

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from tests.kernels.gpu.test_quantized import DEVICE, inputs, moved
 from tests.support.models.quantized import make
 
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import (
+    EXACT,
+    INT8_PER_TOKEN,
+    ActivationScheme,
+    ActivationType,
+    Fp8Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 from baton_kernels.quantized_linear import quantized_linear_reference
-from baton_kernels.quantized_weights import Fp8Weight, Int8Weight, QuantizedWeight
 
 pytest.importorskip("triton")
 from baton_kernels.gpu.eight_bit_linear import MOST_COLUMNS, TritonEightBitLinear, takes_eight_bits

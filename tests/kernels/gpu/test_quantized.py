@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tests.kernels.test_quantized_experts import chosen, experts_of
 from tests.support.models.quantized import FORMS, make
 
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType
+from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, ActivationScheme, ActivationType, Fp8Weight, Int8Weight
 from baton_kernels.quantized_experts import QuantizedExpertWeights, quantized_experts_reference
 from baton_kernels.quantized_linear import quantized_linear_reference
-from baton_kernels.quantized_weights import Fp8Weight, Int8Weight
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
 
 pytest.importorskip("triton")

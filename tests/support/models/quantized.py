@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels.quantized_weights import (
+from baton_kernels.quantization import (
     Fp8Weight,
     Int4Weight,
     Int8Weight,
@@ -34,4 +34,4 @@ def make(form: str, rows: int, columns: int, group: int, seed: int = 0) -> Quant
     if form == "fp8":
         scales = normal(-(-rows // 4), -(-columns // group))
         return Fp8Weight(normal(rows, columns).to(torch.float8_e4m3fn), scales, (4, group))
-    return TableWeight(pack_nibbles(nibbles), torch.linspace(-1, 1, 16), normal(*groups))
+    return TableWeight(pack_nibbles(nibbles), normal(*groups), torch.linspace(-1, 1, 16))

@@ -18,7 +18,7 @@ from baton.engine.models import fused
 from baton.engine.models.layer_program import LayerProgram, UnboundError
 from baton.engine.runner.input_batch import ForwardBatch
 from baton_kernels.cpu import load_library, runnable_variants
-from baton_kernels.cpu.calls import BoundCall, NativeCalls
+from baton_kernels.cpu.library import BoundCall, NativeCalls
 from baton_kernels.paged_attention.cpu import AttentionCall
 from baton_kernels.row_wise import CpuRmsNorm, rms_norm_reference
 

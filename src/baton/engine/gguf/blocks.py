@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, pack_nibbles
+from baton_kernels.quantization import Int4Weight, Int8Weight, pack_nibbles
 
 _NEGLIGIBLE = 1e7
 """Minimum in scales from which on the values make no difference in float32."""

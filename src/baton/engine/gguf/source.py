@@ -13,7 +13,7 @@ from baton.engine.gguf.blocks import is_quantized, unpack
 from baton.engine.quantization.base import StoredWeight
 from baton.errors import ConfigError
 from baton.gguf import GgufFile, TensorInfo, TensorRule, open_gguf, tensor_rules
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import QuantizedWeight
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EMBEDDING = "token_embd.weight"

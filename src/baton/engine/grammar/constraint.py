@@ -23,7 +23,7 @@ import numpy.typing as npt
 from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
 from baton.errors import InvalidRequestError
 from baton.types import Grammar, TokenLogprob
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 from baton_kernels.token_mask import TokenMask, mask_words, pack_mask
 
 LONG_RUN = 64

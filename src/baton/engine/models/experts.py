@@ -20,7 +20,7 @@ from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.experts import CpuExperts, ExpertWeights, Routing, Scoring
 from baton_kernels.linear import PackedLinear, PlainLinear
-from baton_kernels.quantized_activations import ActivationScheme
+from baton_kernels.quantization import ActivationScheme
 from baton_kernels.quantized_experts import QuantizedExpertWeights, make_quantized_experts
 from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind
 

@@ -24,7 +24,7 @@ from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
-from baton_kernels.quantized_weights import join
+from baton_kernels.quantization import join_weights
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> Packe
     if any(module.activations != activations for module in quantized):
         return None
     try:
-        weight = join([module.held.get() for module in quantized])
+        weight = join_weights([module.held.get() for module in quantized])
     except ValueError as error:
         log.info("quantized layers stay apart: %s", error)
         return None

@@ -22,9 +22,8 @@ from baton.engine.quantization.modules import QuantizedExpertsModule
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.experts import CpuRouting, Routing, routing_reference
 from baton_kernels.linear import PackedLinear, PlainLinear
-from baton_kernels.quantized_activations import ActivationScheme
+from baton_kernels.quantization import ActivationScheme, QuantizedWeight
 from baton_kernels.quantized_linear import make_quantized_linear
-from baton_kernels.quantized_weights import QuantizedWeight
 from baton_kernels.row_wise import Activation, CpuGatedMul, CpuRmsNorm
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]

@@ -15,7 +15,7 @@ import torch
 
 from baton.engine.models.fused_layers import FusedLayer, GatedMlp, HeadAttention, split_heads
 from baton.engine.models.layer_operators import RowNorm
-from baton_kernels.cpu.calls import BindableOperator, BoundCall, NativeCalls
+from baton_kernels.cpu.library import BindableOperator, BoundCall, NativeCalls
 from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import LayerPool
 from baton_kernels.paged_attention.cpu import BoundAttention, CpuPagedAttention, CpuPlan

@@ -31,8 +31,7 @@ from baton.engine.quantization.base import StoredWeight, TensorSource, need_shap
 from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, ReadWeight
 from baton.engine.quantization.parts import deinterleaved
 from baton.errors import ConfigError
-from baton_kernels.quantized_activations import ActivationScheme
-from baton_kernels.quantized_weights import QuantizedWeight, join
+from baton_kernels.quantization import ActivationScheme, QuantizedWeight, join_weights
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +248,7 @@ def _joined(parts: list[tuple[StoredWeight, int]]) -> ReadWeight:
     def read() -> QuantizedWeight:
         weights = [weight.read(expert) for weight, expert in parts]
         try:
-            return weights[0] if len(weights) == 1 else join(weights)
+            return weights[0] if len(weights) == 1 else join_weights(weights)
         except ValueError as error:
             names = " and ".join(weight.parameter for weight, _ in parts)
             raise ConfigError(f"{names}: {error}", field="model") from error

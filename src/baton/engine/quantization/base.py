@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from baton.errors import ConfigError
-from baton_kernels.quantized_activations import EXACT, ActivationScheme
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import EXACT, ActivationScheme, QuantizedWeight
 
 CONFIG_NAME = "quantization_config"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, pack_nibbles, unpack_nibbles
+from baton_kernels.quantization import Int4Weight, Int8Weight, pack_nibbles, unpack_nibbles
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive columns stands in each four bits of AWQ's int32, the lowest first."""

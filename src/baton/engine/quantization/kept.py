@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import QuantizedWeight
 
 MAPPED_BYTES = 1 << 16
 """Bytes of a weight from which on it gets a mapping of its own."""
@@ -34,9 +34,9 @@ class KeptWeight:
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self._form = type(weight)
-        fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-        tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
-        self._others = {name: value for name, value in fields.items() if name not in tensors}
+        tensors = weight.tensors()
+        names = (field.name for field in dataclasses.fields(weight))
+        self._others = {name: getattr(weight, name) for name in names if name not in tensors}
         on_cpu = weight.values.device.type == "cpu"
         if on_cpu:
             tensors = {name: _narrowed(name, tensor) for name, tensor in tensors.items()}

@@ -17,9 +17,17 @@ from torch import nn
 
 from baton.engine.quantization.kept import KeptWeight, return_free_memory
 from baton.engine.quantization.parts import pick_rows, to_device
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
+from baton_kernels.quantization import (
+    EXACT,
+    ActivationScheme,
+    ActivationType,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    TableWeight,
+)
 from baton_kernels.quantized_linear import PlainQuantizedLinear
-from baton_kernels.quantized_weights import Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, TableWeight
 from baton_kernels.row_wise import Activation, gated_reference
 
 ReadWeight = Callable[[], QuantizedWeight]

@@ -13,9 +13,15 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.quantization.base import StoredWeight, TensorSource
 from baton.errors import ConfigError
-from baton_kernels.quantized_activations import EXACT, INT8_PER_TOKEN
-from baton_kernels.quantized_rounding import quantize_fp8, quantize_int4, quantize_int8, quantize_nf4
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import (
+    EXACT,
+    INT8_PER_TOKEN,
+    QuantizedWeight,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+    quantize_nf4,
+)
 
 GROUPS = (64, 32, 16)
 """Inputs that share a scale with 4 bits: the first that divides a row."""

@@ -14,8 +14,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
-from baton_kernels.cpu.library import CpuLibrary
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import CpuLibrary, ThreadTeam
 from baton_kernels.random_numbers import Draws
 from baton_kernels.sampling import CpuSampler, RowFilter, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask

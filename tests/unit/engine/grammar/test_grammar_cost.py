@@ -15,7 +15,7 @@ from baton.engine.grammar.compiler import GrammarCompiler
 from baton.engine.grammar.constraint import Constraint, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.grammar import lark_grammar, regex_grammar
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | "b"'
 MANY_STATES = r"(\w*a\w{400}){5}"

@@ -23,7 +23,7 @@ from baton.engine.sample import sampler
 from baton.errors import InvalidRequestError
 from baton.grammar import choice_grammar, lark_grammar, regex_grammar
 from baton.types import FinishReason, Grammar, RequestId, SamplingParams
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 
 PROMPT = [5, 9, 14, 33, 21, 7, 50]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

@@ -26,7 +26,7 @@ from baton.engine.sample.row import SamplerRow
 from baton.engine.sample.sampler import sample
 from baton.grammar import StructuredOutputs, regex_grammar
 from baton.types import RequestId, SamplingParams
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 from baton_kernels.token_mask import has_token, pack_mask
 
 PROMPT = [5, 9, 14, 33, 21, 7, 50]

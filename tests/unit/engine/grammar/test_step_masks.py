@@ -16,7 +16,7 @@ from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow, S
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.engine.sample.native import cpu_sampler, crowded_team
 from baton.grammar import StructuredOutputs
-from baton_kernels.cpu.team import ThreadTeam
+from baton_kernels.cpu.library import ThreadTeam
 from baton_kernels.token_mask import TokenMask, unpack_mask
 
 ENDS = frozenset({0})

@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from tests.support.models.gguf_files import HALVES, WRITTEN, random_blocks
 
 from baton.engine.gguf.blocks import is_quantized, unpack
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight
+from baton_kernels.quantization import Int4Weight, Int8Weight
 
 
 @pytest.mark.parametrize("kind", HALVES)

@@ -13,7 +13,7 @@ from tests.support.models.gguf_files import HALVES, finish, write_gguf, write_si
 from baton.engine.gguf.source import GgufSource
 from baton.engine.models.checkpoint import model_digest, weight_files
 from baton.errors import ConfigError
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight
+from baton_kernels.quantization import Int4Weight, Int8Weight
 
 KINDS = {"llama": "Q8_0", "qwen2": "Q4_0", "qwen3": "Q4_1", "gemma2": "Q5_0", "gemma3": "Q5_1"}
 

@@ -14,7 +14,7 @@ from baton.engine.models.checkpoint import read_header
 from baton.engine.models.tensors import MAPPED_BYTES, TensorFiles
 from baton.engine.quantization.kept import KeptWeight
 from baton.errors import ConfigError
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
+from baton_kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight
 
 ROWS, COLUMNS, GROUP = 96, 512, 32
 NUMBERS = ROWS * COLUMNS // GROUP

@@ -36,7 +36,7 @@ from baton.engine.quantization.base import StoredWeight
 from baton.engine.quantization.modules import HeldWeight
 from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
-from baton_kernels.quantized_weights import QuantizedWeight
+from baton_kernels.quantization import QuantizedWeight
 
 MODULE = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 48, 64

@@ -23,7 +23,7 @@ from baton.engine.quantization.base import (
     tensor_error,
 )
 from baton.engine.quantization.integers import AWQ_ORDER, integer_weight, unpack_int32
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight
+from baton_kernels.quantization import Int4Weight, Int8Weight
 
 PARTS = ("qweight", "qzeros", "scales")
 

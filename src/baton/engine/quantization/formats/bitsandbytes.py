@@ -29,7 +29,7 @@ from baton.engine.quantization.base import (
     need_tensor,
     tensor_error,
 )
-from baton_kernels.quantized_weights import Int8Weight, TableWeight
+from baton_kernels.quantization import Int8Weight, TableWeight
 
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
@@ -157,4 +157,4 @@ def _read_4bit(source: TensorSource, weight: str, state: _State, _: int) -> Tabl
     grouped = scales.repeat_interleave(state.block // group).view(rows, columns // group)
     packed = source.read(weight).view(torch.uint8).reshape(rows, columns // 2)
     low_first = (packed >> 4) | (packed << 4)
-    return TableWeight(low_first, source.read(f"{weight}.quant_map"), grouped.contiguous())
+    return TableWeight(low_first, grouped.contiguous(), source.read(f"{weight}.quant_map"))

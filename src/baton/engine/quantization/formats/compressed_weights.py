@@ -25,8 +25,7 @@ from baton.engine.quantization.formats.fp8 import FP8, fp8_block, fp8_shape, rea
 from baton.engine.quantization.formats.gptq import group_order
 from baton.engine.quantization.formats.mxfp4 import E2M1, e8m0
 from baton.engine.quantization.integers import integer_weight, packed_weight, unpack_int32
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight, TableWeight
+from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Int4Weight, Int8Weight, TableWeight
 
 STRATEGIES = {"tensor", "channel", "group", "block", "tensor_group"}
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -268,4 +267,4 @@ def _read_float4(args: WeightArgs, source: TensorSource, module: str, _: int) ->
         scales = scales / factor  # a scale of 0 is that of a group that rounds to nothing
     else:
         scales = e8m0(source, name, stored.view(torch.uint8))
-    return TableWeight(source.read(f"{module}.weight_packed"), torch.tensor(E2M1), scales)
+    return TableWeight(source.read(f"{module}.weight_packed"), scales, torch.tensor(E2M1))

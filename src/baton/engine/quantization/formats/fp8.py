@@ -22,8 +22,7 @@ from baton.engine.quantization.base import (
     read_scales,
     tensor_error,
 )
-from baton_kernels.quantized_activations import ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import Fp8Weight
+from baton_kernels.quantization import ActivationScheme, ActivationType, Fp8Weight
 
 FP8 = torch.float8_e4m3fn
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ from baton.engine.quantization.base import (
     tensor_error,
 )
 from baton.engine.quantization.integers import packed_weight, unpack_int32
-from baton_kernels.quantized_weights import Int4Weight, Int8Weight
+from baton_kernels.quantization import Int4Weight, Int8Weight
 
 BITS = (4, 8)
 OVERRIDES = {"bits", "group_size", "desc_act", "sym"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from baton.engine.quantization.base import StoredWeight, TensorSource, need_shape, need_tensor, tensor_error
-from baton_kernels.quantized_weights import TableWeight
+from baton_kernels.quantization import TableWeight
 
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
@@ -62,4 +62,4 @@ def _stored(source: TensorSource, parameter: str) -> StoredWeight:
 
 def _read(source: TensorSource, blocks: str, scales: str, expert: int) -> TableWeight:
     values = source.read(blocks, expert).flatten(1)
-    return TableWeight(values, torch.tensor(E2M1), e8m0(source, scales, source.read(scales, expert)))
+    return TableWeight(values, e8m0(source, scales, source.read(scales, expert)), torch.tensor(E2M1))

@@ -20,8 +20,7 @@ from baton.engine.quantization.base import (
     tensor_error,
 )
 from baton.engine.quantization.formats.fp8 import FP8, fp8_block, fp8_shape, read_fp8_weight
-from baton_kernels.quantized_activations import EXACT, ActivationScheme, ActivationType
-from baton_kernels.quantized_weights import Int8Weight
+from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Int8Weight
 
 DATA, SCALE, ZERO = "qdata", "scale", "zero_point"
 INTEGERS = {"Int8Tensor", "IntxUnpackedToInt8Tensor"}
