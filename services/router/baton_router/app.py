@@ -235,8 +235,13 @@ class RouterApp:
         log.info(
             "serving %s=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
             "https" if self._tls is not None and self._config.http_tls else "http",
-            *(self._config.host, self.http_port, self._config.host, self.grpc_port),
-            *(self._config.policy, len(self._config.prefill), len(self._config.decode)),
+            self._config.host,
+            self.http_port,
+            self._config.host,
+            self.grpc_port,
+            self._config.policy,
+            len(self._config.prefill),
+            len(self._config.decode),
         )
 
     async def _start_grpc(self) -> GrpcServer:
@@ -305,17 +310,16 @@ class _TokenizerPreload:
     """
 
     def __init__(self, tokenizers: TextModelCache, registry: Registry) -> None:
-        self._tokenizers, self._registry = tokenizers, registry
+        self._tokenizers = tokenizers
+        self._registry = registry
         self._task: asyncio.Task[None] | None = None
         self.over = False
         """Whether it is loaded, cannot be, or takes too long to be waited for."""
 
     def start(self) -> None:
-        """Begin to look."""
         self._task = asyncio.create_task(self._run(), name="preload of the tokenizer")
 
     async def close(self) -> None:
-        """Stop looking."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

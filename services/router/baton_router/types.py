@@ -45,7 +45,6 @@ class Account:
 
     @property
     def name(self) -> str:
-        """The tenant's id."""
         return self.tenant.id
 
     @property

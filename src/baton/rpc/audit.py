@@ -34,8 +34,10 @@ Event: TypeAlias = Literal[
 ]
 SECONDS = 300.0
 """How long an event that was written is counted when it comes again, instead of being written."""
-_PER_SECOND, _BURST = 1.0, 60.0
-_PER_SECOND_OF_PEER, _BURST_OF_PEER = 0.1, 20.0
+_PER_SECOND = 1.0
+_BURST = 60.0
+_PER_SECOND_OF_PEER = 0.1
+_BURST_OF_PEER = 20.0
 _MAX_PEERS = 1024
 _MAX_RECENT = 1024
 _MAX_CHARS = 200
@@ -55,7 +57,8 @@ class AuditLog:
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.service = ""
-        self._write, self._clock = write, clock
+        self._write = write
+        self._clock = clock
         self._lock = threading.Lock()
         self._recent: OrderedDict[tuple[Any, ...], tuple[float, dict[str, Any]]] = OrderedDict()
         self._repeats: Counter[tuple[Any, ...]] = Counter()
@@ -102,7 +105,8 @@ class AuditLog:
         """Whether an event may be written: of its kind, and so that one peer leaves room for the others."""
         tokens, at = self._tokens.get(event, (_BURST, now))
         tokens = min(_BURST, tokens + _PER_SECOND * (now - at))
-        room, of_peer = tokens >= 1.0, _BURST_OF_PEER
+        room = tokens >= 1.0
+        of_peer = _BURST_OF_PEER
         if peer:
             of_peer, at = self._tokens_of_peers.pop((event, peer), (of_peer, now))
             of_peer = min(_BURST_OF_PEER, of_peer + _PER_SECOND_OF_PEER * (now - at))

@@ -51,12 +51,10 @@ class PipeFields(Protocol):
     """The part of a configuration that says how KV travels."""
 
     @property
-    def host(self) -> str:
-        """Address to listen on."""
+    def host(self) -> str: ...
 
     @property
-    def pipes(self) -> tuple[str, ...]:
-        """Kinds of pipe."""
+    def pipes(self) -> tuple[str, ...]: ...
 
     @property
     def clear_kv(self) -> bool:

@@ -56,7 +56,9 @@ class Backoff:
     """Pauses that double from ``first_s`` to ``max_s``, each jittered to 50 to 100 %."""
 
     def __init__(self, max_s: float, rng: random.Random, first_s: float = 0.05) -> None:
-        self._max_s, self._first_s, self._rng = max_s, first_s, rng
+        self._max_s = max_s
+        self._first_s = first_s
+        self._rng = rng
         self._pause_s = first_s
 
     def reset(self) -> None:
@@ -94,7 +96,8 @@ class _Proved:
         method = cast("bytes", details.method).decode()  # its type says str
         if method.startswith(f"/{SERVICE}/"):  # the proof itself
             return await continuation(details, request)
-        began, timeout_s = time.monotonic(), details.timeout
+        began = time.monotonic()
+        timeout_s = details.timeout
         header = await self._prover.header(method, timeout_s, details.wait_for_ready)
         if timeout_s is not None:
             timeout_s = max(0.0, timeout_s - (time.monotonic() - began))

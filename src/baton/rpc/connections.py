@@ -57,11 +57,13 @@ class ConnectionGuard:
     """
 
     def __init__(self, port: int, most: int = MAX_UNKNOWN) -> None:
-        self._port, self._most = port, most
+        self._port = port
+        self._most = most
         self._known: set[str] = set()
         self._gone: set[str] = set()
         self._seen: dict[int, _Connection] = {}
-        self._closed, self._complained_at = 0, -_COMPLAINTS_S
+        self._closed = 0
+        self._complained_at = -_COMPLAINTS_S
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -69,7 +71,6 @@ class ConnectionGuard:
         self._task = asyncio.create_task(self._run(), name="connections")
 
     async def close(self) -> None:
-        """Look no more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -81,7 +82,8 @@ class ConnectionGuard:
     def look(self) -> float:
         """Close what is too much; returns the seconds of processor time that this took. Blocks for a moment."""
         began = time.thread_time()
-        before, found = self._seen, dict[int, _Connection]()
+        before = self._seen
+        found = dict[int, _Connection]()
         for fd in _descriptors():
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 status = os.fstat(fd)
@@ -136,7 +138,8 @@ class ConnectionGuard:
             self._complained_at = time.monotonic()
             log.warning(
                 "%d gRPC connections that had proved nothing were closed, to make room for others: the latest from %s",
-                *(self._closed, connection.host),
+                self._closed,
+                connection.host,
             )
             self._closed = 0
 

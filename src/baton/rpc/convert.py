@@ -126,7 +126,6 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def grammar_to_pb(grammar: Grammar) -> common_pb2.Grammar:
-    """Grammar to the wire."""
     return common_pb2.Grammar(kind=grammar.kind, text=grammar.text, start_token_ids=grammar.start_token_ids)
 
 
@@ -230,7 +229,6 @@ _FINGERPRINT_PLAIN = (
 
 
 def fingerprint_to_pb(fingerprint: Fingerprint) -> common_pb2.Fingerprint:
-    """Fingerprint to the wire."""
     shapes = [n for s in fingerprint.layer_shapes for n in (s.kv_heads, s.k_dim, s.v_dim)]
     plain = {name: getattr(fingerprint, name) for name in _FINGERPRINT_PLAIN}
     return common_pb2.Fingerprint(

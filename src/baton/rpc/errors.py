@@ -33,7 +33,8 @@ from baton.errors import (
 T = TypeVar("T")
 
 DETAILS_KEY = "grpc-status-details-bin"
-_NO_CONNECTION, _HUNG_UP = "failed to connect", "Socket closed"
+_NO_CONNECTION = "failed to connect"
+_HUNG_UP = "Socket closed"
 """How gRPC says that a peer ended a handshake, which it does without giving a reason."""
 BY_STATUS: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,

@@ -18,7 +18,8 @@ from baton.errors import QueueFullError
 
 LIVENESS = "liveness"
 """Service that serves as long as the process answers, draining or not: for probes after which it is started again."""
-_MAX_WATCHERS, _MAX_WATCHERS_PER_PEER = 128, 32
+_MAX_WATCHERS = 128
+_MAX_WATCHERS_PER_PEER = 32
 """Streams of ``Watch``: of all clients, and from one address."""
 
 
@@ -38,7 +39,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
-        """Tell a service's status."""
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=self._statuses[request.service])

@@ -33,7 +33,8 @@ class KubernetesApi:
 
     def __init__(self, api: str, account: str, namespace: str) -> None:
         folder = Path(account)
-        self._token_file, ca = folder / "token", folder / "ca.crt"
+        self._token_file = folder / "token"
+        ca = folder / "ca.crt"
         url = api or in_cluster_api()
         if not url:
             raise ConfigError("this is no pod: name the API server", field="kubernetes_api")
@@ -70,7 +71,6 @@ class KubernetesApi:
         return await self.http.request(method, path, json=body, headers={**self.headers(), **(headers or {})})
 
     async def close(self) -> None:
-        """End the connections."""
         await self.http.aclose()
 
 

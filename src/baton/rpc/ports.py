@@ -29,7 +29,8 @@ def promised_ports() -> Iterator[dict[int, float]]:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        now, promised = time.time(), dict[int, float]()
+        now = time.time()
+        promised = dict[int, float]()
         for line in os.pread(file, _MOST_BYTES, 0).decode("ascii", "replace").splitlines():
             with contextlib.suppress(ValueError):  # whatever others wrote there
                 port, at = line.split()

@@ -44,12 +44,16 @@ from baton.rpc.service_token import Token
 
 SERVICE = auth_pb2.DESCRIPTOR.services_by_name["AuthService"].full_name
 SCHEME = "Baton "
-_NONCE_BYTES, _TAG_BYTES, _TIME_BYTES, _MAC_BYTES = 16, 16, 8, 32
+_NONCE_BYTES = 16
+_TAG_BYTES = 16
+_TIME_BYTES = 8
+_MAC_BYTES = 32
 _SERVICE_NONCE_BYTES = _TIME_BYTES + _NONCE_BYTES + _TAG_BYTES
 _CREDENTIAL_BYTES = _SERVICE_NONCE_BYTES + _NONCE_BYTES + _MAC_BYTES
 HANDSHAKE_S = 10.0
 """How long a proof may take."""
-_RENEW_S, _LIFE_S = 60.0, 300.0
+_RENEW_S = 60.0
+_LIFE_S = 300.0
 _PURPOSE = b"gRPC"
 _OVER = "what proved the shared token counts no more: prove it again"
 
@@ -72,11 +76,11 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
     """
 
     def __init__(self, token: Token, now: Callable[[], float] = time.monotonic) -> None:
-        self._token, self._now = token, now
+        self._token = token
+        self._now = now
         self._secret = secrets.token_bytes(32)
 
     async def Challenge(self, request: auth_pb2.ChallengeRequest, context: Any) -> auth_pb2.ChallengeResponse:
-        """Give a nonce."""
         told = int(self._now() * 1e6).to_bytes(_TIME_BYTES) + secrets.token_bytes(_NONCE_BYTES)
         return auth_pb2.ChallengeResponse(nonce=told + self._tag(told, context))
 
@@ -109,7 +113,8 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
             data = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
         except (ValueError, binascii.Error):
             data = b""
-        nonces, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        nonces = data[:-_MAC_BYTES]
+        mac = data[-_MAC_BYTES:]
         if len(data) == _CREDENTIAL_BYTES:
             for key in self._token.keys(_PURPOSE):
                 if hmac.compare_digest(_credential(key, nonces, method), mac):
@@ -121,7 +126,8 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
             raise UnavailableError(_OVER)
 
     def _gave(self, nonce: bytes, context: Any, life_s: float) -> bool:
-        told, tag = nonce[:-_TAG_BYTES], nonce[-_TAG_BYTES:]
+        told = nonce[:-_TAG_BYTES]
+        tag = nonce[-_TAG_BYTES:]
         if len(nonce) != _SERVICE_NONCE_BYTES or not hmac.compare_digest(self._tag(told, context), tag):
             return False
         return self._now() - int.from_bytes(told[:_TIME_BYTES]) / 1e6 < life_s
@@ -141,8 +147,10 @@ class CallerProof:
     """
 
     def __init__(self, token: Token, address: str, certificate: bytes) -> None:
-        self._address, self._certificate = address, certificate
-        self._key, self._nonce = token.keys(_PURPOSE)[0], secrets.token_bytes(_NONCE_BYTES)
+        self._address = address
+        self._certificate = certificate
+        self._key = token.keys(_PURPOSE)[0]
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._nonces = b""
         self._headers: dict[str, str] = {}
 
@@ -207,7 +215,9 @@ class Prover:
     """
 
     def __init__(self, token: Token, address: str, certificate: bytes) -> None:
-        self._token, self._address, self._certificate = token, address, certificate
+        self._token = token
+        self._address = address
+        self._certificate = certificate
         self._channel: Callable[[], grpc.aio.Channel | None] = lambda: None
         self._proved_at = -_RENEW_S
         self._generation = -1
@@ -247,7 +257,8 @@ class Prover:
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def _prove(self, timeout_s: float | None, wait_for_ready: bool | None) -> CallerProof:
-        began, generation = time.monotonic(), self._token.generation
+        began = time.monotonic()
+        generation = self._token.generation
         proof = CallerProof(self._token, self._address, self._certificate)
         channel = self._channel()
         assert channel is not None  # a call on it is about to begin
@@ -259,7 +270,9 @@ class Prover:
             stub.Challenge(auth_pb2.ChallengeRequest(), timeout=patience_s, wait_for_ready=wait_for_ready), patience_s
         )
         proof.check(await self._ask(stub.Prove(proof.prove(challenge), timeout=patience_s), patience_s))
-        self._proof, self._proved_at, self._generation = proof, began, generation
+        self._proof = proof
+        self._proved_at = began
+        self._generation = generation
         if self._lost is None or self._lost.done():
             self._lost = asyncio.create_task(_until_lost(channel), name=f"connection {self._address}")
         return proof

@@ -73,7 +73,8 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 _OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")
 _REQUEST_S = 10.0
-_MAX_AWAITED, _MAX_AWAITED_PER_PEER = 1024, 256
+_MAX_AWAITED = 1024
+_MAX_AWAITED_PER_PEER = 256
 """Time for the request of a call that needs no token, and so many such calls may be without theirs."""
 
 
@@ -103,7 +104,10 @@ class GrpcServer:
         admits: Admits | None = None,
     ) -> None:
         require_safe_bind(host, token, tls)
-        self._host, self._port, self._services, self._tls = host, port, list(services), tls
+        self._host = host
+        self._port = port
+        self._services = list(services)
+        self._tls = tls
         proofs = ProofServicer(token) if token is not None else None
         self._guard: ConnectionGuard | None = None
         self._interceptor = _Interceptor(proofs, admits, tls.roles if tls is not None else None, self._know)
@@ -246,7 +250,10 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(
         self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None, know: Check
     ) -> None:
-        self._proofs, self._admits, self._roles, self._know = proofs, admits, roles, know
+        self._proofs = proofs
+        self._admits = admits
+        self._roles = roles
+        self._know = know
         self._awaited: Counter[str] = Counter()
 
     async def intercept_service(
@@ -260,7 +267,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         except BatonError as error:
             return _refusal(method, error)
         handler: Any = await continuation(handler_call_details)
-        is_open, is_ours = method.startswith(_OPEN), method.startswith("/baton.")
+        is_open = method.startswith(_OPEN)
+        is_ours = method.startswith("/baton.")
         if handler is None or not (check is not None or is_ours or is_open):
             return handler
         checks = [] if check is None else [check]

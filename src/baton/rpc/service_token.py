@@ -16,7 +16,8 @@ from baton.rpc.audit import audit
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 4
-_LEAST_CHARACTERS, _LEAST_DIFFERENT = 16, 6
+_LEAST_CHARACTERS = 16
+_LEAST_DIFFERENT = 6
 _LOOK_S = 1.0
 
 
@@ -88,7 +89,8 @@ class Token:
                 audit("keys_changed", source=self._path, taken="no")
                 return
             if tokens != self._tokens:
-                self._tokens, self._keys = tokens, {}
+                self._tokens = tokens
+                self._keys = {}
                 self._generation += 1
                 log.info("the token file was read again: %d tokens are accepted", len(tokens))
                 audit("keys_changed", source=self._path, taken="yes", tokens=len(tokens))

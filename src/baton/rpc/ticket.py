@@ -94,7 +94,9 @@ class TicketCheck:
     """
 
     def __init__(self, key: bytes, bearer: Bearer, now: Callable[[], float] = time.time) -> None:
-        self._key, self._bearer, self._now = key, bearer, now
+        self._key = key
+        self._bearer = bearer
+        self._now = now
         self._used: dict[bytes, float] = {}
 
     def verify(self, request: worker_pb2.GenerateRequest) -> None:
@@ -103,7 +105,8 @@ class TicketCheck:
         Raises:
             PermissionDeniedError: The ticket is missing, forged, expired, used before, or for something else.
         """
-        ticket, now = request.ticket, self._now()
+        ticket = request.ticket
+        now = self._now()
         if not request.HasField("ticket"):
             raise _denied("this instance wants a placement ticket: ask a router for one")
         if len(ticket.body) > _MAX_BODY_BYTES or not hmac.compare_digest(_mac(self._key, ticket.body), ticket.mac):

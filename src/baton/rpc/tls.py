@@ -37,8 +37,7 @@ class TlsFields(Protocol):
         """File with this service's certificate, and those that lead to the authority's."""
 
     @property
-    def tls_key(self) -> str:
-        """File with its key."""
+    def tls_key(self) -> str: ...
 
     @property
     def tls_ca(self) -> str:
@@ -243,7 +242,8 @@ def check_certificates(cert: str, key: str, ca: str) -> None:
 
 
 def _greet(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    up = ssl.MemoryBIO()
+    down = ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up, server_side=False), server.wrap_bio(up, down, server_side=True)]
     for _ in range(_ROUNDS):
         for end in list(ends):

@@ -75,7 +75,6 @@ class Accounts:
         return cls(entries_of_lines("\n".join(keys)), secrets.token_bytes(32))
 
     def __len__(self) -> int:
-        """Tenants."""
         return len({account.name for account in self._known.values()})
 
     def replace(self, entries: Mapping[bytes, AccountEntry]) -> None:

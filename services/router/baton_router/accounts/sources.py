@@ -167,7 +167,6 @@ class RedisAccounts:
             self._absence.ended()
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._redis.aclose()
 
     async def _read(self) -> bytes | None:
@@ -196,7 +195,9 @@ class CredentialReload:
     def __init__(
         self, accounts: FileAccounts | RedisAccounts | None, tls: Tls | None, https: ssl.SSLContext | None
     ) -> None:
-        self._accounts, self._tls, self._https = accounts, tls, https
+        self._accounts = accounts
+        self._tls = tls
+        self._https = https
         self._shown = tls.generation if tls is not None else 0
         self._task: asyncio.Task[None] | None = None
 
@@ -212,7 +213,6 @@ class CredentialReload:
             self._task = asyncio.create_task(self._run(), name="renewal")
 
     async def close(self) -> None:
-        """End."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

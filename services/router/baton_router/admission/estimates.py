@@ -64,8 +64,11 @@ class Room:
     def __init__(
         self, registry: Ready, speeds: Speeds, slots: int | None, prompt_tokens: int | None, now: Callable[[], float]
     ) -> None:
-        self._registry, self._speeds, self._now = registry, speeds, now
-        self._slots, self._prompt_tokens = slots, prompt_tokens
+        self._registry = registry
+        self._speeds = speeds
+        self._now = now
+        self._slots = slots
+        self._prompt_tokens = prompt_tokens
         self._sequences = self._tokens = 0.0
         self._due_sequences = self._due_tokens = 0
         self._at = -math.inf
@@ -115,7 +118,8 @@ class Room:
         self._tokens = self._free_tokens(decodes) - self._due_tokens
 
     def _free_slots(self, instance: Instance) -> float:
-        book, info = instance.load, instance.info
+        book = instance.load
+        info = instance.info
         slots = self._slots
         if slots is None:
             batch = info.max_num_seqs if info is not None else 0
@@ -161,7 +165,6 @@ class DrainRate:
             self._since = now
 
     def ended(self, now: float) -> None:
-        """The queue is empty."""
         self._advance(now)
         self._since = None
 
@@ -225,11 +228,14 @@ class Estimates:
     """
 
     def __init__(self, placer: Places, speeds: Speeds, registry: Ready) -> None:
-        self._placer, self._speeds, self._registry = placer, speeds, registry
+        self._placer = placer
+        self._speeds = speeds
+        self._registry = registry
 
     def output_tokens(self, request: RoutedRequest) -> float:
         """Return the tokens that a request is expected to generate, all its sequences together."""
-        sampling, expected = request.sampling, self._speeds.output_tokens
+        sampling = request.sampling
+        expected = self._speeds.output_tokens
         most = sampling.max_tokens
         return sampling.n * (expected if most is None or most > expected else most)
 
@@ -272,7 +278,8 @@ class Estimates:
         decision = placement.decision
         if not placement.prefill or decision.path in (PrefillPath.LOCAL, PrefillPath.STORE):
             return None
-        prefill, decode = placement.prefill[0], placement.decode
+        prefill = placement.prefill[0]
+        decode = placement.decode
         (fit,) = self._speeds.prefill.known([prefill.instance_id])
         if fit is None or decode.info is None:
             return None
@@ -286,7 +293,8 @@ class Estimates:
 
     def _local(self, placement: Placement) -> tuple[float, float] | None:
         """Predict a prefill on the decode instance itself."""
-        decision, decode = placement.decision, placement.decode
+        decision = placement.decision
+        decode = placement.decode
         if decision.path in (PrefillPath.REMOTE, PrefillPath.STORE):
             return None
         (fit,) = self._speeds.local.known([decode.instance_id])

@@ -76,7 +76,10 @@ class Admission:
         registry: CollectorRegistry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._room, self._estimates, self._config, self._now = room, estimates, config, now
+        self._room = room
+        self._estimates = estimates
+        self._config = config
+        self._now = now
         ageing_s = config.queue_timeout_s * _AGEING_SHARE
         share = config.queue_tenant_share
         self.queue = FairQueue(config.queue_requests, config.queue_tokens, share, ageing_s=ageing_s)
@@ -84,7 +87,8 @@ class Admission:
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
         self._tenants = TenantLimits(now)
         self._numbers = count()
-        self._in_flight, self._num_in_flight = 0.0, 0
+        self._in_flight = 0.0
+        self._num_in_flight = 0
         self._ticker: asyncio.TimerHandle | None = None
         self._closed = False
         self._none_since: float | None = None
@@ -179,7 +183,6 @@ class Admission:
             self._pump()
 
     def leave(self, ticket: Ticket) -> None:
-        """Give a ticket back."""
         if ticket.account is not None:
             self._tenants.end(ticket.account)
         self._num_in_flight -= 1
@@ -231,7 +234,8 @@ class Admission:
     def _waiting(self, request: RoutedRequest, outlook: Outlook) -> Waiting:
         now = self._now()
         arrived = now - max(0.0, time.perf_counter() - request.arrived) if request.arrived else now
-        deadline, start_by = math.inf, arrived + self._config.queue_timeout_s
+        deadline = math.inf
+        start_by = arrived + self._config.queue_timeout_s
         if request.ttft_ms is not None:
             deadline = arrived + request.ttft_ms / 1000
             start_by = min(start_by, deadline - (outlook.ttft_ms or 0.0) / 1000)
@@ -251,7 +255,8 @@ class Admission:
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         self._pump()
-        sequences, tokens = item.request.sampling.n, item.tokens
+        sequences = item.request.sampling.n
+        tokens = item.tokens
         try:
             refusal = await item.future
         except asyncio.CancelledError:
@@ -275,9 +280,12 @@ class Admission:
 
     def _check_bounds(self, request: RoutedRequest) -> None:
         """Refuse a request for which the queue has no room, unless another has less right to it."""
-        queue, tenant, tokens = self.queue, request.tenant, len(request.prompt_token_ids)
+        queue = self.queue
+        tenant = request.tenant
+        tokens = len(request.prompt_token_ids)
         if queue.over_share(tenant, tokens):
-            held, rate = queue.tenants()[tenant], self.rate()
+            held = queue.tenants()[tenant]
+            rate = self.rate()
             share = rate / max(1, len(queue.tenants()))
             wait = min(_MAX_RETRY_S, max(0.1, queue.tenant_cost(tenant) / 2 / share)) if share > 0 else 1.0
             message = f"{held.requests} requests of this tenant wait already, its share of the queue"
@@ -307,7 +315,9 @@ class Admission:
 
     def _check_start(self, item: Waiting, outlook: Outlook, *, waits: bool) -> None:
         """Refuse a request that would start too late."""
-        now, rate, ahead = self._now(), self.rate(), 0.0
+        now = self._now()
+        rate = self.rate()
+        ahead = 0.0
         if waits and rate > 0:
             ahead = self.queue.cost_ahead(item)
         late = now + (ahead / rate if ahead else 0.0) - item.start_by
@@ -350,7 +360,8 @@ class Admission:
 
     def _pump(self) -> None:
         """Refuse requests that are late, and let the next ones in while there is room."""
-        now, room = self._now(), self._room
+        now = self._now()
+        room = self._room
         for item in self.queue.take_late(now):
             self._end(item, self._too_late(item, now), "expired")
         self.queue.age(now)

@@ -33,7 +33,8 @@ class AdmissionMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry, queue: FairQueue, rate: Callable[[], float]) -> None:
-        r, name = registry, "baton_router_queue_"
+        r = registry
+        name = "baton_router_queue_"
         self._queue = queue
         self.at_once = Counter("baton_router_admitted_at_once", "Requests that did not wait", [], r).labels()
         self.wait = Histogram(name + "wait_seconds", "Waits of requests that waited", ["priority"], r, buckets=_WAIT_S)
@@ -63,7 +64,6 @@ class AdmissionMetrics(Collector):
         return name
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what waits now."""
         length = GaugeMetricFamily("baton_router_queue_requests", "Requests that wait", labels=["priority"])
         classes = collections.Counter(class_of(item.request.priority) for item in self._queue)
         for name in CLASSES:

@@ -70,12 +70,10 @@ class TenantLine:
         self.quantum = QUANTUM * weight
 
     def add(self, item: Waiting) -> None:
-        """Take a request in."""
         insort(self.items, item, key=_order)
         self.cost += item.cost
 
     def remove(self, item: Waiting) -> None:
-        """Take a request out."""
         del self.items[bisect_left(self.items, item.order, key=_order)]
         self.cost = self.cost - item.cost if self.items else 0.0
 
@@ -100,7 +98,6 @@ class RoundRobin:
         """Whether the first in line has not had its quantum yet in this turn."""
 
     def __len__(self) -> int:
-        """Tenants that have work."""
         return len(self._lines)
 
     def __iter__(self) -> Iterator[tuple[str, TenantLine]]:
@@ -109,7 +106,6 @@ class RoundRobin:
 
     @property
     def cost(self) -> float:
-        """Everything that waits here."""
         return sum(line.cost for line in self._lines.values())
 
     def last(self, tenant: str) -> Waiting | None:
@@ -126,7 +122,6 @@ class RoundRobin:
         line.add(item)
 
     def remove(self, item: Waiting) -> None:
-        """Take a request out."""
         tenant = item.request.tenant
         line = self._lines[tenant]
         line.remove(item)
@@ -205,7 +200,9 @@ class FairQueue:
     """
 
     def __init__(self, max_requests: int, max_tokens: int, tenant_share: float, *, ageing_s: float = math.inf) -> None:
-        self._max_requests, self._max_tokens, self._share = max_requests, max_tokens, tenant_share
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._share = tenant_share
         self._ageing_s = ageing_s
         self._by_arrival: list[Waiting] = []
         """Those that have not waited so long."""
@@ -219,7 +216,6 @@ class FairQueue:
         self._held = Held()
 
     def __len__(self) -> int:
-        """Requests that wait."""
         return self._held.requests
 
     def __iter__(self) -> Iterator[Waiting]:
@@ -228,7 +224,6 @@ class FairQueue:
 
     @property
     def tokens(self) -> int:
-        """Their prompt tokens."""
         return self._held.tokens
 
     @property
@@ -256,9 +251,11 @@ class FairQueue:
 
     def full(self, tokens: int, *, without: Waiting | None = None) -> bool:
         """Whether there is no room for one more request, or would be none if another one went."""
-        requests, held = self._held.requests, self._held.tokens
+        requests = self._held.requests
+        held = self._held.tokens
         if without is not None:
-            requests, held = requests - 1, held - without.tokens
+            requests -= 1
+            held -= without.tokens
         return requests + 1 > self._max_requests or (requests > 0 and held + tokens > self._max_tokens)
 
     def victim(self, tenant: str, priority: int) -> Waiting | None:
@@ -323,7 +320,8 @@ class FairQueue:
         late = 0
         while late < len(self._by_arrival) and self._by_arrival[late].arrived + self._ageing_s <= now:
             late += 1
-        old, self._by_arrival[:late] = self._by_arrival[:late], []
+        old = self._by_arrival[:late]
+        self._by_arrival[:late] = []
         if self._aged and self._priorities[0] < self._aged_priority:
             old += self._aged  # a higher class has come since
         if old:
@@ -338,7 +336,8 @@ class FairQueue:
 
     def cost_ahead(self, item: Waiting) -> float:
         """Return about how much leaves before a request that is not in here."""
-        mine, ahead = item.priority, 0.0
+        mine = item.priority
+        ahead = 0.0
         for priority in self._priorities:
             if priority > mine:
                 break

@@ -69,7 +69,9 @@ class ApproxIndex:
     """
 
     def __init__(self, index: PrefixIndex, *, now: Callable[[], float], ttl_s: float) -> None:
-        self._index, self._now, self._ttl_s = index, now, ttl_s
+        self._index = index
+        self._now = now
+        self._ttl_s = ttl_s
         self._kept: deque[tuple[float, PendingChain]] = deque()
         self.capacity = 0
 
@@ -92,7 +94,6 @@ class ApproxIndex:
             self._drop_oldest()
 
     def clear(self) -> None:
-        """Let go of all."""
         while self._kept:
             self._drop_oldest()
 
@@ -132,7 +133,9 @@ class EventApplier:
         decision_ttl_s: float = 120.0,
         settle_s: float = 0.0,
     ) -> None:
-        self._index, self._now, self._stale_limit_s = index, now, stale_limit_s
+        self._index = index
+        self._now = now
+        self._stale_limit_s = stale_limit_s
         self._settle_s = settle_s
         self._settling: deque[tuple[float, PendingChain]] = deque()
         self.slot = index.add()
@@ -160,7 +163,8 @@ class EventApplier:
 
         With :meth:`PrefixIndex.match_any` they tell how many leading blocks come from each tier or nearer.
         """
-        slots, found = 1 << self.slot, [(DEVICE, 1 << self.slot)]
+        slots = 1 << self.slot
+        found = [(DEVICE, 1 << self.slot)]
         for tier in LOWER_TIERS:
             if tier in self.lower_slots:
                 slots |= 1 << self.lower_slots[tier]
@@ -206,7 +210,6 @@ class EventApplier:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Its clock."""
         return self._now
 
     def watch(self, watcher: Watcher, at: int) -> None:
@@ -218,7 +221,8 @@ class EventApplier:
         """
         if self._watcher is not None:
             self._watcher.over = True
-        self._watcher, self._at = watcher, at
+        self._watcher = watcher
+        self._at = at
 
     def _changed(self) -> None:
         if self._watcher is not None:
@@ -260,7 +264,8 @@ class EventApplier:
         Everything is forgotten of a process that was there before.
         """
         self._decisions.capacity = num_blocks
-        before, self._process = self._process, epoch
+        before = self._process
+        self._process = epoch
         if epoch == self._epoch or (self._epoch is None and before in (None, epoch)):
             return False
         self._forget()
@@ -310,7 +315,8 @@ class EventApplier:
         if batch.snapshot:
             self._forget()
             self._decisions.clear()
-            self._known, self._epoch = True, epoch
+            self._known = True
+            self._epoch = epoch
         elif self._partial and epoch == self._epoch and batch.sequence == self._sequence:
             pass  # the snapshot's next part
         elif not self._known or self._partial or epoch != self._epoch or batch.sequence > self._sequence + 1:
@@ -318,7 +324,8 @@ class EventApplier:
         elif batch.sequence <= self._sequence:
             self._hear()
             return False
-        self._sequence, self._partial = batch.sequence, batch.more
+        self._sequence = batch.sequence
+        self._partial = batch.more
         self._hear()
         unknown = self.num_unknown
         for (kind, tier), events in groupby(batch.events, kind_and_tier):
@@ -327,7 +334,8 @@ class EventApplier:
         return True
 
     def _hear(self) -> None:
-        self._heard_at, self._broken_at = self._now(), None
+        self._heard_at = self._now()
+        self._broken_at = None
         self.num_heard += 1
         self._changed()
 

@@ -55,8 +55,7 @@ class _Answer(Protocol):
 class EventStream(AsyncIterable[_Answer], Protocol):
     """A call that streams events."""
 
-    def cancel(self) -> object:
-        """End it."""
+    def cancel(self) -> object: ...
 
 
 class EventSubscriber:
@@ -69,7 +68,9 @@ class EventSubscriber:
     """
 
     def __init__(self, events: EventApplier, metrics: IndexMetrics, beat_s: float) -> None:
-        self._events, self._metrics, self._beat_s = events, metrics, beat_s
+        self._events = events
+        self._metrics = metrics
+        self._beat_s = beat_s
         self.heard = False
         """Whether the latest stream brought anything."""
         self._told: set[str] = set()
@@ -111,7 +112,8 @@ class EventSubscriber:
         if batch.heartbeat:
             self._events.heartbeat(batch, SILENT_BEATS * self._beat_s)
         else:
-            before, unknown = self._events.num_events, self._events.num_unknown
+            before = self._events.num_events
+            unknown = self._events.num_unknown
             if self._events.apply(batch):
                 self._metrics.events.labels(name).inc(self._events.num_events - before)
             if self._events.num_unknown > unknown:

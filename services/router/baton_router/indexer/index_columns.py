@@ -32,8 +32,11 @@ class IndexColumns:
     """
 
     def __init__(self, appliers: Sequence[EventApplier], formats: Sequence[int], block_sizes: Sequence[int]) -> None:
-        self._appliers, self._formats, self._block_sizes = appliers, formats, block_sizes
-        self.changed, self.over = set(range(len(appliers))), False
+        self._appliers = appliers
+        self._formats = formats
+        self._block_sizes = block_sizes
+        self.changed = set(range(len(appliers)))
+        self.over = False
         self.lower: set[int] = set()
         self._rows = np.zeros((len(appliers), 4))
         self._memory = self._rows.reshape(-1).view(np.uint8).data
@@ -57,7 +60,8 @@ class IndexColumns:
             self._read()
         out = np.zeros(len(self._appliers))
         if self._appliers:
-            now, where = self._appliers[0].clock(), address_of(out)
+            now = self._appliers[0].clock()
+            where = address_of(out)
             for number, chain in chains.items():
                 index.held(chain, (self._address, out.size), (float(number), now), self._place.get, where)
         return out
@@ -65,14 +69,19 @@ class IndexColumns:
     def _read(self) -> None:
         while self.changed:
             at = self.changed.pop()
-            applier, number = self._appliers[at], self._formats[at]
+            applier = self._appliers[at]
+            number = self._formats[at]
             _ROW.pack_into(
                 self._memory,
                 at * _ROW.size,
-                *(applier.slot, applier.usable_until, number, self._block_sizes[number]),
+                applier.slot,
+                applier.usable_until,
+                number,
+                self._block_sizes[number],
             )
             (self.lower.add if applier.lower_slots else self.lower.discard)(at)
-            owner, known = applier.owner, self._owners[at]
+            owner = applier.owner
+            known = self._owners[at]
             if owner != known:
                 if self._place.get(known) == at:
                     del self._place[known]

@@ -35,7 +35,10 @@ from baton.native import function
 from baton.types import BlockHash
 
 _MAX_ENTRIES = 2**32 - 2
-_POINTER, _DATA, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
+_POINTER = ctypes.c_void_p
+_DATA = ctypes.c_char_p
+_SIZE = ctypes.c_size_t
+_WORD = ctypes.c_uint64
 Place = Callable[[int, int], int]
 SWEEP_ENTRIES = 200_000
 """Entries swept at a time by default: a millisecond or a few."""
@@ -158,9 +161,11 @@ class PendingBlocks:
         walked = self._walked
         if walked is not None and walked.data is data:
             return walked
-        node, at = self._root, 0
+        node = self._root
+        at = 0
         passed: list[_Node] = []
-        below, shared = None, 0
+        below = None
+        shared = 0
         while at < len(data):
             below = node.children.get(data[at : at + HASH_BYTES])
             if below is None:
@@ -168,7 +173,9 @@ class PendingBlocks:
             shared = _shared(below, data, at)
             if shared < len(below.data):
                 break
-            node, at, below = below, at + shared, None
+            node = below
+            at += shared
+            below = None
             passed.append(node)
         self._walked = walked = _Walk(data, passed, at, below, shared)
         return walked
@@ -178,7 +185,8 @@ class PendingBlocks:
         assert node.parent is not None
         upper = _Node(node.data[:at], node.parent, counts=dict(node.counts))
         node.parent.children[node.data[:HASH_BYTES]] = upper
-        node.data, node.parent = node.data[at:], upper
+        node.data = node.data[at:]
+        node.parent = upper
         upper.children[node.data[:HASH_BYTES]] = node
         return upper
 
@@ -190,7 +198,8 @@ def _shared(node: _Node, data: bytes, at: int) -> int:
     size = min(len(node.data), len(data) - at)
     if node.data[size - HASH_BYTES : size] == data[at + size - HASH_BYTES : at + size]:
         return size
-    low, high = 1, size // HASH_BYTES
+    low = 1
+    high = size // HASH_BYTES
     while high - low > 1:
         middle = (low + high) // 2
         begin = (middle - 1) * HASH_BYTES
@@ -215,8 +224,20 @@ _remove = _function("remove", _WORD, _POINTER, ctypes.c_uint32, _DATA, _SIZE)
 _match = _function("match", _SIZE, _POINTER, _DATA, _SIZE, _DATA, _POINTER)
 _match_any = _function("match_any", None, _POINTER, _DATA, _SIZE, _DATA, _SIZE, _POINTER)
 _held = _function(
-    *("held", None, _POINTER, _DATA, _SIZE, _POINTER, _SIZE, ctypes.c_double, ctypes.c_double),
-    *(_POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
+    "held",
+    None,
+    _POINTER,
+    _DATA,
+    _SIZE,
+    _POINTER,
+    _SIZE,
+    ctypes.c_double,
+    ctypes.c_double,
+    _POINTER,
+    _POINTER,
+    _SIZE,
+    _POINTER,
+    _POINTER,
 )
 _sweep = _function("sweep", _WORD, _POINTER, _DATA, _WORD, _WORD)
 
@@ -242,7 +263,6 @@ class BlockTable:
         self.clear()
 
     def __len__(self) -> int:
-        """Distinct hashes."""
         return int(_count(self._table))
 
     def __del__(self) -> None:
@@ -250,8 +270,8 @@ class BlockTable:
             _free(self._table)
 
     def clear(self) -> None:
-        """Forget everything."""
-        old, new = self._table, _new(self._limit, self._factor)
+        old = self._table
+        new = _new(self._limit, self._factor)
         _check(new)
         self._table = new
         _free(old)
@@ -312,7 +332,11 @@ class BlockTable:
         size = len(chain) // HASH_BYTES
         _held(
             *(self._table, chain, size, *rows, *which),
-            *(where.buffer_info()[0], depths.buffer_info()[0], len(where), self._pairs, out),
+            where.buffer_info()[0],
+            depths.buffer_info()[0],
+            len(where),
+            self._pairs,
+            out,
         )
 
     def sweep(self, dead: int, start: int, budget: int) -> int:
@@ -391,7 +415,9 @@ class PrefixIndex:
         held = self._counts.pop(slot)
         if not self._live:
             self._table.clear()
-            self._dead, self._sweep_from, self._sweep_bits = 0, 0, 0
+            self._dead = 0
+            self._sweep_from = 0
+            self._sweep_bits = 0
         elif held:
             self._dead |= 1 << slot
         return owner
@@ -407,7 +433,6 @@ class PrefixIndex:
         self._counts[slot] -= self._table.remove(slot, HashChain.of(hashes).data)
 
     def num_blocks(self, slot: int) -> int:
-        """Blocks a slot holds."""
         return self._counts.get(slot, 0)
 
     def match(self, hashes: Sequence[BlockHash], slots: int) -> dict[int, int]:
@@ -469,7 +494,8 @@ class PrefixIndex:
         if not self._sweep_bits:
             if not self._dead:
                 return True
-            self._sweep_from, self._sweep_bits = 0, self._dead
+            self._sweep_from = 0
+            self._sweep_bits = self._dead
         self._sweep_from = self._table.sweep(self._sweep_bits, self._sweep_from, budget)
         if self._sweep_from:
             return False

@@ -42,7 +42,9 @@ class Store:
     """One store process: its address, its name once it answered, and its part of the index."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel, events: EventApplier) -> None:
-        self.address, self.channel, self.events = address, channel, events
+        self.address = address
+        self.channel = channel
+        self.events = events
         self.name = address
         self.stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -75,7 +77,11 @@ class Stores(Collector):
         token: Token | None = None,
         refused: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._config, self._index, self._metrics, self._open, self._now = config, index, metrics, open_channel, now
+        self._config = config
+        self._index = index
+        self._metrics = metrics
+        self._open = open_channel
+        self._now = now
         self._links: dict[str, tuple[Store, asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._membership: RedisMembership | None = None
@@ -222,7 +228,8 @@ def _uses(configured: str, address: str) -> bool:
 def _tiers(appliers: Iterable[EventApplier]) -> tuple[tuple[str, int], ...]:
     """Join the tiers of several stores: a block may come from any of them."""
     usable: Sequence[dict[str, int]] = [dict(events.lower_slots) for events in appliers if events.usable]
-    found, slots = [], 0
+    found = []
+    slots = 0
     for tier, name in STORE_TIERS.items():
         of_tier = [own[tier] for own in usable if tier in own]
         if of_tier:

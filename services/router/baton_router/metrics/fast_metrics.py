@@ -28,11 +28,9 @@ class Amount:
         self.value = 0.0
 
     def inc(self, amount: float = 1) -> None:
-        """Add."""
         self.value += amount
 
     def dec(self, amount: float = 1) -> None:
-        """Take off."""
         self.value -= amount
 
 
@@ -57,7 +55,8 @@ class Distribution:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return how many values are at most as much as each bound."""
-        out, so_far = [], 0
+        out = []
+        so_far = 0
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
             so_far += count
             out.append(("+Inf" if math.isinf(bound) else str(float(bound)), float(so_far)))
@@ -68,7 +67,9 @@ class _Family(Collector, Generic[C]):
     """Series of one name, by their labels."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._labels = name, text, tuple(labels)
+        self._name = name
+        self._text = text
+        self._labels = tuple(labels)
         self._series: dict[tuple[str, ...], C] = {}
         if not labels:
             self.labels()
@@ -107,7 +108,6 @@ class Counter(_Family[Amount]):
         self._series[()].value += amount
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was counted."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for key, amount in self._series.items():
             family.add_metric([str(value) for value in key], amount.value)
@@ -124,7 +124,6 @@ class Gauge(_Family[Amount]):
     """A number that rises and falls."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the present values."""
         family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
         for key, amount in self._series.items():
             family.add_metric([str(value) for value in key], amount.value)
@@ -145,7 +144,9 @@ class GaugeFunction(Collector):
     """
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry, read: Callable[[], float]) -> None:
-        self._name, self._text, self._read = name, text, read
+        self._name = name
+        self._text = text
+        self._read = read
         registry.register(self)
 
     def describe(self) -> Iterator[Metric]:
@@ -153,7 +154,6 @@ class GaugeFunction(Collector):
         yield GaugeMetricFamily(self._name, self._text)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the present value."""
         yield GaugeMetricFamily(self._name, self._text, value=self._read())
 
 
@@ -175,7 +175,6 @@ class Histogram(_Family[Distribution]):
         self._series[()].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was counted."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for key, values in self._series.items():
             # Where values may be negative there is no _sum and no _count: OpenMetrics has these for what only rises.

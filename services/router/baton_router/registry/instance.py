@@ -116,7 +116,8 @@ class Instance:
     ) -> None:
         self.address = address
         self.role = role
-        self.channel, self.dialer = channel, dialer
+        self.channel = channel
+        self.dialer = dialer
         self.stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self.events = events
         self.load = LoadTracker(role)
@@ -229,7 +230,8 @@ class IdentityCheck:
             )
         if info.role is not role:
             raise ConfigError(f"role is {info.role}, expected {role}", field="role")
-        mine, theirs = self._fingerprint, info.fingerprint
+        mine = self._fingerprint
+        theirs = info.fingerprint
         if mine is not None and not first:
             mine.require_akin(theirs, who="instance")
             self._require_partner(theirs, role)

@@ -66,8 +66,11 @@ class InstanceMonitor:
         admit: Admit,
         changed: Callable[[], None],
     ) -> None:
-        self._instance, self._config, self._metrics = instance, config, metrics
-        self._admit, self._changed = admit, changed
+        self._instance = instance
+        self._config = config
+        self._metrics = metrics
+        self._admit = admit
+        self._changed = changed
         self._rng = random.Random()
 
     async def run(self) -> None:
@@ -114,7 +117,8 @@ class InstanceMonitor:
             return
         if instance.events.restarted(info.epoch, info.num_blocks):
             log.info("instance %s restarted", info.instance_id)
-        instance.info, instance.admitted = info, True
+        instance.info = info
+        instance.admitted = True
         instance.generation += 1
         events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
         watchers = [
@@ -143,7 +147,8 @@ class InstanceMonitor:
             log.log(
                 level, "%s instance %s is %s%s", instance.role, instance.instance_id, status, reason and f": {reason}"
             )
-            instance.status, instance.reason = status, reason
+            instance.status = status
+            instance.reason = reason
             self._metrics.changes.labels(instance.role, status).inc()
             self._changed()
 
@@ -176,11 +181,13 @@ class InstanceMonitor:
 
     async def _probe(self, epoch: Epoch, failures: int) -> None:
         """Ask an instance that was not heard for a while who it is: events and their heartbeats prove that it lives."""
-        missed, heard = 0, self._instance.events.num_heard
+        missed = 0
+        heard = self._instance.events.num_heard
         while True:
             await asyncio.sleep(self._config.probe_interval_s)
             if heard != self._instance.events.num_heard:
-                missed, heard = 0, self._instance.events.num_heard
+                missed = 0
+                heard = self._instance.events.num_heard
                 self._heard(True)
                 continue
             slow = asyncio.get_running_loop().call_later(_SILENT_S, self._heard, False)
@@ -216,7 +223,9 @@ class InstanceMonitor:
         if not self._config.kv_events:
             return
         backoff = Backoff(self._config.reconnect_max_s, self._rng)
-        events, name, beat_ms = self._instance.events, self._instance.instance_id, self._config.index_heartbeat_ms
+        events = self._instance.events
+        name = self._instance.instance_id
+        beat_ms = self._config.index_heartbeat_ms
         follower = EventSubscriber(events, self._metrics.index, beat_ms / 1000)
         while True:
             request = worker_pb2.StreamKvEventsRequest(

@@ -63,13 +63,30 @@ class LoadTracker:
     """
 
     __slots__ = (
-        *("_at", "_done", "_done_at", "_limit", "_watcher"),
-        *("draining", "ended", "foreign", "freed", "now", "prompts", "prompts_reported", "report", "requests"),
-        *("role", "shared", "shared_requests", "shared_tokens", "tokens"),
+        "_at",
+        "_done",
+        "_done_at",
+        "_limit",
+        "_watcher",
+        "draining",
+        "ended",
+        "foreign",
+        "freed",
+        "now",
+        "prompts",
+        "prompts_reported",
+        "report",
+        "requests",
+        "role",
+        "shared",
+        "shared_requests",
+        "shared_tokens",
+        "tokens",
     )
 
     def __init__(self, role: Role, *, limit: int = NO_LIMIT) -> None:
-        self.role, self._limit = role, limit
+        self.role = role
+        self._limit = limit
         self.requests = self.tokens = self.prompts = 0
         self.shared_requests = self.shared_tokens = 0
         self.foreign = self.shared = 0.0
@@ -129,8 +146,10 @@ class LoadTracker:
 
     def observe(self, report: common_pb2.LoadReport, block_size: int) -> None:
         """Take a report of the instance."""
-        self.report, self.ended = report, 0
-        self.draining, self.prompts_reported = report.draining, report.waiting_prompt_tokens
+        self.report = report
+        self.ended = 0
+        self.draining = report.draining
+        self.prompts_reported = report.waiting_prompt_tokens
         if self.role is Role.PREFILL:
             tokens = float(report.waiting_prompt_tokens)
         else:
@@ -144,7 +163,8 @@ class LoadTracker:
 
     def share(self, requests: int, tokens: int) -> None:
         """Take what other routers say that they have here; until the next report it is not taken off ``foreign``."""
-        self.shared_requests, self.shared_tokens = requests, tokens
+        self.shared_requests = requests
+        self.shared_tokens = tokens
         self.shared = float(tokens + REQUEST_OVERHEAD_TOKENS * requests)
         self.changed()
 
@@ -152,7 +172,9 @@ class LoadTracker:
         """The process behind the reports is gone."""
         self.report = common_pb2.LoadReport()
         self.foreign = 0.0
-        self.draining, self.prompts_reported, self._done = False, 0, 0.0
+        self.draining = False
+        self.prompts_reported = 0
+        self._done = 0.0
         self.changed()
 
 
@@ -167,14 +189,17 @@ class LoadColumns:
     """
 
     def __init__(self, trackers: Sequence[LoadTracker]) -> None:
-        self.trackers, self.changed, self.over = trackers, set(range(len(trackers))), False
+        self.trackers = trackers
+        self.changed = set(range(len(trackers)))
+        self.over = False
         self._rows = np.zeros((len(trackers), _ROW.size // 8))
         self._memory = self._rows.reshape(-1).view(np.uint8).data
         self.address = address_of(self._rows)
         for at, tracker in enumerate(trackers):
             if tracker._watcher is not None:
                 tracker._watcher.over = True
-            tracker._watcher, tracker._at = self, at
+            tracker._watcher = self
+            tracker._at = at
 
     def read(self) -> None:
         """Read again what has changed."""
@@ -184,8 +209,14 @@ class LoadColumns:
             _ROW.pack_into(
                 self._memory,
                 at * _ROW.size,
-                *(x.work, _RECENT_SHARE * x._done, x._done_at, x.requests, x.prompts_waiting),
-                *(x._limit - x.requests, x._limit, 0.0),
+                x.work,
+                _RECENT_SHARE * x._done,
+                x._done_at,
+                x.requests,
+                x.prompts_waiting,
+                x._limit - x.requests,
+                x._limit,
+                0.0,
             )
 
 
@@ -210,7 +241,6 @@ class LoadReservation:
         self.tracker.changed()
 
     def prefilled(self) -> None:
-        """The prompt was computed."""
         if self.prompt:
             self.tracker.prompts -= self.prompt
             self.prompt = 0
@@ -224,7 +254,6 @@ class LoadReservation:
             self.tracker.changed()
 
     def release(self) -> None:
-        """Give the share back."""
         if not self.released:
             self.released = True
             self.prefilled()
@@ -246,7 +275,6 @@ class Waiters:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
-        """Requests that wait."""
         return len(self._waiting)
 
     async def wait(self, timeout_s: float) -> None:

@@ -142,7 +142,8 @@ class Registry:
         limit: Callable[[Instance, InstanceInfo], None] | None = None,
     ) -> None:
         self._config = config
-        self._token, self._tls = token, tls
+        self._token = token
+        self._tls = tls
         self._now = now
         self.index = PrefixIndex(config.index_max_blocks)
         self.waiters = Waiters() if waiters is None else waiters
@@ -408,8 +409,10 @@ class Registry:
             address: Whose.
             silent: It did not say that it leaves, so it may hang: the first missed probe breaks off its requests.
         """
-        instance, (monitor, running) = self._instances.pop(address), self._monitors.pop(address)
-        instance.status, instance.reason = Status.DOWN, "it left"
+        instance = self._instances.pop(address)
+        monitor, running = self._monitors.pop(address)
+        instance.status = Status.DOWN
+        instance.reason = "it left"
         running.cancel()
         failures = 1 if silent else self._config.probe_failures
         task = asyncio.create_task(self._retire(instance, monitor, running, failures), name=f"retire {address}")
@@ -421,7 +424,8 @@ class Registry:
         self, instance: Instance, monitor: InstanceMonitor, running: asyncio.Task[None], failures: int
     ) -> None:
         await asyncio.gather(running, return_exceptions=True)
-        instance.status, instance.reason = Status.DOWN, "it left"
+        instance.status = Status.DOWN
+        instance.reason = "it left"
         instance.events.close()
         if all(x.instance_id != instance.instance_id for x in self._instances.values()):
             self._metrics.index.remove(instance.instance_id)

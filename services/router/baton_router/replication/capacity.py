@@ -61,7 +61,9 @@ class Peers:
     """
 
     def __init__(self, name: str, silent_s: float, now: Callable[[], float]) -> None:
-        self._name, self._silent_s, self._now = name, silent_s, now
+        self._name = name
+        self._silent_s = silent_s
+        self._now = now
         self._peers: dict[str, Peer] = {}
         self.wishes = 0
 
@@ -89,10 +91,15 @@ class Peers:
             peer = self._peers[entry.replica] = Peer(entry.replica, entry.epoch, self._now())
         if entry.sequence <= peer.sequence:
             return False
-        came, before = peer.silent or peer.sequence < 0, peer.totals
-        peer.sequence, peer.count, peer.heard, peer.silent = entry.sequence, entry.count, self._now(), False
+        came = peer.silent or peer.sequence < 0
+        before = peer.totals
+        peer.sequence = entry.sequence
+        peer.count = entry.count
+        peer.heard = self._now()
+        peer.silent = False
         if entry.full:
-            peer.totals, peer.registered = dict(entry.totals), entry.registered
+            peer.totals = dict(entry.totals)
+            peer.registered = entry.registered
         else:
             peer.totals = {**peer.totals, **entry.totals}
         known = before.keys() == peer.totals.keys()
@@ -166,8 +173,11 @@ class InstanceCapacity:
     def __init__(
         self, name: str, per_instance: int | None, expected: int, *, shared: bool, freed: Callable[[int], None]
     ) -> None:
-        self.name, self._per_instance, self._expected = name, per_instance, expected
-        self._shared, self._freed = shared, freed
+        self.name = name
+        self._per_instance = per_instance
+        self._expected = expected
+        self._shared = shared
+        self._freed = freed
         self.parts: dict[str, CapacityShare] = {}
 
     def admitted(self, instance: Instance, info: InstanceInfo) -> None:
@@ -185,8 +195,10 @@ class InstanceCapacity:
         elif not self._shared:
             part.held = capacity
         if not self._shared or instance.load.freed is None:  # one that came back keeps the limit that it had
-            instance.load.limit, instance.load.freed = part.held, self._free_one
-        part.capacity, part.tracker = capacity, instance.load
+            instance.load.limit = part.held
+            instance.load.freed = self._free_one
+        part.capacity = capacity
+        part.tracker = instance.load
 
     def keep_only(self, instances: Iterable[str]) -> list[str]:
         """Drop the parts of instances that left and hold nothing of ours; returns whose."""

@@ -72,7 +72,10 @@ class PendingPublisher:
     """
 
     def __init__(self, registry: Registry, count: Counter, now: Callable[[], float]) -> None:
-        self._registry, self._index, self._count, self._now = registry, registry.index, count, now
+        self._registry = registry
+        self._index = registry.index
+        self._count = count
+        self._now = now
         self._published: dict[int, _Published] = {}
         self._by_chain: dict[tuple[int, bytes], _Published] = {}
         self._bytes = 0
@@ -153,7 +156,8 @@ class PendingPublisher:
             item = self._begin(expectation, hashes, instance)
             if item is None:
                 continue
-            size, last = len(item.expected.chain), item.key[1]
+            size = len(item.expected.chain)
+            last = item.key[1]
             if last not in chains:
                 if size > room:
                     queue.append((expectation, hashes))
@@ -250,11 +254,12 @@ class RemotePending:
     """
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
-        self._registry, self._index, self._now = registry, registry.index, now
+        self._registry = registry
+        self._index = registry.index
+        self._now = now
         self._replicas: dict[str, _ReplicaChains] = {}
 
     def __len__(self) -> int:
-        """Chains that count."""
         return sum(map(self.count, self._replicas))
 
     def count(self, replica: str) -> int:
@@ -304,7 +309,8 @@ class RemotePending:
         appliers = {(x.instance_id, x.info.epoch): x.events for x in self._registry.instances() if x.info is not None}
         until = self._now() + LIFETIME_S
         for chain in sorted(entry.expected.new, key=lambda x: x.number):
-            events, size = appliers.get((chain.instance, chain.epoch)), len(chain.chain)
+            events = appliers.get((chain.instance, chain.epoch))
+            size = len(chain.chain)
             if events is None or chain.number in known.chains:
                 continue
             if len(known.chains) >= MAX_CHAINS or known.size + size > MAX_BYTES:

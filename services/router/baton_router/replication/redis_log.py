@@ -109,10 +109,12 @@ class RedisLog:
         self, url: str, prefix: str, replica: str, token: Token | None, refused: Callable[[str], None]
     ) -> None:
         self._redis = open_redis(url, most=MAX_ENTRY_BYTES + _FIELDS_BYTES)
-        self._token, self._tell_refused = token, refused
+        self._token = token
+        self._tell_refused = refused
         self._num_refused = 0
         self._ahead_ms = 0
-        self._prefix, self._replica = prefix, replica
+        self._prefix = prefix
+        self._replica = replica
         self._stream = f"{prefix}:replicas"
         self._claim = self._redis.register_script(_CLAIM)
         self._reclaim = self._redis.register_script(_RECLAIM)
@@ -125,7 +127,6 @@ class RedisLog:
         self._entries.position = f"{max(0, now_ms - _READ_BACK_MS)}-0"
 
     async def close(self) -> None:
-        """End the connections."""
         await self._redis.aclose()
 
     async def disconnect(self) -> None:
@@ -134,7 +135,6 @@ class RedisLog:
             await self._redis.connection_pool.disconnect()
 
     async def publish(self, data: bytes) -> None:
-        """Add an entry."""
         fields: dict[Any, Any] = {b"m": data}
         if self._token is not None:
             sent = b"%d" % (_monotonic_ms() + self._ahead_ms)
@@ -145,7 +145,8 @@ class RedisLog:
     async def read(self) -> AsyncIterator[list[bytes]]:
         """Yield entries as they come, several at a time."""
         while True:
-            began, refused = time.thread_time(), self._num_refused
+            began = time.thread_time()
+            refused = self._num_refused
             entries = await self._entries.read(READ_BLOCK_MS)
             if entries:
                 yield [fields[b"m"] for number, fields in entries if self._is_believed(number, fields)]
@@ -174,7 +175,6 @@ class RedisLog:
         return int(answer)
 
     async def leave(self, instances: Iterable[str]) -> None:
-        """Give everything back."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for instance in instances:
                 pipeline.hdel(self._units(instance), self._replica)
@@ -189,7 +189,8 @@ class RedisLog:
         data = fields.get(b"m")
         if data is None or self._token is None:
             return data is not None
-        sent, mac = fields.get(b"t", b""), fields.get(b"mac", b"")
+        sent = fields.get(b"t", b"")
+        mac = fields.get(b"mac", b"")
         if not self._token.verifies(_PURPOSE, self._signed(sent, data), mac):
             self._refused("it is not signed with this side's token")
         elif abs(_entry_ms(number) - int(sent)) > _FRESH_MS:

@@ -80,9 +80,13 @@ class Replica(Collector):
         token: Token | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._registry, self._capacity, self._now = config, registry, capacity, now
+        self._config = config
+        self._registry = registry
+        self._capacity = capacity
+        self._now = now
         entries = Counter("baton_router_replica_entries", "Entries of the stream of replicas", ["direction"], metrics)
-        self._num_published, self._num_received = entries.labels("published"), entries.labels("received")
+        self._num_published = entries.labels("published")
+        self._num_received = entries.labels("received")
         self._num_refused = entries.labels("refused")
         self._losses = Counter("baton_router_redis_losses", "Times that Redis went away", [], metrics)
         chains = Counter(
@@ -214,7 +218,8 @@ class Replica(Collector):
         self._registry.refused_in_redis("replica")
         if not self._doubts:
             log.warning("entries of the stream of replicas in Redis are ignored: %s", why)
-        self._doubts, self._doubted_at = True, self._now()
+        self._doubts = True
+        self._doubted_at = self._now()
 
     def _forget_expectations(self) -> None:
         """Without Redis only this router's own pending chains count: it would not hear when the others' are over."""
@@ -360,7 +365,8 @@ class Replica(Collector):
 
     async def _reclaim_units(self, peer: Peer, instance: str, gone: bool) -> bool:
         """Take back units at one instance; returns whether some are left to the silent replica."""
-        totals, part = peer.totals[instance], self._capacity.parts.get(instance)
+        totals = peer.totals[instance]
+        part = self._capacity.parts.get(instance)
         if part is None or not totals.held:
             return False
         keep = 0 if gone else part.capacity // max(1, peer.count)

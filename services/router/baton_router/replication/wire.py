@@ -154,7 +154,6 @@ _DECODER = msgspec.json.Decoder(_Message)
 
 
 def encode(entry: Entry) -> bytes:
-    """Write an entry."""
     fields = {**msgspec.structs.asdict(entry), "expected": _to_json(entry.expected)}
     return msgspec.json.encode(_Message(version=VERSION, **fields))
 

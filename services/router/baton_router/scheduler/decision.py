@@ -99,7 +99,6 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def score(self) -> float:
-        """Of what was chosen."""
         return self.choice.score
 
     @property
@@ -148,7 +147,6 @@ class Decision(msgspec.Struct, eq=False):
         return loads
 
     def score_of(self, role: Role, at: int) -> float:
-        """Return a candidate's score."""
         if role is Role.DECODE:
             return best_option(self.ratings, at)[2] if self.couples else float(self.ratings.decode.totals[at])
         if not self.couples:
@@ -183,7 +181,6 @@ class Decision(msgspec.Struct, eq=False):
         return terms
 
     def to_pb(self) -> router_pb2.RouteDecision:
-        """Return the message."""
         message = router_pb2.RouteDecision(
             prefill_instance=self.prefill_instance,
             decode_instance=self.decode_instance,
@@ -322,7 +319,8 @@ class DecisionLog:
     ) -> DecisionRecord:
         """Remember a request until it has been pushed out by others; tell of its end with :meth:`end`."""
         record = self._running[request_id] = self._append(request_id, prompt_tokens)
-        record.clock, record.tenant = clock, tenant
+        record.clock = clock
+        record.tenant = tenant
         return record
 
     def placed(self, request_id: str, decision: Decision) -> None:

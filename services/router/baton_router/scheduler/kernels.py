@@ -16,7 +16,10 @@ from collections.abc import Sequence
 
 from baton.native import function
 
-_POINTER, _DATA, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_double
+_POINTER = ctypes.c_void_p
+_DATA = ctypes.c_char_p
+_INT = ctypes.c_int64
+_DOUBLE = ctypes.c_double
 _LINES = "3q3d"
 _MATCH = struct.Struct(f"=4q{3 * _LINES}3d2qq")
 _COST = struct.Struct(f"=5q{4 * _LINES}q8dq")
@@ -25,7 +28,7 @@ _OPTIONS = struct.Struct("=6q")
 
 # With the interpreter's lock held: each takes a few microseconds.
 _gather_side = function(
-    *("gather_side", None, _POINTER, _POINTER, _POINTER, _INT, _DOUBLE, _DOUBLE, _DOUBLE, _POINTER), keep_lock=True
+    "gather_side", None, _POINTER, _POINTER, _POINTER, _INT, _DOUBLE, _DOUBLE, _DOUBLE, _POINTER, keep_lock=True
 )
 _free_rows = function("free_rows", _INT, _POINTER, _INT, _DOUBLE, _DATA, keep_lock=True)
 _score_match = function("score_match", ctypes.c_int, _DATA, keep_lock=True)

@@ -49,7 +49,8 @@ class SchedulerMetrics(Collector):
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ready, self._now = ready, now
+        self._ready = ready
+        self._now = now
         self.decision_time = Histogram(
             _NAME + "decision_seconds", "Hashing, look-up and choice", [], registry, buckets=_DECISION_S
         )
@@ -57,7 +58,8 @@ class SchedulerMetrics(Collector):
         rates = Histogram(
             _NAME + "match_rate", "KV match rate of the chosen instance", ["role"], registry, buckets=_RATES
         )
-        self._prefill_rate, self._decode_rate = rates.labels(Role.PREFILL), rates.labels(Role.DECODE)
+        self._prefill_rate = rates.labels(Role.PREFILL)
+        self._decode_rate = rates.labels(Role.DECODE)
         self._index_use = Counter(
             _NAME + "index_use", "Placements by the state of the chosen instances' index", ["state"], registry
         )
@@ -74,7 +76,6 @@ class SchedulerMetrics(Collector):
         registry.register(self)
 
     def observe(self, decision: Decision) -> None:
-        """Count a placement."""
         self._decisions.labels(decision.policy).inc()
         self._index_use.labels(decision.index_state).inc()
         self._decode_rate.observe(float(decision.decode.match_rates[decision.choice.decode]))
@@ -88,7 +89,8 @@ class SchedulerMetrics(Collector):
         """Count what spoke for a placement, unless enough were counted in this second."""
         second = int(self._now())
         if second != self._second:
-            self._second, self._left = second, _MAX_TERMS_PER_S
+            self._second = second
+            self._left = _MAX_TERMS_PER_S
         if self._left:
             self._left -= 1
             self._add_terms(decision)

@@ -114,7 +114,6 @@ class Placement:
         self._leave_prefill()
 
     def grow(self, num_tokens: int) -> None:
-        """Count generated tokens."""
         if self.decode_reservation is not None:
             self.decode_reservation.grow(num_tokens)
         if self.speeds is not None:
@@ -131,7 +130,8 @@ class Placement:
         if self.decode_pending is not None:
             self._leave(self.decode, self.decode_pending)
             self.decode_pending = None
-        speeds, self.speeds = self.speeds, None
+        speeds = self.speeds
+        self.speeds = None
         if speeds is not None and self.trace is not None and self._first is not None:
             speeds.observe(self._served(self.trace))
 

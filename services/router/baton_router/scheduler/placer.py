@@ -78,17 +78,23 @@ class Placer:
         tiers: LowerTiers | None = None,
         seed: int | None = None,
     ) -> None:
-        self._fleet, self._policy, self._metrics, self._speeds = fleet, policy, metrics, speeds
-        self._max_prefills, self._threshold = max_prefills, threshold
+        self._fleet = fleet
+        self._policy = policy
+        self._metrics = metrics
+        self._speeds = speeds
+        self._max_prefills = max_prefills
+        self._threshold = threshold
         tiers = tiers or LowerTiers()
-        self._tier_weights, self._stores = tiers.weights, tiers.stores
+        self._tier_weights = tiers.weights
+        self._stores = tiers.stores
         self._rng = random.Random(seed)
         self._candidates: Candidates | None = None
 
     def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
         """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
         began = time.perf_counter()
-        prefills, decodes = self._fleet.ready(Role.PREFILL), self._fleet.ready(Role.DECODE)
+        prefills = self._fleet.ready(Role.PREFILL)
+        decodes = self._fleet.ready(Role.DECODE)
         candidates = self._candidates
         if candidates is None or not candidates.is_of(prefills, decodes):
             candidates = self._candidates = Candidates(prefills, decodes)
@@ -97,7 +103,8 @@ class Placer:
             return None
         chains = self._chains(request, candidates, parts)
         held = candidates.held(self._fleet.index, chains)
-        total, place = len(request.token_ids), address_of(held)
+        total = len(request.token_ids)
+        place = address_of(held)
         prefill = candidates.prefill.side(parts[0], place, total, total + REQUEST_OVERHEAD_TOKENS)
         decode_cost = total + REQUEST_OVERHEAD_TOKENS * request.num_sequences
         decode = candidates.decode.side(parts[1], place + held.itemsize * len(prefills), total, decode_cost)
@@ -130,7 +137,8 @@ class Placer:
 
     def _parts(self, request: PlacementRequest, candidates: Candidates, *, reserve: bool) -> tuple[Part, Part]:
         """Return the prefill and the decode instances that a request may use; no prefill instance if none fits any."""
-        prefill, decode = candidates.prefill.whole, candidates.decode.whole
+        prefill = candidates.prefill.whole
+        decode = candidates.decode.whole
         if request.local_only:
             prefill = candidates.prefill.part([])
         elif request.prefilled is not None:
@@ -184,10 +192,12 @@ class Placer:
         tiers = [self._lower_tiers(x) for x in part.instances]
         if not any(tiers):
             return
-        side.loadable, side.tiers = side.matched.copy(), [{} for _ in part.ids]
+        side.loadable = side.matched.copy()
+        side.tiers = [{} for _ in part.ids]
         depths = self._tier_depths(part.formats, chains, tiers)
         for at, (lower, size) in enumerate(zip(tiers, part.block_sizes, strict=True)):
-            nearer, more = int(side.matched[at]) // size, 0.0
+            nearer = int(side.matched[at]) // size
+            more = 0.0
             for (tier, _), depth in zip(lower, depths[at], strict=True):
                 if depth > nearer:
                     side.tiers[at][tier] = (depth - nearer) * size
@@ -212,7 +222,8 @@ class Placer:
     def _choose(
         self, request: Request, prefill: Side, decode: Side, candidates: Candidates, parts: tuple[Part, Part]
     ) -> Placement:
-        ratings, compat = self._policy.score(request, prefill, decode), candidates.compat_of(*parts)
+        ratings = self._policy.score(request, prefill, decode)
+        compat = candidates.compat_of(*parts)
         if compat is None:
             choice = choose(ratings, self._rng)
             order = prefill_order(ratings, choice, self._max_prefills, self._rng)
@@ -248,8 +259,10 @@ class Placer:
         self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, HashChain]
     ) -> InstanceId:
         """Reserve a share of the decode instance; returns its name."""
-        decision, load = placement.decision, placement.decode.load
-        at, total = decision.choice.decode, decision.prompt_tokens
+        decision = placement.decision
+        load = placement.decode.load
+        at = decision.choice.decode
+        total = decision.prompt_tokens
         # From a request whose prompt was computed beforehand nothing is learnt of how long the usual order takes.
         placement.speeds = self._speeds if request.prefilled is None else None
         placement.running = load.requests + request.num_sequences
@@ -262,7 +275,8 @@ class Placer:
         """Reserve a share of the first prefill instance, if there is one; returns its name."""
         if not placement.prefill:
             return []
-        decision, first = placement.decision, placement.prefill[0]
+        decision = placement.decision
+        first = placement.prefill[0]
         at = decision.prefill_order[0]
         placement.ahead = first.load.work
         missing = max(0, decision.prompt_tokens - int(decision.prefill.matched[at]))

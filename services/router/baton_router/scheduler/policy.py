@@ -72,16 +72,13 @@ class SidePart(Protocol):
     """Whose numbers a side has (:class:`baton_router.scheduler.roster.Part`)."""
 
     @property
-    def role(self) -> Role:
-        """Theirs."""
+    def role(self) -> Role: ...
 
     @property
-    def ids(self) -> Sequence[InstanceId]:
-        """Their names."""
+    def ids(self) -> Sequence[InstanceId]: ...
 
     @property
-    def trackers(self) -> Sequence[InstanceLoad]:
-        """Their load."""
+    def trackers(self) -> Sequence[InstanceLoad]: ...
 
 
 class Side(msgspec.Struct):
@@ -135,8 +132,10 @@ class Side(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.block is not None:
             return
-        self.matched, self.match_rates = as_floats(self.matched), as_floats(self.match_rates)
-        self.work, self.loads = as_floats(self.work), as_floats(self.loads)
+        self.matched = as_floats(self.matched)
+        self.match_rates = as_floats(self.match_rates)
+        self.work = as_floats(self.work)
+        self.loads = as_floats(self.loads)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -189,7 +188,6 @@ class Scores(msgspec.Struct):
         return self._place
 
     def explain(self, at: int) -> dict[str, float]:
-        """Return one instance's terms."""
         return {name: float(values[at]) for name, values in self.terms.items()}
 
 
@@ -311,7 +309,9 @@ def choose(ratings: Ratings, rng: random.Random) -> Choice:
     pairs = ratings.pairs
     if pairs is not None and pairs.packed is None:
         return _best(ratings, pairs, rng)
-    draws, options, packed = [-1.0, -1.0], _packed(ratings), None if pairs is None else pairs.packed
+    draws = [-1.0, -1.0]
+    options = _packed(ratings)
+    packed = None if pairs is None else pairs.packed
     need, d, column, score = kernels.choose(options, packed, draws)
     while need:
         draws[need - 1] = rng.random()
@@ -320,17 +320,23 @@ def choose(ratings: Ratings, rng: random.Random) -> Choice:
 
 
 def _packed(ratings: Ratings) -> bytes:
-    prefill, decode, local, store = ratings.prefill, ratings.decode, ratings.local, ratings.store
+    prefill = ratings.prefill
+    decode = ratings.decode
+    local = ratings.local
+    store = ratings.store
     return kernels.pack_options(
-        *(prefill.place, decode.place),
-        *(0 if local is None else local.place, 0 if store is None else store.place),
+        prefill.place,
+        decode.place,
+        0 if local is None else local.place,
+        0 if store is None else store.place,
         (prefill.totals.size, decode.totals.size),
     )
 
 
 def _draw(ratings: Ratings, rng: random.Random) -> Choice:
     """Draw a pair by a softmax."""
-    prefill, decode = ratings.prefill.totals, ratings.decode.totals
+    prefill = ratings.prefill.totals
+    decode = ratings.decode.totals
     if ratings.pairs is None and ratings.local is None and ratings.store is None:
         # Nothing couples the two: a softmax over pairs is one over each.
         d = _pick(decode, ratings.temperature, rng)
@@ -346,7 +352,8 @@ def _draw(ratings: Ratings, rng: random.Random) -> Choice:
 def _best(ratings: Ratings, pairs: Pairs, rng: random.Random) -> Choice:
     """Take the best of everything that can be chosen, ties at random; decode instances that cannot have it are left."""
     most = _most(ratings, pairs)
-    best, ties = -math.inf, 0
+    best = -math.inf
+    ties = 0
     found: list[tuple[int, npt.NDArray[np.intp]]] = []
     for d in np.argsort(-most, kind="stable").tolist():
         if most[d] < best - _ROUNDING * abs(best):
@@ -356,7 +363,9 @@ def _best(ratings: Ratings, pairs: Pairs, rng: random.Random) -> Choice:
         if top < best:
             continue
         if top > best:
-            best, found, ties = top, [], 0
+            best = top
+            found = []
+            ties = 0
         columns = np.flatnonzero(options == top)
         found.append((d, columns))
         ties += columns.size
@@ -393,7 +402,8 @@ def prefill_order(ratings: Ratings, choice: Choice, limit: int, rng: random.Rand
         return []
     if limit == 1 and choice.prefill is not None:
         return [choice.prefill]
-    first, pairs = int(rng.random() * total), ratings.pairs
+    first = int(rng.random() * total)
+    pairs = ratings.pairs
     if pairs is None or pairs.packed is not None:
         packed = None if pairs is None else pairs.packed
         order = kernels.prefill_order(_packed(ratings), packed, choice.decode, first, min(limit + 1, total))

@@ -46,7 +46,6 @@ class BlockFormat:
 
     @classmethod
     def of(cls, instance: Instance) -> BlockFormat:
-        """Return a ready instance's."""
         info = instance.info
         assert info is not None  # it is ready
         return cls(info.content_key, info.fingerprint.block_size, info.fingerprint.block_bytes)
@@ -69,7 +68,9 @@ class Part:
     __slots__ = ("at", "block_sizes", "format_set", "formats", "ids", "instances", "place", "role", "trackers")
 
     def __init__(self, role: Role, instances: Sequence[Instance], formats: list[int]) -> None:
-        self.role, self.instances, self.formats = role, instances, formats
+        self.role = role
+        self.instances = instances
+        self.formats = formats
         self.ids: list[InstanceId] = [x.instance_id for x in instances]
         self.trackers: list[LoadTracker] = [x.load for x in instances]
         self.format_set = set(formats)
@@ -85,11 +86,15 @@ class Part:
     def take(self, at: npt.NDArray[np.int64]) -> Part:
         """Return the part with some of these, which are all of the role."""
         part = Part(self.role, (), [])
-        part.at, part.place = at, address_of(at)
+        part.at = at
+        part.place = address_of(at)
         which = at.tolist()
-        part.instances, part.formats = [self.instances[i] for i in which], [self.formats[i] for i in which]
-        part.ids, part.trackers = [self.ids[i] for i in which], [self.trackers[i] for i in which]
-        part.format_set, part.block_sizes = set(part.formats), [self.block_sizes[i] for i in which]
+        part.instances = [self.instances[i] for i in which]
+        part.formats = [self.formats[i] for i in which]
+        part.ids = [self.ids[i] for i in which]
+        part.trackers = [self.trackers[i] for i in which]
+        part.format_set = set(part.formats)
+        part.block_sizes = [self.block_sizes[i] for i in which]
         return part
 
 
@@ -133,8 +138,10 @@ class RoleCandidates:
             total: Prompt tokens.
             cost: Work that the request would be if nothing matched.
         """
-        loads, size = self._read(), len(part.ids)
-        block, place = np.empty((6, size)), 0
+        loads = self._read()
+        size = len(part.ids)
+        block = np.empty((6, size))
+        place = 0
         if size:
             now = self.whole.trackers[0].now()
             place = address_of(block)
@@ -242,10 +249,10 @@ class _Refusing:
     """Rows of pairs of which some are refused."""
 
     def __init__(self, pairs: Pairs | None, compat: KvCompat) -> None:
-        self._pairs, self._refused = pairs, np.where(compat, 0.0, -np.inf)
+        self._pairs = pairs
+        self._refused = np.where(compat, 0.0, -np.inf)
 
     def __getitem__(self, d: int, /) -> FloatArray:
-        """Return a row."""
         row: FloatArray = self._refused[d]
         return row if self._pairs is None else row + as_floats(self._pairs.rows[d])
 

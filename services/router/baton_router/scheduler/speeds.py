@@ -105,7 +105,9 @@ class LinearFit:
         return self._y / self._weight
 
     def _solve(self) -> Fit:
-        n, x, y = self._weight, self._x / self._weight, self._y / self._weight
+        n = self._weight
+        x = self._x / self._weight
+        y = self._y / self._weight
         variance = max(0.0, self._xx / n - x * x)
         if self.known < _MIN_KNOWN or variance < (_MIN_SPREAD * x) ** 2 or variance == 0.0:
             return Fit(y, 0.0) if self._flat or x <= 0 else Fit(0.0, y / x)
@@ -212,7 +214,8 @@ class Lines(NamedTuple):
 
     def row(self, at: int = 0) -> tuple[FloatArray, FloatArray]:
         """Return bases and slopes of a row, an entry per column."""
-        row, columns = self.rows[at], self.columns
+        row = self.rows[at]
+        columns = self.columns
         if row is None:
             return np.full(columns.size, self.like.base), np.full(columns.size, self.like.slope)
         inside = np.where(columns < row.block.shape[1], columns, -1)
@@ -265,7 +268,6 @@ class _Table:
         return found[1:]
 
     def rows(self, names: Sequence[str]) -> _Asked:
-        """Return rows."""
         found = self._asked_rows.get(id(names))
         if found is None:
             if len(self._asked_rows) >= _MAX_ASKED:
@@ -284,7 +286,9 @@ class LinearFits(Generic[K]):
     """
 
     def __init__(self, prior: Fit, now: Callable[[], float], *, flat: bool = False) -> None:
-        self._prior, self._now, self._flat = prior, now, flat
+        self._prior = prior
+        self._now = now
+        self._flat = flat
         self._all = LinearFit(flat=flat, at=0.0)
         self._lines: OrderedDict[K, LinearFit] = OrderedDict()
         self._table = _Table()
@@ -324,7 +328,8 @@ class LinearFits(Generic[K]):
         return self._own(keys, every.fit if every.known >= _MIN_OWN and every.at >= self._now() - _FRESH_S else None)
 
     def _own(self, keys: Iterable[K], like: L) -> list[Fit | L]:
-        known, oldest = self._lines.get, self._now() - _FRESH_S
+        known = self._lines.get
+        oldest = self._now() - _FRESH_S
         return [
             line.fit if (line := known(key)) is not None and line.at >= oldest and line.known >= _MIN_OWN else like
             for key in keys

@@ -23,10 +23,19 @@ FRAME = struct.Struct(">HBBBI")
 """Of a frame's head: its payload's length (16 bits, 8 bits), its kind, flags and stream."""
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
-END_HEADERS, PADDED, PRIORITIZED = 0x4, 0x8, 0x20
+END_HEADERS = 0x4
+PADDED = 0x8
+PRIORITIZED = 0x20
 HEADER_TABLE_SIZE, ENABLE_PUSH, _, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = range(1, 7)
-NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR = 0x0, 0x1, 0x3, 0x6
-REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM, INADEQUATE_SECURITY = 0x7, 0x8, 0x9, 0xB, 0xC
+NO_ERROR = 0x0
+PROTOCOL_ERROR = 0x1
+FLOW_CONTROL_ERROR = 0x3
+FRAME_SIZE_ERROR = 0x6
+REFUSED_STREAM = 0x7
+CANCEL = 0x8
+COMPRESSION_ERROR = 0x9
+ENHANCE_YOUR_CALM = 0xB
+INADEQUATE_SECURITY = 0xC
 
 MAX_FRAME_BYTES = 16 * 1024
 """Of a payload; what the RFC has every end take, and the least that it may ask for."""
@@ -88,8 +97,11 @@ class Http2Stream:
     __slots__ = ("_connection", "credit", "key", "outgoing", "owner", "received")
 
     def __init__(self, connection: Http2Connection, key: int, owner: StreamOwner, credit: int) -> None:
-        self._connection, self.key, self.owner = connection, key, owner
-        self.credit, self.received = credit, 0
+        self._connection = connection
+        self.key = key
+        self.owner = owner
+        self.credit = credit
+        self.received = 0
         """Bytes that may be sent, and bytes that came and were not asked for again."""
         self.outgoing: deque[tuple[memoryview, bool]] = deque()
         """What may not be sent yet, and whether it is the last."""
@@ -160,13 +172,13 @@ class Http2Connection(asyncio.Protocol):
         self._end("the connection was closed", NO_ERROR)
 
     def cancel(self, stream: Http2Stream) -> None:
-        """See :meth:`Http2Stream.cancel`."""
         if self._streams.pop(stream.key, None) is not None:
             self._write(RST_STREAM, 0, stream.key, CANCEL.to_bytes(4))
 
     def pump(self, stream: Http2Stream) -> None:
         """Send what a stream has, as far as the other end takes it."""
-        outgoing, pieces = stream.outgoing, list[bytes]()
+        outgoing = stream.outgoing
+        pieces = list[bytes]()
         while outgoing and self.writable and stream.key in self._streams:
             data, last = outgoing[0]
             size = max(0, min(len(data), stream.credit, self._credit, self._frame_bytes))
@@ -207,7 +219,8 @@ class Http2Connection(asyncio.Protocol):
         if self._rest:
             data = self._rest + data
         try:
-            at, size = 0, len(data)
+            at = 0
+            size = len(data)
             while size - at >= FRAME.size and not self._closed:
                 high, low, kind, flags, key = FRAME.unpack_from(data, at)
                 length = high << 8 | low
@@ -231,7 +244,6 @@ class Http2Connection(asyncio.Protocol):
             self._end("what it sent could not be taken", PROTOCOL_ERROR)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits."""
         self._why = self._why if self._closed else f"the connection broke: {exc or 'it was closed'}"
         self._lose()
 
@@ -240,7 +252,6 @@ class Http2Connection(asyncio.Protocol):
         self._paused = True
 
     def resume_writing(self) -> None:
-        """It has caught up."""
         self._paused = False
         self._pump_all()
 
@@ -419,11 +430,13 @@ class Http2Connection(asyncio.Protocol):
 
     def _lose(self) -> None:
         self._closed = True
-        self._rest, self._block = b"", None
+        self._rest = b""
+        self._block = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        streams, self._streams = self._streams, {}
+        streams = self._streams
+        self._streams = {}
         for stream in streams.values():
             stream.outgoing.clear()
             stream.owner.on_lost(self._why)

@@ -71,7 +71,9 @@ class StreamEnded(Exception):
 
     def __init__(self, code: grpc.StatusCode, message: str, details: bytes = b"") -> None:
         super().__init__(message)
-        self.code, self.message, self.details = code, message, details
+        self.code = code
+        self.message = message
+        self.details = details
 
     @classmethod
     def of(cls, error: BatonError) -> StreamEnded:
@@ -87,8 +89,7 @@ class StreamEnded(Exception):
 class MessageSink(Protocol):
     """Takes what a call brings while the event loop reads its connection: must not block or raise."""
 
-    def on_message(self, message: bytes) -> None:
-        """Take a message."""
+    def on_message(self, message: bytes) -> None: ...
 
     def on_end(self, end: StreamEnded) -> None:
         """Take the end, the last thing there is."""
@@ -111,7 +112,8 @@ class MessageStream:
         self, connection: Http2Connection, headers: Headers, sink: MessageSink, *, alone: bool = False
     ) -> None:
         self._sink: MessageSink | None = sink
-        self._connection, self._alone = connection, alone
+        self._connection = connection
+        self._alone = alone
         self._rest = bytearray()
         self._wanted = _PREFIX
         """Bytes that :attr:`_rest` must have before it is looked at again."""
@@ -188,7 +190,6 @@ class MessageStream:
         self._tell(self._end or StreamEnded(found, f"the server gave the stream up with code {code}"))
 
     def on_lost(self, why: str) -> None:
-        """The connection is gone."""
         self._tell(self._end or StreamEnded(grpc.StatusCode.UNAVAILABLE, why))
 
     def on_writable(self) -> None:
@@ -200,7 +201,8 @@ class MessageStream:
         self._tell(StreamEnded(code, message))
 
     def _tell(self, end: StreamEnded) -> None:
-        sink, self._sink = self._sink, None
+        sink = self._sink
+        self._sink = None
         self._leave()
         if sink is not None:
             sink.on_end(end)
@@ -222,7 +224,9 @@ class Dialer:
     """
 
     def __init__(self, address: str, *, token: Token | None = None, tls: Tls | None = None) -> None:
-        self._address, self._token, self._tls = address, token, tls
+        self._address = address
+        self._token = token
+        self._tls = tls
         self._closed = False
         self._opening: set[asyncio.Task[object]] = set()
         self._connections: weakref.WeakSet[Http2Connection] = weakref.WeakSet()
@@ -298,7 +302,8 @@ class Dialer:
 
     async def _prove(self, connection: Http2Connection, proof: CallerProof) -> None:
         """Have both ends prove the token."""
-        challenge, answer = auth_pb2.ChallengeResponse(), auth_pb2.ProveResponse()
+        challenge = auth_pb2.ChallengeResponse()
+        answer = auth_pb2.ProveResponse()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._ask(connection, "Challenge", auth_pb2.ChallengeRequest(), challenge)
@@ -320,7 +325,8 @@ class Dialer:
             raise StreamEnded(grpc.StatusCode.INTERNAL, "the peer's answer cannot be read") from error
 
     def _headers(self, method: str) -> Headers:
-        secure, named = self._tls is not None, self._tls.name if self._tls is not None else ""
+        secure = self._tls is not None
+        named = self._tls.name if self._tls is not None else ""
         return [
             (b":method", b"POST"),
             (b":scheme", b"https" if secure else b"http"),

@@ -32,8 +32,10 @@ class ServerStream(Generic[M]):
     """
 
     def __init__(self, dialer: _Opens, method: str, request: Message, answer: type[M]) -> None:
-        self._dialer, self._method = dialer, method
-        self._request, self._answer = request, answer
+        self._dialer = dialer
+        self._method = method
+        self._request = request
+        self._answer = answer
         self._stream: MessageStream | None = None
         self._messages: deque[bytes] = deque()
         self._end: StreamEnded | None = None
@@ -68,12 +70,10 @@ class ServerStream(Generic[M]):
     # --- what the connection calls ---
 
     def on_message(self, message: bytes) -> None:
-        """Keep an answer."""
         self._messages.append(message)
         self._wake()
 
     def on_end(self, end: StreamEnded) -> None:
-        """Take the end."""
         self._end = end
         self._wake()
 

@@ -82,7 +82,8 @@ def _bounded_parser(most: int) -> type:
         """What the parser reads from: asyncio's, with a count."""
 
         def __init__(self, stream: asyncio.StreamReader) -> None:
-            self.stream, self.left = stream, most
+            self.stream = stream
+            self.left = most
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.stream, name)
@@ -130,7 +131,9 @@ class RedisStream:
     """
 
     def __init__(self, redis: Redis, key: str, passed_over: Callable[[], None] | None = None) -> None:
-        self._redis, self._key, self._passed_over = redis, key, passed_over
+        self._redis = redis
+        self._key = key
+        self._passed_over = passed_over
         self._at_once = _ENTRIES
         self.position: bytes | str = "0-0"
 

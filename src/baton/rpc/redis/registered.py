@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN = 4096
 """Registrations that each look reads again."""
-_PER_LOOK, _PER_READ, _SCANS_PER_LOOK = 2048, 256, 64
+_PER_LOOK = 2048
+_PER_READ = 256
+_SCANS_PER_LOOK = 64
 """Other keys of a look, keys that are read at a time, and requests for their names: ``_PER_READ`` keys of any kind."""
 _MAX_BYTES = 16 * 1024
 """Of a registration, whatever stands in Redis."""
@@ -38,7 +40,8 @@ MAX_ANSWER_BYTES = 1 << 20
 """Of Redis: more than so many names or news have."""
 _MAX_TOLD = 64
 _MAX_NEWS = 64
-_NEWS_S, _NEWS_PAUSE_S = 0.8, 0.02
+_NEWS_S = 0.8
+_NEWS_PAUSE_S = 0.02
 _NEXT_PART_S = 0.1
 _WRONG_TYPE = "WRONGTYPE"
 _SCAN = """
@@ -75,8 +78,11 @@ class Registrations(Generic[_Item]):
         parse: Callable[[Mapping[str, Any]], _Item],
         refused: Callable[[int], None],
     ) -> None:
-        self.redis, self._prefix, self._token = redis, prefix, token
-        self._parse, self._refused = parse, refused
+        self.redis = redis
+        self._prefix = prefix
+        self._token = token
+        self._parse = parse
+        self._refused = refused
         self._scan = redis.register_script(_SCAN)
         self._latest: dict[str, int] = {}
         self._known: set[str] = set()
@@ -89,7 +95,8 @@ class Registrations(Generic[_Item]):
         """Return who is registered, by name: of those who were before, and of some more."""
         found = await self.read_named(self._known)
         self._known &= found.keys()
-        before, num_read = self._known.copy(), 0
+        before = self._known.copy()
+        num_read = 0
         for _ in range(_SCANS_PER_LOOK):
             keys, is_over = await self._next_keys()
             names = [name for name in keys if name not in before]
@@ -119,7 +126,8 @@ class Registrations(Generic[_Item]):
                     fields, until_ms = read_registration(self._token, self._prefix + name, value, now_ms)
                     if until_ms < self._latest.get(name, 0):
                         raise UnauthenticatedError("there was a later one", field="token")
-                    found[name], self._latest[name] = self._parse(fields), until_ms
+                    found[name] = self._parse(fields)
+                    self._latest[name] = until_ms
                 except (BatonError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     wrong[name] = str(error)
         self._latest = {name: until for name, until in self._latest.items() if until >= now_ms > 0}
@@ -150,7 +158,9 @@ class Registrations(Generic[_Item]):
             self._told.clear()
         if not self._cut:
             self._told_many = False
-        self.whole, self._any_wrong, self._cut = True, False, False
+        self.whole = True
+        self._any_wrong = False
+        self._cut = False
 
     def _tell_many(self) -> None:
         self._cut = True
@@ -158,7 +168,8 @@ class Registrations(Generic[_Item]):
             self._told_many = True
             log.warning(
                 "Redis has more than %d keys %s* beside those that are believed: each look reads some of them",
-                *(_PER_LOOK, self._prefix),
+                _PER_LOOK,
+                self._prefix,
             )
 
     def _tell(self, wrong: Mapping[str, str]) -> None:
@@ -197,8 +208,12 @@ class RegistrationWatch(Generic[_Item]):
         now: Callable[[], float] = time.monotonic,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
-        self._registrations, self._news = registrations, RedisStream(registrations.redis, news)
-        self._what, self._look_s, self.now, self._failed = what, look_s, now, failed
+        self._registrations = registrations
+        self._news = RedisStream(registrations.redis, news)
+        self._what = what
+        self._look_s = look_s
+        self.now = now
+        self._failed = failed
         self._seen: dict[str, tuple[_Item, float]] = {}
         self._since = 0.0
 
@@ -214,7 +229,8 @@ class RegistrationWatch(Generic[_Item]):
             try:
                 await self._news.to_end()
                 self._since = self.now()  # before the look: while Redis was away no key counts as missing
-                next_look, is_new = -1.0, False
+                next_look = -1.0
+                is_new = False
                 while True:
                     if time.monotonic() >= next_look:
                         self._add(await self._registrations.read())

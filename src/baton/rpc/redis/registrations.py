@@ -87,7 +87,8 @@ def read_registration(token: Token | None, key: str, value: bytes | str, now_ms:
     outer = json.loads(value)
     if not isinstance(outer, dict):
         raise ValueError("it is no object")
-    body, mac = outer.get("body"), outer.get("mac")
+    body = outer.get("body")
+    mac = outer.get("mac")
     if token is None:
         if mac is not None:
             raise UnauthenticatedError("it is signed with a token, and there is none here", field="token")
@@ -123,12 +124,15 @@ class RedisPresence:
         self, url: str, *, key: str, value: Mapping[str, str], token: Token | None, news: str, name: str
     ) -> None:
         self._redis = open_redis(url)
-        self._key, self._value, self._token, self._news, self._name = key, dict(value), token, news, name
+        self._key = key
+        self._value = dict(value)
+        self._token = token
+        self._news = news
+        self._name = name
         self._task: asyncio.Task[None] | None = None
         self._known = False
 
     def start(self) -> None:
-        """Begin in the background."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="registration redis")
 
     async def stop(self) -> None:
@@ -152,7 +156,8 @@ class RedisPresence:
                     await self._tell("came")
                     log.info("registered with Redis")
                 absence.ended()
-                self._known, pause_s = True, LEASE_TTL_S / 3
+                self._known = True
+                pause_s = LEASE_TTL_S / 3
             except redis_errors() as error:
                 absence.failed("Redis is away: %s", error)
                 pause_s = _RETRY_S
@@ -176,5 +181,6 @@ def redis_store_node(url: str, prefix: str, name: str, address: str, token: Toke
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
-    key, news = store_node_key(prefix, name), store_news_key(prefix)
+    key = store_node_key(prefix, name)
+    news = store_news_key(prefix)
     return RedisPresence(url, key=key, value={"address": address}, token=token, news=news, name=name)

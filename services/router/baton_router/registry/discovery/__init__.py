@@ -21,8 +21,7 @@ class Discovery(Protocol):
     def start(self) -> None:
         """Begin; needs a running loop."""
 
-    async def close(self) -> None:
-        """Stop."""
+    async def close(self) -> None: ...
 
 
 def discoveries(config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None) -> list[Discovery]:

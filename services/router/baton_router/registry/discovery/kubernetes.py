@@ -65,7 +65,8 @@ class KubernetesDiscovery:
     def __init__(self, config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None = None) -> None:
         self._api = KubernetesApi(config.kubernetes_api, config.kubernetes_account, config.kubernetes_namespace)
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{self._api.namespace}/endpointslices"
-        self._selector, self._registry = config.kubernetes_selector, registry
+        self._selector = config.kubernetes_selector
+        self._registry = registry
         self._slices = Slices(config.kubernetes_port)
         self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
         self._version = ""
@@ -76,7 +77,6 @@ class KubernetesDiscovery:
         self._task = asyncio.create_task(self._run(), name="discovery kubernetes")
 
     async def close(self) -> None:
-        """Stop."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -84,7 +84,8 @@ class KubernetesDiscovery:
         await self._api.close()
 
     async def _run(self) -> None:
-        backoff, absence = Backoff(_LONGEST_PAUSE_S, random.Random()), Absence(log, "Kubernetes answers again")
+        backoff = Backoff(_LONGEST_PAUSE_S, random.Random())
+        absence = Absence(log, "Kubernetes answers again")
         while True:
             try:
                 if not self._version:
@@ -147,7 +148,8 @@ class KubernetesDiscovery:
                     backoff.reset()
 
     def _take(self, event: dict[str, Any]) -> None:
-        kind, item = event["type"], event["object"]
+        kind = event["type"]
+        item = event["object"]
         if kind == "ERROR":
             if item.get("code") == _GONE:
                 raise GoneError
@@ -170,7 +172,6 @@ class Slices:
         self._slices: dict[str, frozenset[str]] = {}
 
     def replace(self, items: Iterable[Mapping[str, Any]]) -> None:
-        """Take a whole list."""
         self._slices = {_slice_name(item): self._addresses(item) for item in items}
 
     def apply(self, kind: str, item: Mapping[str, Any]) -> None:
@@ -215,8 +216,11 @@ class RoleFinder:
     def __init__(
         self, source: str, registry: Registry, token: Token | None, timeout_s: float, tls: Tls | None = None
     ) -> None:
-        self._source, self._registry, self._timeout_s = source, registry, timeout_s
-        self._token, self._tls = token, tls
+        self._source = source
+        self._registry = registry
+        self._timeout_s = timeout_s
+        self._token = token
+        self._tls = tls
         self._roles: dict[str, Role] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
@@ -231,7 +235,6 @@ class RoleFinder:
         self._tell()
 
     async def close(self) -> None:
-        """Stop asking."""
         tasks = list(self._asking.values())
         for task in tasks:
             task.cancel()
@@ -241,7 +244,8 @@ class RoleFinder:
         self._registry.found(self._source, self._roles)
 
     async def _ask(self, address: str) -> None:
-        backoff, refused = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random()), False
+        backoff = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random())
+        refused = False
         async with open_channel(address, token=self._token, tls=self._tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             while True:

@@ -44,7 +44,8 @@ class RedisDiscovery:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis = open_redis(config.redis, most=MAX_ANSWER_BYTES)
-        key, refused = instance_key(config.redis_prefix, ""), partial(registry.refused_in_redis, "instance")
+        key = instance_key(config.redis_prefix, "")
+        refused = partial(registry.refused_in_redis, "instance")
         registrations = Registrations(self._redis, key, token, _parse, refused)
         self.watch = RegistrationWatch(
             registrations,
@@ -62,7 +63,6 @@ class RedisDiscovery:
         self._task = asyncio.create_task(self.watch.run(self._take), name="discovery redis")
 
     async def close(self) -> None:
-        """Stop."""
         if self._task is not None:
             await end_task(self._task)
         await self._redis.aclose()

@@ -54,12 +54,15 @@ class CostMs(BuiltInPolicy):
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both sides, their pairs, and what decode can do by itself."""
-        speeds, size, others = self._speeds, len(prefill), len(decode)
+        speeds = self._speeds
+        size = len(prefill)
+        others = len(decode)
         expected = speeds.output_tokens
         if request.max_tokens is not None:
             expected = min(expected, request.max_tokens)
         lines = [x.lines(decode.ids).packed() for x in (speeds.decode, speeds.local, speeds.store)]
-        computing, moving = speeds.prefill.lines(prefill.ids), speeds.transfer.lines(prefill.ids, decode.ids)
+        computing = speeds.prefill.lines(prefill.ids)
+        moving = speeds.transfer.lines(prefill.ids, decode.ids)
         sides = prefill.packed(), decode.packed()
         loadable = None if decode.loadable is None else np.ascontiguousarray(decode.loadable, np.float64)
         threshold = -1.0 if request.threshold is None else float(request.threshold)
@@ -82,7 +85,8 @@ class CostMs(BuiltInPolicy):
                 (at, at + 8 * size, at + 16 * size, end, end + 8 * others),
                 moving.places[1],
                 (0, 0, moving.places[0], *moving.like, moving.oldest),
-                *(request.kv_bytes_per_token, threshold),
+                request.kv_bytes_per_token,
+                threshold,
             )
             pairs = Pairs(costs, costs.explain, rows[1], packed)
         queue, even, totals = out[3 * size : 6 * size].reshape(3, size)
@@ -117,8 +121,11 @@ class _PairCosts:
     def __init__(
         self, computing: FloatArray, needed: FloatArray, moving: Lines, kv_bytes: float, threshold: float
     ) -> None:
-        self._computing, self._needed, self._moving = computing, needed, moving
-        self._kv_bytes, self._threshold = kv_bytes, threshold
+        self._computing = computing
+        self._needed = needed
+        self._moving = moving
+        self._kv_bytes = kv_bytes
+        self._threshold = threshold
 
     def _allowed(self, d: int) -> bool:
         return self._threshold < 0 or bool(self._needed[d] >= self._threshold)

@@ -81,7 +81,9 @@ class MatchMinusLoad(BuiltInPolicy):
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
         """Score both roles, and the prefill on decode instances."""
-        speeds, size, others = self._speeds, len(prefill), len(decode)
+        speeds = self._speeds
+        size = len(prefill)
+        others = len(decode)
         lines = speeds.prefill.lines(prefill.ids), speeds.decode.lines(decode.ids), speeds.local.lines(decode.ids)
         sides = prefill.packed(), decode.packed()
         out = np.empty(4 * size + 5 * others)
@@ -95,7 +97,8 @@ class MatchMinusLoad(BuiltInPolicy):
         )
         load, speed, lately, totals = out[: 4 * size].reshape(4, size)
         decode_load, decode_totals, *rest = out[4 * size :].reshape(5, others)
-        at, local = at + 8 * 3 * size, None
+        at += 8 * 3 * size
+        local = None
         if with_local:
             terms = {"match": decode.match_rates, "load": rest[0], "speed": rest[1]}
             local = Scores(terms, rest[2], at + 8 * (size + 4 * others))

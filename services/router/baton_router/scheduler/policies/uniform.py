@@ -12,5 +12,4 @@ class Uniform(BuiltInPolicy):
     name = "random"
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
-        """Score all instances alike."""
         return Ratings(Scores.of(none=[0.0] * len(prefill)), Scores.of(none=[0.0] * len(decode)))
