@@ -37,8 +37,7 @@ from baton.kv_cache.shards import KVGeometry, ShardSpec
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.cluster import StoreCluster
 from baton.kv_transfer.connector.store.nodes import Heat, Placement, segments_of
-from baton.rpc.redis.client import open_redis
-from baton.rpc.redis.registrations import store_node_key
+from baton.rpc.redis import open_redis, store_node_key
 from baton.types import BlockHash, BlockId
 from baton_kvstore.server import KVStoreServer
 

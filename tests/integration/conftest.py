@@ -14,7 +14,7 @@ from tests.support.servers.warm import WarmProcess, WarmStarter
 from baton.engine.executor import multiprocess
 from baton.kv_transfer.connector.p2p import candidate_watch
 from baton.kv_transfer.connector.store.backend import StoreOptions
-from baton.rpc.redis.client import open_redis
+from baton.rpc.redis import open_redis
 from baton.worker import connectors
 
 PATIENCE_S = 240.0

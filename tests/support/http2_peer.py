@@ -167,7 +167,7 @@ async def connected() -> AsyncIterator[tuple[Peer, Http2Connection, MessageStrea
         await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", peer.port)
         await peer.accept()
         sink = Sink()
-        call = MessageStream(connection, [(b":method", b"POST"), (b":path", b"/s/M")], sink, alone=True)
+        call = MessageStream(connection, [(b":method", b"POST"), (b":path", b"/s/M")], sink, owns_connection=True)
         key, _ = await peer.request()
         assert key == 1
         peer.say(frame(SETTINGS), headers(1, OK))

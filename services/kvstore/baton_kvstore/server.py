@@ -12,7 +12,7 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import require_clear_pipes
-from baton.rpc.redis.registrations import RedisPresence, redis_store_node
+from baton.rpc.redis import RedisPresence, redis_store_node
 from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls

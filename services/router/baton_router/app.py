@@ -18,8 +18,7 @@ import uvicorn
 from baton.api.v1 import router_pb2_grpc
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
-from baton.rpc.auth import is_loopback, require_safe_bind
-from baton.rpc.hosts import HostRule
+from baton.rpc.auth import HostRule, is_loopback, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.service_token import read_token
 from baton.rpc.ticket import read_ticket_key

@@ -1,7 +1,7 @@
-"""The audit log: who was turned away, who looked at what all tenants do, what was deleted and which keys changed.
+"""The audit log: rejected callers, reads of all tenants' data, deletions, and changes of keys, certificates and roles.
 
-One JSON line per event, in a file (``--audit-log``) or in the standard log. Lines have names, addresses, methods and
-counts; never keys, tokens, prompts or KV. Nobody can fill a disk with them: what repeats within minutes is counted
+One JSON line per event, in a file (``--audit-log``) or in the standard log. Lines contain names, addresses, methods and
+counts; never keys, tokens, prompts or KV. Their volume is bounded: events that repeat within minutes are counted
 instead, and each kind of event has a rate of its own, so that a flood of one kind leaves room for the others.
 """
 
@@ -33,7 +33,7 @@ Event: TypeAlias = Literal[
     "authentication_failed", "denied", "admin_read", "deleted", "keys_changed", "certificates_changed", "role_changed"
 ]
 SECONDS = 300.0
-"""How long an event that was written is counted when it comes again, instead of being written."""
+"""Seconds within which a repeated event is counted instead of written."""
 _PER_SECOND = 1.0
 _BURST = 60.0
 _PER_SECOND_OF_PEER = 0.1
@@ -45,14 +45,14 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW |
 
 
 class AuditLog:
-    """Decides which events become lines. For any thread.
+    """Decides which events become lines. Thread-safe.
 
     Args:
-        write: Takes a line.
-        clock: Seconds, monotonic.
+        write: Writes a line.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        service: What every line calls this process.
+        service: Name of this process in every line.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,36 +73,36 @@ class AuditLog:
         key = (event, *sorted(fields.items()))
         with self._lock:
             now = self._clock()
-            self._tell_counts(now - SECONDS)
+            self._write_repeats(now - SECONDS)
             if key in self._recent:
                 self._repeats[key] += 1
-                self._tell_later()
+                self._start_timer()
             elif self._has_room(event, str(fields.get("peer", "")), now):
-                self._put({"event": event, **fields})
+                self._write_line({"event": event, **fields})
                 self._recent[key] = now, fields
                 if len(self._recent) > _MAX_RECENT:
                     self._forget(next(iter(self._recent)))
             else:
                 self._left_out[event] += 1
-                self._tell_later()
+                self._start_timer()
 
     def flush(self) -> None:
-        """Write what was counted until now."""
+        """Write the counts up to now."""
         with self._lock:
-            self._tell_counts(self._clock())
-            self._tell_left_out()
+            self._write_repeats(self._clock())
+            self._write_left_out()
 
-    def _tell_counts(self, before: float) -> None:
+    def _write_repeats(self, before: float) -> None:
         while self._recent and next(iter(self._recent.values()))[0] <= before:
             self._forget(next(iter(self._recent)))
 
     def _forget(self, key: tuple[Any, ...]) -> None:
         _, fields = self._recent.pop(key)
         if repeats := self._repeats.pop(key, 0):
-            self._put({"event": key[0], **fields, "repeats": repeats})
+            self._write_line({"event": key[0], **fields, "repeats": repeats})
 
     def _has_room(self, event: str, peer: str, now: float) -> bool:
-        """Whether an event may be written: of its kind, and so that one peer leaves room for the others."""
+        """Whether the rates of the event's kind and of its peer allow another line."""
         tokens, at = self._tokens.get(event, (_BURST, now))
         tokens = min(_BURST, tokens + _PER_SECOND * (now - at))
         room = tokens >= 1.0
@@ -117,17 +117,17 @@ class AuditLog:
         self._tokens[event] = tokens - room, now
         return room
 
-    def _tell_left_out(self) -> None:
+    def _write_left_out(self) -> None:
         for event, count in self._left_out.items():
-            self._put({"event": event, "left_out": count})
+            self._write_line({"event": event, "left_out": count})
         self._left_out.clear()
 
-    def _put(self, fields: dict[str, Any]) -> None:
+    def _write_line(self, fields: dict[str, Any]) -> None:
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "service": self.service}
         self._write(json.dumps(head | fields))
 
-    def _tell_later(self) -> None:
-        """Have what is counted told in time also when nothing else happens."""
+    def _start_timer(self) -> None:
+        """Have counts written in time even if no other event follows."""
         if self._timer is None:
             self._timer = threading.Timer(SECONDS, self._on_time)
             self._timer.daemon = True
@@ -136,17 +136,17 @@ class AuditLog:
     def _on_time(self) -> None:
         with self._lock:
             self._timer = None
-            self._tell_counts(self._clock() - SECONDS)
-            self._tell_left_out()
+            self._write_repeats(self._clock() - SECONDS)
+            self._write_left_out()
             if self._repeats:
-                self._tell_later()
+                self._start_timer()
 
 
 class _AuditFile(WatchedFileHandler):
-    """Appends to a file that is its user's alone; one that was moved away (logrotate) is made anew.
+    """Appends to a file that only its user can read; creates it again after it was moved away (logrotate).
 
-    What others could have put in its place, where they can write to the folder, is refused: a link would have this
-    process write into another file of its user's, a pipe would stop it, and of a file of theirs they could read all.
+    Other users that can write to the folder could have replaced the file. A link would have this process write into
+    another file of its user's, a pipe would block it, and a file of theirs would be readable by them: all are refused.
     """
 
     def _open(self) -> TextIOWrapper:
@@ -164,14 +164,14 @@ class _AuditFile(WatchedFileHandler):
             raise
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; what keeps it from being written is no trouble of whoever noted the event."""
+        """Write a line; failures are logged and never raised to the caller that recorded the event."""
         try:
             super().emit(record)
-        except OSError:  # of a file that is to be opened again
+        except OSError:  # the file could not be opened again
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Put what cannot be written into the standard log."""
+        """Write the line to the standard log instead."""
         log.error("the audit log %s cannot be written: %s", self.baseFilename, record.getMessage())
 
 
@@ -180,11 +180,11 @@ atexit.register(_log.flush)
 
 
 def open_audit_log(path: str, service: str) -> None:
-    """Have this process's events go to a file.
+    """Direct this process's events to a file.
 
     Args:
-        path: The file, which several processes of one host may share; empty: the standard log.
-        service: What to call this process in every line.
+        path: File, which several processes of one host may share; empty: the standard log.
+        service: Name of this process in every line.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -203,15 +203,15 @@ def open_audit_log(path: str, service: str) -> None:
 
 
 def audit(event: Event, **fields: str | int) -> None:
-    """Note an event.
+    """Record an event.
 
     Args:
-        event: What happened.
-        fields: Who (``account``, ``peer``), what, how. Never keys, tokens or what users wrote.
+        event: Kind of event.
+        fields: Details such as ``account``, ``peer`` or ``method``; never keys, tokens or user content.
     """
     _log.record(event, fields)
 
 
 def peer_of(context: Any) -> str:
-    """Return the address of a gRPC call's client, without its port: that of the next connection is another one."""
+    """Return the address of a gRPC call's client, without the port, which differs for each connection."""
     return unquote(str(context.peer()).rpartition(":")[0])

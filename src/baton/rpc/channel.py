@@ -23,21 +23,21 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time an attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of an attempt to connect
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_retries", 0),  # retries are decided by whoever owns the request
-    ("grpc.client_idle_timeout_ms", 240_000),  # before the server closes what is idle, so that no call meets that
+    ("grpc.enable_retries", 0),  # retries are decided by the owner of the request
+    ("grpc.client_idle_timeout_ms", 240_000),  # before the server closes an idle connection, so that no call meets that
     ("grpc.use_local_subchannel_pool", 1),  # a restarted peer on the same port gets a fresh connection
 ]
 
 
 def open_channel(address: str, *, token: Token | None = None, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Open an asyncio channel to ``host:port``; before its first call both ends prove the token, if there is one.
+    """Open an asyncio channel; before its first call both ends prove the token, if there is one.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port`` of the server.
         token: Shared token, if the services use one. It is not sent, and a service that does not know it gets no call.
-        tls: Certificates, if they use some.
+        tls: Certificates, if the services use TLS.
     """
     options = _OPTIONS if tls is None else [*_OPTIONS, *tls.channel_options()]
     shown, credentials = (b"", None) if tls is None else tls.channel_credentials()
@@ -48,7 +48,7 @@ def open_channel(address: str, *, token: Token | None = None, tls: Tls | None = 
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
     if prover is not None:
-        prover.serve(channel)
+        prover.attach(channel)
     return channel
 
 
@@ -62,7 +62,7 @@ class Backoff:
         self._pause_s = first_s
 
     def reset(self) -> None:
-        """Begin again with the shortest pause."""
+        """Start over with the shortest pause."""
         self._pause_s = self._first_s
 
     def next_s(self) -> float:
@@ -84,7 +84,7 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 1.
 
 
 class _Proved:
-    """Has the token proved before the calls of one kind; gRPC tells the kinds apart by their base classes."""
+    """Proves the token before calls of one kind; gRPC distinguishes the kinds by their base classes."""
 
     def __init__(self, prover: Prover) -> None:
         self._prover = prover

@@ -1,9 +1,9 @@
-"""Bounds the connections of a gRPC server whose other ends have not shown who they are.
+"""Bounds the connections of a gRPC server whose peers have not authenticated.
 
-gRPC closes what is idle for minutes and can bound the number of all connections, but then whoever opens that many keeps
-everybody else out. So a look at this process's own sockets, every second, finds those of the server's port over which
-no call was let through yet. Of more than some the oldest gives way, of the address that has most of them, as with the
-pipes. gRPC hears of it as if the other end had hung up.
+gRPC closes connections that are idle for minutes and can bound the number of all connections, but then one client that
+opens that many locks all others out. So this process's own sockets are scanned every second for connections to the
+server's port without an authenticated call. Beyond a limit the oldest connection of the address with the most of them
+is closed, as with the pipes. To gRPC it looks as if the peer had closed it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from urllib.parse import quote
 log = logging.getLogger(__name__)
 
 MAX_UNKNOWN = 64
-"""Connections of one server over which no call was let through yet."""
-_LOOK_S = 1.0
-_COMPLAINTS_S = 60.0
-_LOOK_SHARE = 0.01
-"""Of a processor, for looks, however many files are open."""
+"""Maximum connections of one server without an authenticated call."""
+_SCAN_S = 1.0
+_WARNING_S = 60.0
+_SCAN_SHARE = 0.01
+"""Share of a processor that scans may use, however many files are open."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """One that was seen.
+    """A socket found in a scan.
 
     Attributes:
-        inode: Which socket the descriptor was.
-        peer: As gRPC writes it; empty: none of this server's.
-        host: Its address.
+        inode: Inode of the socket, which identifies it.
+        peer: Address and port of the peer as gRPC writes them; empty: it is not a connection of this server.
+        host: Address of the peer.
     """
 
     inode: int
@@ -49,11 +49,11 @@ class _Connection:
 
 
 class ConnectionGuard:
-    """Closes connections of a server that prove nothing, where there are too many of them.
+    """Closes unauthenticated connections of a server beyond a limit.
 
     Args:
-        port: Of the server.
-        most: How many there may be.
+        port: Port of the server.
+        most: Maximum number of unauthenticated connections.
     """
 
     def __init__(self, port: int, most: int = MAX_UNKNOWN) -> None:
@@ -63,11 +63,11 @@ class ConnectionGuard:
         self._gone: set[str] = set()
         self._seen: dict[int, _Connection] = {}
         self._closed = 0
-        self._complained_at = -_COMPLAINTS_S
+        self._warned_at = -_WARNING_S
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look, in the running loop."""
+        """Begin to scan, in the running loop."""
         self._task = asyncio.create_task(self._run(), name="connections")
 
     async def close(self) -> None:
@@ -75,25 +75,25 @@ class ConnectionGuard:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def know(self, context: Any) -> None:
-        """Take note that a call was let through."""
+    def mark_known(self, context: Any) -> None:
+        """Record that a call of this connection was authenticated."""
         self._known.add(context.peer())
 
-    def look(self) -> float:
-        """Close what is too much; returns the seconds of processor time that this took. Blocks for a moment."""
+    def scan(self) -> float:
+        """Close connections beyond the limit; returns the processor time of the scan in seconds. Blocks meanwhile."""
         began = time.thread_time()
         before = self._seen
-        found = dict[int, _Connection]()
+        current = dict[int, _Connection]()
         for fd in _descriptors():
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 status = os.fstat(fd)
                 if stat.S_ISSOCK(status.st_mode):
                     seen = before.get(fd)
                     same = seen is not None and seen.inode == status.st_ino
-                    found[fd] = seen if seen is not None and same else self._examine(fd, status.st_ino)
-        self._seen = {fd: each for fd, each in before.items() if found.get(fd) is each} | found  # the oldest first
+                    current[fd] = seen if seen is not None and same else self._examine(fd, status.st_ino)
+        self._seen = {fd: each for fd, each in before.items() if current.get(fd) is each} | current  # the oldest first
         known = set(self._known)
-        self._forget(known - {each.peer for each in found.values()})
+        self._forget(known - {each.peer for each in current.values()})
         unknown = {fd: each for fd, each in self._seen.items() if each.peer and each.peer not in known}
         hosts = Counter(each.host for each in unknown.values())
         for _ in range(len(unknown) - self._most):
@@ -104,21 +104,21 @@ class ConnectionGuard:
         return time.thread_time() - began
 
     def _forget(self, gone: set[str]) -> None:
-        """Forget who was gone twice: a connection may have come, and called, during one look."""
+        """Forget peers that two scans did not find: a connection may be opened, and authenticate, during one scan."""
         self._known -= gone & self._gone
         self._gone = gone
 
     async def _run(self) -> None:
-        pause_s = _LOOK_S
+        pause_s = _SCAN_S
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = max(_LOOK_S, await asyncio.to_thread(self.look) / _LOOK_SHARE)
+            pause_s = max(_SCAN_S, await asyncio.to_thread(self.scan) / _SCAN_SHARE)
 
     def _examine(self, fd: int, inode: int) -> _Connection:
         sock = socket.socket(fileno=fd)
         try:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == self._port:
-                host, port = sock.getpeername()[:2]  # of what listens there is none: an OSError
+                host, port = sock.getpeername()[:2]  # a listening socket has no peer: OSError
                 return _Connection(inode, _peer(host, port), host)
         finally:
             sock.detach()
@@ -134,8 +134,8 @@ class ConnectionGuard:
             finally:
                 sock.detach()
             self._closed += 1
-        if time.monotonic() >= self._complained_at + _COMPLAINTS_S:
-            self._complained_at = time.monotonic()
+        if time.monotonic() >= self._warned_at + _WARNING_S:
+            self._warned_at = time.monotonic()
             log.warning(
                 "%d gRPC connections that had proved nothing were closed, to make room for others: the latest from %s",
                 self._closed,
@@ -145,13 +145,13 @@ class ConnectionGuard:
 
 
 def max_connections() -> int:
-    """Return how many connections a gRPC server takes at once: a quarter of what may be open."""
+    """Return the maximum connections of a gRPC server: a quarter of the process's file descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if most == resource.RLIM_INFINITY else max(MAX_UNKNOWN, most // 4)
 
 
 def _descriptors() -> Iterable[int]:
-    """Return this process's descriptors; to list them takes one, so where none is left they are tried in turn."""
+    """Return this process's descriptors; listing them needs one, so where none is left all numbers are tried."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
@@ -159,7 +159,7 @@ def _descriptors() -> Iterable[int]:
 
 
 def _peer(host: str, port: int) -> str:
-    """Return an address as gRPC writes it."""
+    """Return an address and port as gRPC writes them."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else address
     return f"ipv4:{mapped}:{port}" if mapped is not None else f"ipv6:{quote(f'[{host}]', safe=':')}:{port}"

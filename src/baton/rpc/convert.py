@@ -1,4 +1,4 @@
-"""Wire messages to Baton's own types and back."""
+"""Conversion between wire messages and Baton's own types."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLAIN = tuple(
     for field in common_pb2.SamplingParams.DESCRIPTOR.fields
     if field.name not in {*_OPTIONAL, *_WITH_DEFAULT, "n", "stop_token_ids", "logit_bias", "grammar"}
 )
-"""Sampling fields whose default is 0 on both sides: all that are not named elsewhere."""
+"""Sampling fields whose default is 0 on both sides: all others."""
 
 
 def role_to_pb(role: Role) -> common_pb2.Role.ValueType:
@@ -112,7 +112,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         message.logit_bias[token_id] = bias
     for name in _PLAIN:
         value = getattr(params, name)
-        if value:  # none of them is sent where it is 0
+        if value:  # fields that are 0 are not sent
             setattr(message, name, value)
     if params.logprobs is not None:
         message.logprobs = params.logprobs
@@ -191,14 +191,14 @@ def prompt_logprobs_from_pb(messages: list[common_pb2.TokenLogprob]) -> list[Tok
 
 
 def add_to(trace: common_pb2.RequestTrace, name: str, more: int) -> None:
-    """Add to a number of a trace; where a peer's was so large that the sum has no room, it is the largest there is."""
+    """Add to a numeric field of a trace; the sum is capped at the field's maximum, as peers may send any number."""
     field = trace.DESCRIPTOR.fields_by_name[name]
     most = 2**32 - 1 if field.cpp_type == field.CPPTYPE_UINT32 else 2**64 - 1
     setattr(trace, name, min(most, getattr(trace, name) + more))
 
 
 def text_delta_to_pb(delta: TextDelta) -> router_pb2.TextDelta:
-    """What one message brought to one sequence, to the wire."""
+    """One sequence's new text to the wire."""
     return router_pb2.TextDelta(
         index=delta.index,
         text=delta.text,
@@ -260,11 +260,11 @@ def fingerprint_from_pb(message: common_pb2.Fingerprint) -> Fingerprint:
 
 def trace_attributes(trace: common_pb2.RequestTrace) -> dict[str, Attribute]:
     """Return the fields of a trace that are set, as a span's attributes ``baton.<field>``."""
-    found: dict[str, Attribute] = {}
+    attributes: dict[str, Attribute] = {}
     for field, value in trace.ListFields():
         name = f"baton.{field.name}"
         if field.name == "path":
-            found[name] = str(path_from_pb(value))
+            attributes[name] = str(path_from_pb(value))
         else:
-            found[name] = tuple(value) if field.name == "failed_prefills" else value
-    return found
+            attributes[name] = tuple(value) if field.name == "failed_prefills" else value
+    return attributes

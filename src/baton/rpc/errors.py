@@ -1,4 +1,4 @@
-"""Errors on the wire: a :class:`BatonError` becomes a gRPC status with details, and the other way round.
+"""Errors on the wire: conversion of a :class:`BatonError` to a gRPC status with details and back.
 
 The details travel as ``google.rpc.Status`` in ``grpc-status-details-bin``: Baton's own ``ErrorDetail`` and, where a
 field is to blame, the standard ``google.rpc.BadRequest`` that generic clients understand.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 DETAILS_KEY = "grpc-status-details-bin"
 _NO_CONNECTION = "failed to connect"
 _HUNG_UP = "Socket closed"
-"""How gRPC says that a peer ended a handshake, which it does without giving a reason."""
+"""gRPC's message when a peer ended a handshake, which comes without a reason."""
 BY_STATUS: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
@@ -47,7 +47,7 @@ BY_STATUS: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
-"""What a status becomes that came without Baton's details; others become :class:`baton.errors.InternalError`."""
+"""Errors for statuses without Baton's details; all others become :class:`baton.errors.InternalError`."""
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
@@ -70,10 +70,10 @@ def status_details(error: BatonError) -> bytes:
 
 
 def readable(answer: T | None) -> T:
-    """Return a peer's answer: where gRPC's asyncio API cannot read one it hands out ``None``, and logs why.
+    """Return a peer's answer, which gRPC's asyncio API replaces by ``None`` if it cannot be parsed.
 
     Raises:
-        grpc.aio.AioRpcError: INTERNAL, as gRPC says it elsewhere.
+        grpc.aio.AioRpcError: It cannot be parsed; INTERNAL, as in gRPC's other APIs.
     """
     if answer is None:
         nothing = grpc.aio.Metadata()
@@ -92,9 +92,9 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes = b"") -> Ba
     """Rebuild an error from its status.
 
     Args:
-        code: The status.
-        message: Its message; empty: the status's name.
-        details: What :func:`status_details` made; empty: the status maps by its code.
+        code: Code of the status.
+        message: Message of the status; empty: the name of the code.
+        details: Serialized details, as :func:`status_details` makes them; empty: the status maps by its code.
     """
     rebuilt = _from_details(details) if details else None
     if rebuilt is not None:

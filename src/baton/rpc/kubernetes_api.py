@@ -16,19 +16,19 @@ _TIMEOUT_S = 10.0
 
 
 class KubernetesApi:
-    """Asks an API server in the name of a service account.
+    """A client of an API server, authenticated as a service account.
 
     Args:
-        api: Its URL; empty: that of this pod's cluster.
+        api: URL of the API server; empty: that of this pod's cluster.
         account: Folder with the account's ``token``, ``ca.crt`` and ``namespace``.
-        namespace: Empty: this pod's.
+        namespace: Namespace of the objects; empty: this pod's.
 
     Attributes:
-        namespace: Whose objects are meant.
-        http: The client; requests want :meth:`headers`.
+        namespace: Namespace of the objects.
+        http: HTTP client; its requests need :meth:`headers`.
 
     Raises:
-        ConfigError: The account's files are not there, or this is no pod and no API server was named.
+        ConfigError: The account's files are missing, or this is no pod and no API server was named.
     """
 
     def __init__(self, api: str, account: str, namespace: str) -> None:
@@ -47,7 +47,7 @@ class KubernetesApi:
         self.headers()
 
     def headers(self) -> dict[str, str]:
-        """Return what goes with every request; the token is read each time, as the kubelet replaces it.
+        """Return the headers of every request; the token is read each time, because the kubelet replaces it.
 
         Raises:
             ConfigError: The token cannot be read.
@@ -57,16 +57,16 @@ class KubernetesApi:
     async def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """Ask for an object.
+        """Send a request.
 
         Args:
-            method: Of HTTP.
-            path: Below the server's URL.
-            body: Goes as JSON; ``None``: none.
-            headers: Beside :meth:`headers`.
+            method: HTTP method.
+            path: Path below the server's URL.
+            body: JSON body; ``None``: no body.
+            headers: Headers in addition to :meth:`headers`.
 
         Raises:
-            httpx.HTTPError: It does not answer.
+            httpx.HTTPError: The server does not answer.
         """
         return await self.http.request(method, path, json=body, headers={**self.headers(), **(headers or {})})
 

@@ -2,8 +2,8 @@
 
 ::
 
-    caller -> Challenge                                 no token needed, nothing kept
-    service -> service nonce                            its time, random bytes, a tag over these and who calls
+    caller -> Challenge                                 needs no token; the service keeps no state
+    service -> service nonce                            its time, random bytes, a tag over these and the caller
     caller -> Prove   both nonces, proof of the caller
     service -> proof of the service                     (or UNAUTHENTICATED, and the caller sends nothing more)
     caller -> any call, with `authorization: Baton CREDENTIAL`
@@ -11,11 +11,14 @@
 A proof is an HMAC of role, nonces and the caller's certificate under a key derived from the token. So the token cannot
 be read, neither proof can be replayed, and no request leaves before the service has shown that it knows the token.
 
-A credential is an HMAC of the method under a key of both nonces. The service keeps nothing: its nonce tells when and
-whom it was given to. A credential counts for one method of one process, from the caller's host (and with TLS its
-certificate) alone, for five minutes; callers renew theirs every minute, and whenever a channel has lost its connection
-or the token file has changed. With TLS a service in the middle cannot pass a proof on: the certificate that it shows is
+A credential is an HMAC of the method under a key of both nonces. The service keeps no state: its nonce encodes when and
+to whom it was issued. A credential is valid for one method of one process, only from the caller's host (and with TLS
+its certificate), for five minutes. Callers renew theirs every minute, and whenever a channel has lost its connection or
+the token file has changed. With TLS a service in the middle cannot pass a proof on: the certificate that it shows is
 not the caller's.
+
+:func:`prove_token` is the caller's side over any transport: :class:`Prover` runs it on a gRPC channel, the HTTP/2
+client (:mod:`baton.rpc.http2.message_stream`) on each of its connections.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ import ssl
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.api.v1 import auth_pb2, auth_pb2_grpc
 from baton.errors import BatonError, UnauthenticatedError, UnavailableError
@@ -51,15 +55,17 @@ _MAC_BYTES = 32
 _SERVICE_NONCE_BYTES = _TIME_BYTES + _NONCE_BYTES + _TAG_BYTES
 _CREDENTIAL_BYTES = _SERVICE_NONCE_BYTES + _NONCE_BYTES + _MAC_BYTES
 HANDSHAKE_S = 10.0
-"""How long a proof may take."""
+"""Longest time of a proof."""
 _RENEW_S = 60.0
 _LIFE_S = 300.0
 _PURPOSE = b"gRPC"
-_OVER = "what proved the shared token counts no more: prove it again"
+_EXPIRED = "what proved the shared token counts no more: prove it again"
+
+M = TypeVar("M", bound=Message)
 
 
 def certificate_digest(pem: bytes) -> bytes:
-    """Return the SHA-256 of a certificate, the first one of a chain; empty: there is none."""
+    """Return the SHA-256 of the first certificate of a PEM chain; empty for an empty chain."""
     if not pem:
         return b""
     end = b"-----END CERTIFICATE-----"
@@ -68,10 +74,10 @@ def certificate_digest(pem: bytes) -> bytes:
 
 
 class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
-    """Challenges callers, and knows the credentials of those who have proved the token.
+    """Challenges callers, and recognizes the credentials of those that have proved the token.
 
     Args:
-        token: What they must know.
+        token: Token that callers must prove.
         now: Monotonic clock, in seconds.
     """
 
@@ -81,12 +87,12 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
         self._secret = secrets.token_bytes(32)
 
     async def Challenge(self, request: auth_pb2.ChallengeRequest, context: Any) -> auth_pb2.ChallengeResponse:
-        told = int(self._now() * 1e6).to_bytes(_TIME_BYTES) + secrets.token_bytes(_NONCE_BYTES)
-        return auth_pb2.ChallengeResponse(nonce=told + self._tag(told, context))
+        issued = int(self._now() * 1e6).to_bytes(_TIME_BYTES) + secrets.token_bytes(_NONCE_BYTES)
+        return auth_pb2.ChallengeResponse(nonce=issued + self._tag(issued, context))
 
     async def Prove(self, request: auth_pb2.ProveRequest, context: Any) -> auth_pb2.ProveResponse:
-        """Check a caller's proof and give this service's."""
-        if len(request.caller_nonce) != _NONCE_BYTES or not self._gave(request.service_nonce, context, HANDSHAKE_S):
+        """Check a caller's proof and return this service's."""
+        if len(request.caller_nonce) != _NONCE_BYTES or not self._issued(request.service_nonce, context, HANDSHAKE_S):
             raise UnavailableError("the proof is for another challenge than this service's")
         nonces = request.service_nonce + request.caller_nonce
         expected = b"caller" + nonces + _shown_certificate(context)
@@ -101,13 +107,13 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
 
         Args:
             method: ``/package.Service/Method``.
-            header: Its ``authorization``, which begins with :data:`SCHEME`.
+            header: Value of the call's ``authorization``, which begins with :data:`SCHEME`.
 
         Returns:
-            What is left to be checked with the call's context; raises as this does.
+            The rest of the check, which needs the call's context; raises as this does.
 
         Raises:
-            UnavailableError: It is no credential, or counts no more: a new proof brings another one.
+            UnavailableError: It is no credential, or has expired: a new proof brings another one.
         """
         try:
             data = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
@@ -119,30 +125,77 @@ class ProofServicer(auth_pb2_grpc.AuthServiceServicer):
             for key in self._token.keys(_PURPOSE):
                 if hmac.compare_digest(_credential(key, nonces, method), mac):
                     return lambda context: self._require(nonces[:_SERVICE_NONCE_BYTES], context)
-        raise UnavailableError(_OVER)
+        raise UnavailableError(_EXPIRED)
 
     def _require(self, nonce: bytes, context: Any) -> None:
-        if not self._gave(nonce, context, _LIFE_S):
-            raise UnavailableError(_OVER)
+        if not self._issued(nonce, context, _LIFE_S):
+            raise UnavailableError(_EXPIRED)
 
-    def _gave(self, nonce: bytes, context: Any, life_s: float) -> bool:
-        told = nonce[:-_TAG_BYTES]
+    def _issued(self, nonce: bytes, context: Any, life_s: float) -> bool:
+        """Whether this process issued a nonce to this caller within the last ``life_s`` seconds."""
+        issued = nonce[:-_TAG_BYTES]
         tag = nonce[-_TAG_BYTES:]
-        if len(nonce) != _SERVICE_NONCE_BYTES or not hmac.compare_digest(self._tag(told, context), tag):
+        if len(nonce) != _SERVICE_NONCE_BYTES or not hmac.compare_digest(self._tag(issued, context), tag):
             return False
-        return self._now() - int.from_bytes(told[:_TIME_BYTES]) / 1e6 < life_s
+        return self._now() - int.from_bytes(issued[:_TIME_BYTES]) / 1e6 < life_s
 
-    def _tag(self, told: bytes, context: Any) -> bytes:
+    def _tag(self, issued: bytes, context: Any) -> bytes:
         host = context.peer().rpartition(":")[0].encode()
-        return _mac(self._secret, told + _shown_certificate(context) + host)[:_TAG_BYTES]
+        return _mac(self._secret, issued + _shown_certificate(context) + host)[:_TAG_BYTES]
+
+
+class AuthCall(Protocol):
+    """Makes a unary call of ``AuthService`` on the connection whose ends prove the token."""
+
+    async def __call__(self, method: str, request: Message, response: type[M], /) -> M:
+        """Return the response to a request of ``method`` (its bare name); raises the transport's own errors."""
+        ...
+
+
+async def prove_token(
+    token: Token, address: str, certificate: bytes, call: AuthCall, status_of: Callable[[Exception], object]
+) -> CallerProof:
+    """Have both ends of a connection prove the token.
+
+    Args:
+        token: Token that both ends must know.
+        address: ``host:port`` of the service, for messages.
+        certificate: Digest of the certificate that this side shows; empty: it shows none.
+        call: Makes the calls.
+        status_of: Returns the gRPC status of an error that ``call`` raised; ``None``: it has none.
+
+    Returns:
+        The proof, which makes the credentials of calls.
+
+    Raises:
+        UnauthenticatedError: The service does not know the token, or has none.
+        Exception: What ``call`` raised for another reason.
+    """
+    proof = CallerProof(token, address, certificate)
+    try:
+        challenge = await call("Challenge", auth_pb2.ChallengeRequest(), auth_pb2.ChallengeResponse)
+        answer = await call("Prove", proof.answer_challenge(challenge), auth_pb2.ProveResponse)
+    except Exception as error:
+        why = _REFUSALS.get(status_of(error))
+        if why is None:
+            raise
+        raise UnauthenticatedError(f"the service at {address} {why}", field="token") from error
+    proof.check_service(answer)
+    return proof
+
+
+_REFUSALS: dict[object, str] = {
+    grpc.StatusCode.UNIMPLEMENTED: "has no token, or is none of Baton's",
+    grpc.StatusCode.UNAUTHENTICATED: "has another token than this side",
+}
 
 
 class CallerProof:
     """One proof, from the caller's side.
 
     Args:
-        token: What both ends must know.
-        address: Of the service, for messages.
+        token: Token that both ends must know.
+        address: ``host:port`` of the service, for messages.
         certificate: Digest of the certificate that this side shows; empty: it shows none.
     """
 
@@ -154,11 +207,11 @@ class CallerProof:
         self._nonces = b""
         self._headers: dict[str, str] = {}
 
-    def prove(self, challenge: auth_pb2.ChallengeResponse) -> auth_pb2.ProveRequest:
-        """Return what proves the token to a service that has challenged this side.
+    def answer_challenge(self, challenge: auth_pb2.ChallengeResponse) -> auth_pb2.ProveRequest:
+        """Return the proof that answers a service's challenge.
 
         Raises:
-            UnauthenticatedError: No service with a token gives such a challenge.
+            UnauthenticatedError: The challenge is not one of a service with a token.
         """
         if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
             raise _unknown(self._address)
@@ -169,7 +222,7 @@ class CallerProof:
             proof=_mac(self._key, b"caller" + self._nonces + self._certificate),
         )
 
-    def check(self, answer: auth_pb2.ProveResponse) -> None:
+    def check_service(self, answer: auth_pb2.ProveResponse) -> None:
         """Check the service's own proof.
 
         Raises:
@@ -180,24 +233,15 @@ class CallerProof:
 
     def header(self, method: str) -> str:
         """Return the ``authorization`` of calls of a method (``/package.Service/Method``)."""
-        found = self._headers.get(method)
-        if found is None:
+        header = self._headers.get(method)
+        if header is None:
             credential = self._nonces + _credential(self._key, self._nonces, method)
-            found = self._headers[method] = SCHEME + base64.urlsafe_b64encode(credential).decode()
-        return found
+            header = self._headers[method] = SCHEME + base64.urlsafe_b64encode(credential).decode()
+        return header
 
 
-def disproved(address: str, code: grpc.StatusCode) -> UnauthenticatedError | None:
-    """Return what it means that a service has ended a proof with a status; ``None``: nothing of the token."""
-    why = {
-        grpc.StatusCode.UNIMPLEMENTED: "has no token, or is none of Baton's",
-        grpc.StatusCode.UNAUTHENTICATED: "has another token than this side",
-    }.get(code)
-    return UnauthenticatedError(f"the service at {address} {why}", field="token") if why else None
-
-
-def not_in_time(address: str) -> UnavailableError:
-    """Return what it means that a service has not proved the token within ``HANDSHAKE_S``."""
+def proof_timeout(address: str) -> UnavailableError:
+    """Return the error of a service that has not proved the token within ``HANDSHAKE_S``."""
     return UnavailableError(f"{address} did not prove the shared token within {HANDSHAKE_S:g} s")
 
 
@@ -206,11 +250,11 @@ def _unknown(address: str) -> UnauthenticatedError:
 
 
 class Prover:
-    """Proves the token on one channel, and has the service prove it, before the first call.
+    """Proves the token on one channel, and has the service prove it, before the first call and whenever it is due.
 
     Args:
-        token: What both ends must know.
-        address: Of the service, for messages.
+        token: Token that both ends must know.
+        address: ``host:port`` of the service, for messages.
         certificate: Digest of the certificate that this side shows; empty: it shows none.
     """
 
@@ -224,17 +268,17 @@ class Prover:
         self._lost: asyncio.Task[None] | None = None
         self._proof: CallerProof | None = None
 
-    def serve(self, channel: grpc.aio.Channel) -> None:
-        """Take note of the channel; comes before its first call."""
-        self._channel = weakref.ref(channel)  # which refers to this
+    def attach(self, channel: grpc.aio.Channel) -> None:
+        """Set the channel; must be called before the channel's first call."""
+        self._channel = weakref.ref(channel)  # weak: the channel refers to this
 
     async def header(self, method: str, timeout_s: float | None, wait_for_ready: bool | None) -> str:
         """Return the ``authorization`` of a call of a method.
 
         Args:
             method: ``/package.Service/Method``.
-            timeout_s: Seconds that the call has.
-            wait_for_ready: Whether it waits for a connection.
+            timeout_s: Timeout of the call, in seconds; ``None``: none.
+            wait_for_ready: Whether the call waits for a connection.
 
         Raises:
             grpc.aio.AioRpcError: The service cannot be reached, or does not know the token.
@@ -248,7 +292,7 @@ class Prover:
         return proof.header(method)
 
     def _is_proved(self) -> bool:
-        """Whether the service at the other end of the connection, which is still the same one, knows the token."""
+        """Whether the last proof is recent, and of the connection that the channel has now."""
         if time.monotonic() - self._proved_at >= _RENEW_S or self._generation != self._token.generation:
             return False
         if self._lost is None or self._lost.done():  # also where a call that was under way has brought another one
@@ -259,17 +303,24 @@ class Prover:
     async def _prove(self, timeout_s: float | None, wait_for_ready: bool | None) -> CallerProof:
         began = time.monotonic()
         generation = self._token.generation
-        proof = CallerProof(self._token, self._address, self._certificate)
         channel = self._channel()
         assert channel is not None  # a call on it is about to begin
         stub: Any = auth_pb2_grpc.AuthServiceStub(channel)
         patience_s = timeout_s  # a call that does not wait for a connection does not wait for a proof either
         if not wait_for_ready and (timeout_s is None or timeout_s > HANDSHAKE_S):
             patience_s = HANDSHAKE_S
-        challenge = await self._ask(
-            stub.Challenge(auth_pb2.ChallengeRequest(), timeout=patience_s, wait_for_ready=wait_for_ready), patience_s
-        )
-        proof.check(await self._ask(stub.Prove(proof.prove(challenge), timeout=patience_s), patience_s))
+
+        async def call(method: str, request: Message, response: type[M]) -> M:
+            waits = {"wait_for_ready": wait_for_ready} if method == "Challenge" else {}  # the connection is up then
+            try:
+                answer: M = readable(await getattr(stub, method)(request, timeout=patience_s, **waits))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == HANDSHAKE_S:
+                    raise proof_timeout(self._address) from error
+                raise
+            return answer
+
+        proof = await prove_token(self._token, self._address, self._certificate, call, _rpc_status)
         self._proof = proof
         self._proved_at = began
         self._generation = generation
@@ -277,15 +328,9 @@ class Prover:
             self._lost = asyncio.create_task(_until_lost(channel), name=f"connection {self._address}")
         return proof
 
-    async def _ask(self, call: Any, patience_s: float | None) -> Any:
-        try:
-            return readable(await call)
-        except grpc.aio.AioRpcError as error:
-            if (refusal := disproved(self._address, error.code())) is not None:
-                raise refusal from error
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and patience_s == HANDSHAKE_S:
-                raise not_in_time(self._address) from error
-            raise
+
+def _rpc_status(error: Exception) -> grpc.StatusCode | None:
+    return error.code() if isinstance(error, grpc.aio.AioRpcError) else None
 
 
 async def _until_lost(channel: grpc.aio.Channel) -> None:
@@ -302,11 +347,11 @@ def _mac(key: bytes, data: bytes) -> bytes:
 
 
 def _shown_certificate(context: Any) -> bytes:
-    """Return the digest of the certificate that a caller has shown; empty: none."""
+    """Return the digest of the certificate that a caller shows; empty: it shows none."""
     return certificate_digest(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
 
 
 def _rpc_error(error: BatonError) -> grpc.aio.AioRpcError:
-    """Return an error of this side as gRPC's callers expect it."""
+    """Return an error of this side as the exception that callers of gRPC expect."""
     details = grpc.aio.Metadata((DETAILS_KEY, status_details(error)))
     return grpc.aio.AioRpcError(status_code(error), grpc.aio.Metadata(), details, error.message, None)

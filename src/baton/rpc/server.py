@@ -1,23 +1,26 @@
-"""A gRPC server as every Baton service runs it: health, reflection, auth, errors as statuses."""
+"""The gRPC server of every Baton service: health, reflection, authentication, errors as statuses; and free ports."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import logging
+import os
 import random
 import socket
+import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.api.v1 import auth_pb2_grpc
@@ -33,13 +36,10 @@ from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits, require_safe_bind
 from baton.rpc.connections import ConnectionGuard, max_connections
 from baton.rpc.errors import DETAILS_KEY, status_code, status_details
-from baton.rpc.health import HealthServicer
-from baton.rpc.ports import promised_ports
 from baton.rpc.proof import SCHEME, ProofServicer
 from baton.rpc.proof import SERVICE as PROOFS
-from baton.rpc.roles import CertificateRoles
 from baton.rpc.service_token import Token
-from baton.rpc.tls import Tls
+from baton.rpc.tls import CertificateRoles, Tls
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ CONNECTION_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # gRPC would measure the link with a ping for most messages of a quiet stream, which costs both ends more than the
-    # message. Its answer decides how much may be on its way; that is fixed instead: 20 MB/s over 50 ms.
+    # message. The result sets the flow control window; that is fixed instead, for 20 MB/s over 50 ms.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1024 * 1024),
-    # What is compressed is refused: a message's bound is looked at after it was unpacked, and a megabyte of it, of
-    # somebody who knows no token, can be a gigabyte.
+    # Compressed messages are refused: a message's size is checked after decompression, and a megabyte from an
+    # unauthenticated caller can expand to a gigabyte.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
 ]
-"""Of both ends."""
+"""Options of both servers and channels."""
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
@@ -75,7 +75,7 @@ _OPEN = (f"/{health.SERVICE_NAME}/", f"/{PROOFS}/")
 _REQUEST_S = 10.0
 _MAX_AWAITED = 1024
 _MAX_AWAITED_PER_PEER = 256
-"""Time for the request of a call that needs no token, and so many such calls may be without theirs."""
+"""A call that needs no token must send its request within ``_REQUEST_S``; so many calls may be waiting for theirs."""
 
 
 class GrpcServer:
@@ -83,11 +83,11 @@ class GrpcServer:
 
     Args:
         host: Address to listen on.
-        port: Port; 0 takes a free one.
+        port: Port, 0 to 65535; 0: a free one.
         services: Full names of the services, for health and reflection.
         token: Shared token that callers must prove, as this server does to them; health checks need none.
-        tls: Certificates: what listens wants one of every caller. ``None``: in the clear.
-        admits: Whose calls go on without a proof; default: nobody's, and everybody's where there is no token.
+        tls: Certificates; every caller must show one. ``None``: no TLS.
+        admits: Decides which calls are served without a proof; ``None``: none, or all where there is no token.
 
     Raises:
         ConfigError: Off loopback with neither token nor certificates.
@@ -110,7 +110,7 @@ class GrpcServer:
         self._tls = tls
         proofs = ProofServicer(token) if token is not None else None
         self._guard: ConnectionGuard | None = None
-        self._interceptor = _Interceptor(proofs, admits, tls.roles if tls is not None else None, self._know)
+        self._interceptor = _Interceptor(proofs, admits, tls.roles if tls is not None else None, self._mark_known)
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections())]
         self.server = grpc.aio.server(interceptors=[self._interceptor], options=options)
         if proofs is not None:
@@ -141,13 +141,13 @@ class GrpcServer:
         self._guard.start()
         return port
 
-    def _know(self, context: Any) -> None:
-        """Take note that a call was let through, and over which connection."""
+    def _mark_known(self, context: Any) -> None:
+        """Record that a call of this connection was authenticated."""
         if self._guard is not None:
-            self._guard.know(context)
+            self._guard.mark_known(context)
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell health checks whether this server wants traffic."""
+        """Set the answer of health checks."""
         self._health.set(["", *self._services], serving)
 
     async def stop(self, grace_s: float) -> None:
@@ -159,7 +159,7 @@ class GrpcServer:
 
 
 def _serve_reflection_v1(names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Answer ``grpc.reflection.v1`` too: its messages are v1alpha's, which is all that grpcio-reflection has."""
+    """Serve ``grpc.reflection.v1`` too: its messages are those of v1alpha, the only version in grpcio-reflection."""
     call = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,  # type: ignore[attr-defined]
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
@@ -172,7 +172,7 @@ def _serve_reflection_v1(names: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def require_free_port(host: str, port: int, *, field: str = "port") -> None:
-    """Find out now, and without gRPC's own lines in the log, whether a port can be listened on; 0 always can.
+    """Check that a port can be listened on, before gRPC does, which would log lines of its own; 0 always can.
 
     Raises:
         ConfigError: It is in use or not ours.
@@ -196,23 +196,23 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Return distinct ports of 127.0.0.1 that are free now.
 
-    They lie below those that the system gives to outgoing connections: between this call and the process that listens,
-    a connection would take one of them sooner or later. Nor does another process of this user get one of them from here
-    meanwhile. Where too few of them are free the system's own are taken.
+    They are below the range for outgoing connections: between this call and the process that listens, a connection
+    would occupy one of them sooner or later. Other processes of this user do not get the same ones from here meanwhile.
+    Where too few of them are free, ports of the system's range are returned.
     """
     first = _first_ephemeral()
-    with ExitStack() as held, promised_ports() as promised:
+    with ExitStack() as sockets, promised_ports() as promised:
         ports: list[int] = []
         for _ in range(_PORT_TRIES):
             if len(ports) == count:
                 break
             wanted = random.randrange(_LOWEST_PORT, first) if first > _LOWEST_PORT else 0
-            port = _bound(held, wanted) if wanted and wanted not in promised else None
+            port = _bind(sockets, wanted) if wanted and wanted not in promised else None
             if port is not None:
                 ports.append(port)
                 promised[port] = time.time()
         while len(ports) < count:
-            port = _bound(held, 0)
+            port = _bind(sockets, 0)
             assert port is not None  # the system finds one, or raises another error
             ports.append(port)
         return ports
@@ -225,9 +225,9 @@ def _first_ephemeral() -> int:
         return 0  # not Linux
 
 
-def _bound(held: ExitStack, port: int) -> int | None:
-    """Bind a port until ``held`` ends and return it; ``None``: it is taken."""
-    sock = held.enter_context(socket.socket())
+def _bind(sockets: ExitStack, port: int) -> int | None:
+    """Bind a port until ``sockets`` closes and return it; ``None``: it is in use."""
+    sock = sockets.enter_context(socket.socket())
     try:
         sock.bind(("127.0.0.1", port))
     except OSError:
@@ -238,22 +238,22 @@ def _bound(held: ExitStack, port: int) -> int | None:
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Sends away who may not call, and turns exceptions of handlers into statuses with details.
+    """Rejects calls that are not allowed, and turns exceptions of handlers into statuses with details.
 
     Args:
-        proofs: Knows who has proved the token; ``None``: there is none.
-        admits: Whose calls go on without that; ``None``: nobody's where there is a token.
-        roles: What a caller's certificate lets it call; ``None``: everything.
-        know: Hears of each of Baton's calls that is let through, before it begins.
+        proofs: Checks the callers' credentials; ``None``: there is no token.
+        admits: Decides which calls are served without a credential; ``None``: none where there is a token.
+        roles: Rules of what a caller's certificate lets it call; ``None``: everything.
+        on_allowed: Called with the context of each of Baton's calls that is allowed, before it begins.
     """
 
     def __init__(
-        self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None, know: Check
+        self, proofs: ProofServicer | None, admits: Admits | None, roles: CertificateRoles | None, on_allowed: Check
     ) -> None:
         self._proofs = proofs
         self._admits = admits
         self._roles = roles
-        self._know = know
+        self._on_allowed = on_allowed
         self._awaited: Counter[str] = Counter()
 
     async def intercept_service(
@@ -268,14 +268,14 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return _refusal(method, error)
         handler: Any = await continuation(handler_call_details)
         is_open = method.startswith(_OPEN)
-        is_ours = method.startswith("/baton.")
-        if handler is None or not (check is not None or is_ours or is_open):
+        is_baton = method.startswith("/baton.")
+        if handler is None or not (check is not None or is_baton or is_open):
             return handler
         checks = [] if check is None else [check]
-        if is_ours and not is_open:
+        if is_baton and not is_open:
             if self._roles is not None:
                 checks.append(functools.partial(self._check_role, self._roles, method))
-            checks.append(self._know)
+            checks.append(self._on_allowed)
         guards: dict[str, Callable[..., Any]] = {
             "unary_unary": _guard_unary,
             "stream_unary": _guard_unary,
@@ -289,7 +289,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     def _in_time(self, handler: Any) -> Any:
-        """Have a call's one request come soon: gRPC would wait for it as long as the caller likes."""
+        """Bound the time of a call's one request: gRPC would wait for it as long as the caller likes."""
         codec = handler.request_deserializer, handler.response_serializer
 
         async def whole(requests: AsyncIterator[Any], context: Any) -> Any:
@@ -322,7 +322,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 del self._awaited[peer]
 
     def _check(self, method: str, metadata: Any) -> Check | None:
-        """Return what is to be checked once a call's context is there, if anything.
+        """Return the check that needs a call's context, if there is one.
 
         Raises:
             BatonError: The caller may not call.
@@ -347,7 +347,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 Check: TypeAlias = Callable[[Any], None]
-"""Looks at a call's context; raises a BatonError if the call may not go on."""
+"""Checks a call by its context; raises a BatonError if it is not allowed."""
 
 
 def _refusal(method: str, error: BatonError) -> Any:
@@ -410,3 +410,98 @@ async def abort_with(context: Any, error: BatonError) -> None:
 async def _abort_internal(context: Any, error: Exception) -> None:
     log.exception("a handler failed")
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+
+
+LIVENESS = "liveness"
+"""Service that is SERVING as long as the process answers, draining or not: for probes that restart it."""
+_MAX_WATCHERS = 128
+_MAX_WATCHERS_PER_PEER = 32
+"""Maximum streams of ``Watch``: of all clients, and from one address."""
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Health checks as gRPC defines them (``grpc.health.v1``), for callers without a proof.
+
+    In the servicer of grpcio-health-checking all watchers of a name share a lock, which a watcher that reads nothing
+    keeps: then no status can be set, so a service could not even stop. And one that leaves stops the updates of the
+    others. Here watchers are independent of each other, and bounded in number.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {LIVENESS: health_pb2.HealthCheckResponse.SERVING}
+        self._changed = asyncio.Event()
+        self._watching: Counter[str] = Counter()
+
+    def set(self, names: Iterable[str], serving: bool) -> None:
+        """Set the status of services; the empty name is the server's."""
+        kind = health_pb2.HealthCheckResponse
+        self._statuses |= dict.fromkeys(names, kind.SERVING if serving else kind.NOT_SERVING)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yield a service's status, and each change of it.
+
+        Raises:
+            QueueFullError: There are too many watchers.
+        """
+        peer = context.peer().rpartition(":")[0]
+        if self._watching.total() >= _MAX_WATCHERS or self._watching[peer] >= _MAX_WATCHERS_PER_PEER:
+            raise QueueFullError("too many watch this server's health: ask by Check")
+        self._watching[peer] += 1
+        sent = None
+        try:
+            while True:
+                changed = self._changed
+                status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != sent:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                    sent = status
+                await changed.wait()
+        finally:
+            self._watching[peer] -= 1
+            if not self._watching[peer]:
+                del self._watching[peer]
+
+
+PROMISED_S = 180.0
+"""Seconds that a port is reserved for the process that got it: enough for a deployment to start on a busy machine."""
+_MOST_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def promised_ports() -> Iterator[dict[int, float]]:
+    """Yield ports that processes of this user got lately and may not listen on yet, with the time of each.
+
+    Ports that the caller adds are reserved as well. The ports are in a file, which is locked meanwhile; where it cannot
+    be used there are none.
+    """
+    path = Path(tempfile.gettempdir()) / f"baton-ports-{os.getuid()}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield {}
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        now = time.time()
+        promised = dict[int, float]()
+        for line in os.pread(file, _MOST_BYTES, 0).decode("ascii", "replace").splitlines():
+            with contextlib.suppress(ValueError):  # other programs may have written there
+                port, at = line.split()
+                if now - PROMISED_S < float(at) <= now:
+                    promised[int(port)] = float(at)
+        yield promised
+        text = "".join(f"{port} {at}\n" for port, at in promised.items())
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(file, 0)
+            os.pwrite(file, text.encode("ascii"), 0)
+    finally:
+        os.close(file)

@@ -1,4 +1,4 @@
-"""The token that services share. It never leaves a process: others are shown HMACs under keys derived from it."""
+"""The token that services share. It is never sent: peers only see HMACs under keys derived from it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LOOK_S = 1.0
 
 
 class Token:
-    """What services prove to each other that they know; see :func:`read_token`.
+    """The shared secret of the services; see :func:`read_token`.
 
     Args:
-        tokens: The first is proved with; each of them is accepted.
-        path: File that has them, one a line, and is read again when it changes; empty: none.
+        tokens: Tokens, 1 to ``MAX_TOKENS``: the first is used for proofs, all are accepted.
+        path: File with the tokens, one per line, which is read again when it changes; empty: none.
 
     Raises:
         ConfigError: There is none, or there are too many.
@@ -46,15 +46,15 @@ class Token:
 
     @property
     def generation(self) -> int:
-        """How often the file was read again: what was proved before is to be proved anew."""
+        """How often the file was read again; proofs of an earlier generation must be repeated."""
         self._refresh()
         return self._generation
 
     def keys(self, purpose: bytes) -> tuple[bytes, ...]:
-        """Return one key per token for a purpose; what one purpose shows says nothing about another's keys.
+        """Return one key per token for a purpose; MACs of one purpose reveal nothing about another's keys.
 
         Returns:
-            32 bytes each; the first one is proved with, all are accepted.
+            32 bytes each; the first is used for proofs, all are accepted.
         """
         self._refresh()
         keys = self._keys.get(purpose)
@@ -69,11 +69,11 @@ class Token:
         return hmac.digest(self.keys(purpose)[0], data, "sha256")
 
     def verifies(self, purpose: bytes, data: bytes, mac: bytes) -> bool:
-        """Whether some holder of a token made a MAC; in constant time per token."""
+        """Whether a MAC was made with one of the tokens; in constant time per token."""
         return any(hmac.compare_digest(hmac.digest(key, data, "sha256"), mac) for key in self.keys(purpose))
 
     def _refresh(self) -> None:
-        """Read the file again if it changed; a broken one is reported and changes nothing."""
+        """Read the file again if it changed; an unreadable one is logged and changes nothing."""
         if not self._path or time.monotonic() - self._looked < _LOOK_S:
             return
         with self._lock:
@@ -99,8 +99,8 @@ class Token:
 def read_token(path: str) -> Token | None:
     """Read a token file; an empty path means no token.
 
-    The file has a token in each line: the first is proved with, all are accepted, so that a token can be replaced
-    while everything runs. It is read again when it changes.
+    The file has a token in each line: the first is used for proofs, all are accepted, so that a token can be replaced
+    while the services run. It is read again when it changes.
 
     Raises:
         ConfigError: The file is missing or empty, has too many tokens, one that could be guessed, or is open to others.

@@ -1,9 +1,9 @@
-"""Placement tickets: leave to run one request on one decode instance, once, soon, without a router between.
+"""Placement tickets: permission to run one request on one decode instance, once, soon, without a router in between.
 
 A router signs, the decode instance verifies; both read the key from a file. A ticket names the instance and its
-process, the digest of the very request, the time until which it counts and a nonce. So a copied ticket is good
-for nothing: not for another request, not elsewhere, not twice, not later, and not for the next process there, which
-has not seen the nonces of the one before.
+process, the digest of the request, its expiry and a nonce. So a copied ticket is useless: it is not valid for another
+request, another instance, a second time or later, nor for the next process of the instance, which has not seen the
+nonces of the one before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_S = 3600.0
 
 
 def read_ticket_key(path: str) -> bytes | None:
-    """Read the key that routers and decode instances share; an empty path means none.
+    """Read the key that routers and decode instances share; ``None`` for an empty path.
 
     Raises:
         ConfigError: The file cannot be read or is open to others, or the key is too short.
@@ -45,7 +45,7 @@ def read_ticket_key(path: str) -> bytes | None:
 
 
 def request_digest(request: worker_pb2.GenerateRequest) -> bytes:
-    """Return the SHA-256 of everything in a request but its ticket and its trace context."""
+    """Return the SHA-256 of a request without its ticket and its trace context."""
     bare = worker_pb2.GenerateRequest()
     bare.CopyFrom(request)
     bare.ClearField("ticket")
@@ -55,7 +55,7 @@ def request_digest(request: worker_pb2.GenerateRequest) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Bearer:
-    """Whom a ticket is for."""
+    """The decode instance that a ticket is for."""
 
     instance_id: str
     epoch: bytes
@@ -88,9 +88,9 @@ class TicketCheck:
     """Verifies the tickets of one decode instance.
 
     Args:
-        key: Shared with the routers.
-        bearer: Who verifies.
-        now: Unix time in seconds.
+        key: Key shared with the routers.
+        bearer: The decode instance that verifies.
+        now: Clock that returns the Unix time in seconds.
     """
 
     def __init__(self, key: bytes, bearer: Bearer, now: Callable[[], float] = time.time) -> None:
@@ -100,7 +100,7 @@ class TicketCheck:
         self._used: dict[bytes, float] = {}
 
     def verify(self, request: worker_pb2.GenerateRequest) -> None:
-        """Check a request's ticket, and take note that it was used.
+        """Check a request's ticket, and mark it as used.
 
         Raises:
             PermissionDeniedError: The ticket is missing, forged, expired, used before, or for something else.
@@ -126,9 +126,9 @@ class TicketCheck:
             raise _denied("the ticket is for another request")
         if body.nonce in self._used:
             raise _denied("the ticket was used before")
-        self._note(body.nonce, ends_at, now)
+        self._mark_used(body.nonce, ends_at, now)
 
-    def _note(self, nonce: bytes, ends_at: float, now: float) -> None:
+    def _mark_used(self, nonce: bytes, ends_at: float, now: float) -> None:
         if len(self._used) >= _MAX_NONCES:
             self._used = {known: end for known, end in self._used.items() if end > now}
             if len(self._used) >= _MAX_NONCES:

@@ -1,25 +1,32 @@
-"""TLS between services: everybody shows a certificate of one authority, and checks the other's.
+"""TLS between services: both ends show a certificate of one authority, and each checks the other's.
 
 Files are read again when they change, so that certificates can be renewed without a restart: a server gives new
 connections the new certificate, a client opens new channels with it.
+
+With ``--tls-roles`` the certificate also decides what its holder may call. The role is part of a URI in the
+certificate's subjectAltName, as in SPIFFE: the pattern ``spiffe://example.org/baton/{role}`` makes the holder of
+``spiffe://example.org/baton/decode`` a decode instance. The shared token and API keys are checked as well: a call needs
+all that is configured.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import ssl
 import threading
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import grpc
 
 from baton.config.secrets import open_ready, read_secret_file
-from baton.errors import ConfigError
+from baton.errors import ConfigError, PermissionDeniedError
 from baton.rpc.audit import audit
-from baton.rpc.roles import CertificateRoles
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +37,22 @@ _ROUNDS = 8
 
 
 class TlsFields(Protocol):
-    """The part of a configuration that says where certificates are."""
+    """The part of a configuration that says where certificates are; see :class:`Tls`."""
 
     @property
-    def tls_cert(self) -> str:
-        """File with this service's certificate, and those that lead to the authority's."""
+    def tls_cert(self) -> str: ...
 
     @property
     def tls_key(self) -> str: ...
 
     @property
-    def tls_ca(self) -> str:
-        """File with the authority's certificate."""
+    def tls_ca(self) -> str: ...
 
     @property
-    def tls_name(self) -> str:
-        """Name that others' certificates must have; empty: the host under which they are reached."""
+    def tls_name(self) -> str: ...
 
     @property
-    def tls_roles(self) -> str:
-        """Pattern of the URIs in certificates that say what their holders may call; empty: everything."""
+    def tls_roles(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,17 @@ class Tls:
     """The certificates of one process.
 
     Args:
-        cert: File with this process's certificate, PEM, and those that lead to the authority's.
-        key: File with its key, PEM, without a password.
+        cert: File with this process's certificate, PEM, and the intermediates up to the authority's.
+        key: File with the certificate's private key, PEM, without a password.
         ca: File with the authority's certificates, PEM.
-        name: Name that others' certificates must have; empty: the host under which they are reached.
-        roles: Pattern of the URIs in certificates that say what their holders may call; empty: everything.
+        name: Name that peers' certificates must have; empty: the host under which they are reached.
+        roles: Pattern of the URIs in certificates that carry their holders' roles; empty: certificates have no roles.
 
     Attributes:
-        roles: What holders of certificates may call; ``None``: everything.
+        roles: Rules of what each role may call; ``None``: holders of certificates may call everything.
 
     Raises:
-        ConfigError: A file cannot be read, or the certificate would be refused by others; says why.
+        ConfigError: A file cannot be read, or peers would refuse the certificate; says why.
     """
 
     def __init__(self, cert: str, key: str, ca: str, *, name: str = "", roles: str = "") -> None:
@@ -84,13 +87,13 @@ class Tls:
         self.generation = 0
         """How often the files were read again."""
         self._contexts: dict[bool | str, ssl.SSLContext] = {}
-        """Of pipes, by whether they are a server's, and of calls, by their protocol."""
+        """Contexts of pipes, by whether they are a server's, and of calls, by their protocol."""
         self._seen = self._stamp()
         self._material = self._read()
         check_certificates(cert, key, ca)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server listens with: it wants a certificate of every client."""
+        """Return the credentials of a gRPC server that requires a certificate of every client."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(self._material),
             self._next_configuration,  # type: ignore[arg-type]  # None: as before, says gRPC's documentation
@@ -98,18 +101,18 @@ class Tls:
         )
 
     def channel_credentials(self) -> tuple[bytes, grpc.ChannelCredentials]:
-        """Return what a channel is opened with: the certificate that it shows, PEM, and what gRPC makes of all."""
+        """Return the certificate that a channel shows, PEM, and the channel's credentials."""
         self.refresh()
         now = self._material
         return now.cert, grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """Return the options of a channel that the name asks for."""
+        """Return the channel options that check :attr:`name`."""
         return [("grpc.ssl_target_name_override", self._name)] if self._name else []
 
     @property
     def name(self) -> str:
-        """Name that others' certificates must have; empty: the host under which they are reached."""
+        """Name that peers' certificates must have; empty: the host under which they are reached."""
         return self._name
 
     def pipe_context(self, *, server_side: bool) -> ssl.SSLContext:
@@ -125,7 +128,7 @@ class Tls:
             return self._contexts[server_side]
 
     def http2_context(self) -> tuple[bytes, ssl.SSLContext]:
-        """Return what a connection to a gRPC server is made with: the certificate that it shows, PEM, and its context.
+        """Return the certificate that a connection to a gRPC server shows, PEM, and the connection's context.
 
         Raises:
             ConfigError: A file that could be read before cannot be any more.
@@ -144,7 +147,7 @@ class Tls:
         return context
 
     def renew(self, context: ssl.SSLContext) -> None:
-        """Have a context show today's certificate to new connections."""
+        """Have a context show the current certificate to new connections."""
         cert, key, _ = self._paths
         context.load_cert_chain(cert, key)
 
@@ -192,7 +195,7 @@ def read_tls(config: TlsFields) -> Tls | None:
     """Return a configuration's certificates; ``None``: it names none.
 
     Raises:
-        ConfigError: It names some of the files only, or they cannot work.
+        ConfigError: It names only some of the files, or they cannot be used.
     """
     paths = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
     if not any(paths.values()):
@@ -220,10 +223,10 @@ def _pipe_context(cert: Path, key: Path, ca: Path, server_side: bool) -> ssl.SSL
 
 
 def check_certificates(cert: str, key: str, ca: str) -> None:
-    """Let the certificate greet itself, as server and as client, so that what others would refuse is known now.
+    """Do a handshake of the certificate with itself, so that what peers would refuse is known now.
 
     Raises:
-        ConfigError: Why they would.
+        ConfigError: Peers would refuse the certificate; says why.
     """
     try:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -233,7 +236,7 @@ def check_certificates(cert: str, key: str, ca: str) -> None:
         for context in (server, client):
             context.load_cert_chain(cert, key)
             context.load_verify_locations(ca)
-        _greet(server, client)
+        _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"the certificate {cert} does not hold: {error.verify_message}", field="tls_cert") from error
     except (ssl.SSLError, OSError) as error:
@@ -241,7 +244,7 @@ def check_certificates(cert: str, key: str, ca: str) -> None:
         raise ConfigError(f"certificate {cert}, key {key} and authority {ca}: {reason}", field="tls_cert") from error
 
 
-def _greet(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
     up = ssl.MemoryBIO()
     down = ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up, server_side=False), server.wrap_bio(up, down, server_side=True)]
@@ -274,3 +277,81 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return info.st_mtime_ns, info.st_size, info.st_ino
+
+
+def _methods(service: str, *names: str) -> frozenset[str]:
+    return frozenset(f"/baton.api.v1.{service}/{name}" for name in names)
+
+
+_REGISTERS = _methods("RouterService", "Register", "Heartbeat", "Deregister")
+_KEEPS_BLOCKS = _methods("KvStoreService", "Put", "Get", "Release", "Contains", "GetStoreInfo")
+_FETCHES_PROMPTS = _methods("WorkerService", "Prefill", "Abort")
+_ANY = frozenset({"*"})
+
+MAY_CALL: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "router": _methods("WorkerService", "GetInfo", "StreamKvEvents", "StreamLoad", "Generate", "GenerateMany")
+        | _methods("WorkerService", "PrefillFirst", "Abort", "ResetPrefixCache")
+        | _methods("KvStoreService", "GetStoreInfo", "StreamStoreEvents"),
+        "prefill": _REGISTERS | _KEEPS_BLOCKS,
+        "decode": _REGISTERS | _KEEPS_BLOCKS | _FETCHES_PROMPTS,
+        "instance": _REGISTERS | _KEEPS_BLOCKS | _FETCHES_PROMPTS,  # one whose role may be changed
+        "kvstore": frozenset(),
+        "client": _methods("RouterService", "Generate", "Route", "NoteDirect", "ListModels", "Explain")
+        | _methods("WorkerService", "Generate"),
+        "admin": _ANY,
+    }
+)
+"""Methods that each role may call; all others are denied. Only ``admin`` may delete, drain, pin, list or change roles.
+Health checks and reflection are open to every certificate of the authority."""
+READS_BLOCKS = frozenset({"prefill", "decode", "instance", "kvstore", "admin"})
+"""Roles that may read KV blocks over the ``tls`` pipe."""
+_ROLE = "{role}"
+
+
+class CertificateRoles:
+    """Finds the roles of certificates.
+
+    Args:
+        pattern: URI that contains ``{role}`` exactly once.
+
+    Raises:
+        ConfigError: The pattern is not such a URI.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        before, role, after = pattern.partition(_ROLE)
+        if not role or _ROLE in after or "://" not in before:
+            raise ConfigError(
+                f"tls_roles must be a URI with {_ROLE} in it once, like spiffe://example.org/baton/{_ROLE}; "
+                f"got {pattern!r}",
+                field="tls_roles",
+            )
+        roles = "|".join(MAY_CALL)
+        self._uri = re.compile(f"{re.escape(before)}({roles}){re.escape(after)}")
+
+    def of(self, uris: Iterable[str]) -> frozenset[str]:
+        """Return the roles of a certificate with these URIs."""
+        return frozenset(match[1] for uri in uris if (match := self._uri.fullmatch(uri)))
+
+    def require_call(self, uris: Collection[str], method: str) -> None:
+        """Check that a certificate's holder may call a method (``/package.Service/Method``).
+
+        Raises:
+            PermissionDeniedError: None of its roles may.
+        """
+        if not any(method in MAY_CALL[role] or MAY_CALL[role] is _ANY for role in self.of(uris)):
+            raise PermissionDeniedError(f"{self._named(uris)} may not call {method.rpartition('/')[2]}")
+
+    def require_reader(self, uris: Collection[str]) -> None:
+        """Check that a certificate's holder may read KV blocks.
+
+        Raises:
+            PermissionDeniedError: None of its roles may.
+        """
+        if not self.of(uris) & READS_BLOCKS:
+            raise PermissionDeniedError(f"{self._named(uris)} may not read KV blocks")
+
+    def _named(self, uris: Collection[str]) -> str:
+        roles = sorted(self.of(uris))
+        return f"a certificate of the role {' and '.join(roles)}" if roles else "a certificate without a role"

@@ -20,7 +20,7 @@ from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
 from baton.rpc.auth import require_clear_pipes, require_safe_bind
-from baton.rpc.redis.registrations import RedisPresence
+from baton.rpc.redis import RedisPresence
 from baton.rpc.server import GrpcServer, require_free_port
 from baton.rpc.service_token import read_token
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key

@@ -29,7 +29,7 @@ from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
 from baton.logs import set_up_logging
 from baton.rpc.audit import open_audit_log
-from baton.rpc.hosts import HostRule
+from baton.rpc.auth import HostRule
 from baton.version import __version__
 from baton.worker.parent import end_with_parent
 

@@ -14,7 +14,7 @@ from baton.logs import Absence
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import role_to_pb
 from baton.rpc.errors import readable
-from baton.rpc.redis.registrations import RedisPresence, instance_key, news_key
+from baton.rpc.redis import RedisPresence, instance_key, news_key
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Epoch, InstanceId, Role

@@ -249,7 +249,7 @@ async def _prove(choices: Choices) -> None:
     between = _Between(service, choices, _Context("ipv4:10.0.0.1"))
     prover = proofs.Prover(ours if same else theirs, "service:1", b"")
     channel: Any = between
-    prover.serve(channel)
+    prover.attach(channel)
     method = "/baton.api.v1.WorkerService/Generate"
     try:
         header = await prover.header(method, choices.pick([None, 0.5, 60.0]), choices.flag())

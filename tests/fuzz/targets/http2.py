@@ -128,7 +128,7 @@ async def _connection(choices: Choices) -> None:
     sinks = [_Sink() for _ in range(choices.number(1, 3))]
     for sink in sinks:
         sink.leave_at = choices.pick([-1, -1, 1])
-        sink.call = MessageStream(connection, [(b":path", b"/s/M")], sink, alone=choices.flag())
+        sink.call = MessageStream(connection, [(b":path", b"/s/M")], sink, owns_connection=choices.flag())
     said = frame(SETTINGS) if choices.number(0, 15) else b""
     while choices.more():
         said += _frame(choices)

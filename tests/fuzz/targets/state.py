@@ -22,7 +22,7 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.hashing import HashChain
 from baton.rpc.channel import Backoff
-from baton.rpc.redis.registrations import read_registration
+from baton.rpc.redis import read_registration
 from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
 from baton_router.indexer.event_applier import EventApplier, EventGapError
 from baton_router.indexer.prefix_index import PrefixIndex

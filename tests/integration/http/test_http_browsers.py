@@ -11,7 +11,7 @@ from tests.support.servers.http_front import Served
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.rpc.hosts import HostRule
+from baton.rpc.auth import HostRule
 from baton_router.accounts.accounts import Accounts
 
 BODY = b'{"model": "baton-tiny", "prompt": "def"}'

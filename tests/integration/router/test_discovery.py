@@ -22,8 +22,7 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.rpc.redis.client import end_task, open_redis
-from baton.rpc.redis.registrations import instance_key
+from baton.rpc.redis import cancel_task, instance_key, open_redis
 from baton.types import InstanceId, Role
 from baton.worker.registration import Identity, redis_registration
 from baton_router.registry.discovery import discoveries
@@ -121,7 +120,7 @@ async def test_instances_are_found_through_redis_and_kept_while_it_is_away(
     assert registry._metrics.discovery_failures.labels("redis").value > 0
     await registrations[1].stop()
     await until(lambda: known(registry) == {workers[0].address})
-    await end_task(registrations[0]._task)
+    await cancel_task(registrations[0]._task)
     await client.delete(instance_key("baton", "d0"))  # as if its time had ended: it may still come back
     world.clock[0] += 6
     await client.xadd("baton:instances", {"what": "came", "instance": "x"})

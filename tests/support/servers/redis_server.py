@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.servers.listening import ListeningProcess
 
-from baton.rpc.redis.client import open_redis
+from baton.rpc.redis import open_redis
 from baton.rpc.server import free_port
 
 

@@ -24,7 +24,7 @@ from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.connector import open_store
-from baton.rpc.redis.client import open_redis
+from baton.rpc.redis import open_redis
 from baton.rpc.server import free_port
 from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.server import KVStoreServer

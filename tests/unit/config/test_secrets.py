@@ -17,7 +17,7 @@ from baton.config.router import check_address
 from baton.config.secrets import flags_with_passwords, shown_url
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
-from baton.rpc.redis.client import open_redis
+from baton.rpc.redis import open_redis
 
 
 @pytest.mark.parametrize(

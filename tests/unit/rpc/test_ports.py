@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.rpc import ports
+from baton.rpc import server as ports
 from baton.rpc.server import free_ports
 
 CODE = "from baton.rpc.server import free_ports; print(*free_ports(600))"

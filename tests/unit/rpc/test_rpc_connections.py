@@ -114,7 +114,7 @@ async def until(condition: Any) -> None:
 async def test_idle_connections_without_a_token_give_way_and_streams_of_services_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "_LOOK_S", 0.1)
+    monkeypatch.setattr(connections, "_SCAN_S", 0.1)
     async with running() as here, open_channel(here.address, token=TOKEN) as channel:
         stream = router_pb2_grpc.RouterServiceStub(channel).Generate(router_pb2.RouterGenerateRequest())
         assert (await stream.read()).request_id == "first"
@@ -167,7 +167,7 @@ async def test_calls_without_their_requests_are_bounded(monkeypatch: pytest.Monk
 
 async def test_a_server_without_descriptors_makes_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is this process's, so the other ends are a process of their own."""
-    monkeypatch.setattr(connections, "_LOOK_S", 0.1)
+    monkeypatch.setattr(connections, "_SCAN_S", 0.1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with running() as here:
         code = (

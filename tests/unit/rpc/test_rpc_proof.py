@@ -23,7 +23,7 @@ from baton.rpc import proof, service_token
 from baton.rpc.auth import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.redis.registrations import read_registration, sign_registration
+from baton.rpc.redis import read_registration, sign_registration
 from baton.rpc.server import GrpcServer, free_port
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.tls import Tls

@@ -13,8 +13,7 @@ import pytest
 
 from baton.api.v1 import events_pb2, worker_pb2, worker_pb2_grpc
 from baton.errors import QueueFullError
-from baton.rpc.http2.message_stream import Dialer, StreamEnded
-from baton.rpc.http2.server_stream import ServerStream
+from baton.rpc.http2.message_stream import Dialer, ServerStream, StreamEnded
 from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import Token
 

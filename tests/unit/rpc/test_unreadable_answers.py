@@ -94,6 +94,6 @@ async def test_a_store_and_a_proof_fail_as_they_do_otherwise(peer: tuple[str, _G
     await calls.close()
     async with open_channel(peer[0]) as channel:
         prover = Prover(Token("a token of some length"), peer[0], b"")
-        prover.serve(channel)
+        prover.attach(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be read"):
             await prover.header("/x/Y", 60.0, True)

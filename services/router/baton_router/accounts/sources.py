@@ -13,7 +13,7 @@ from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError
 from baton.logs import Absence
 from baton.rpc.audit import audit
-from baton.rpc.redis.client import open_redis, redis_errors
+from baton.rpc.redis import open_redis, redis_errors
 from baton.rpc.tls import Tls
 from baton_router.accounts.accounts import FIELD, MAX_FILE_BYTES, Accounts, entries_of_json, read_entries
 

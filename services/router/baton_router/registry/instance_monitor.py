@@ -24,8 +24,7 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
 from baton.rpc.errors import from_rpc_error, readable
-from baton.rpc.http2.message_stream import StreamEnded
-from baton.rpc.http2.server_stream import ServerStream
+from baton.rpc.http2.message_stream import ServerStream, StreamEnded
 from baton.types import Epoch
 from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber
 from baton_router.registry.instance import Instance, InstanceInfo, Status

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.rpc.redis.client import RedisStream, open_redis, redis_ms
+from baton.rpc.redis import RedisStream, open_redis, redis_ms
 from baton.rpc.service_token import Token
 from baton_router.replication.wire import MAX_ENTRY_BYTES
 

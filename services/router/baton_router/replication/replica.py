@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from baton.config.router import RouterConfig
 from baton.rpc.channel import Backoff
-from baton.rpc.redis.client import end_task, redis_errors
+from baton.rpc.redis import cancel_task, redis_errors
 from baton.rpc.service_token import Token
 from baton.types import Role
 from baton_router.metrics.fast_metrics import Counter, GaugeFunction
@@ -137,7 +137,7 @@ class Replica(Collector):
 
     async def close(self) -> None:
         """Give everything back and say so, if Redis is there."""
-        await asyncio.gather(*(end_task(task) for task in self._tasks))
+        await asyncio.gather(*(cancel_task(task) for task in self._tasks))
         self._forget_expectations()
         if self.state is SharedState.SHARED:
             try:

@@ -1,8 +1,8 @@
-"""A client's connection of HTTP/2 (RFC 9113) that the event loop reads itself, without a thread or a task between.
+"""A client's HTTP/2 connection (RFC 9113), read by the event loop itself, without a thread or task in between.
 
-It speaks what a gRPC client needs: streams that this end begins, flow control in both directions, pings. Every length
-is looked at before memory is taken for it, and more is asked for only when what came was handed on: an end that is slow
-makes the other one wait.
+It implements what a gRPC client needs: streams begun by this end, flow control in both directions, pings. Every length
+is checked before memory is allocated for it, and the window is extended only for data that was handed on: a slow
+receiver makes the sender wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME = struct.Struct(">HBBBI")
-"""Of a frame's head: its payload's length (16 bits, 8 bits), its kind, flags and stream."""
+"""A frame's header: length of the payload (16 bits, 8 bits), type, flags and stream."""
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
@@ -38,13 +38,13 @@ ENHANCE_YOUR_CALM = 0xB
 INADEQUATE_SECURITY = 0xC
 
 MAX_FRAME_BYTES = 16 * 1024
-"""Of a payload; what the RFC has every end take, and the least that it may ask for."""
+"""Longest payload: the size that the RFC has every end accept, and the least that it may ask for."""
 WINDOW_BYTES = 1024 * 1024
-"""What the other end may send ahead, as gRPC has it elsewhere (``CONNECTION_OPTIONS``)."""
+"""Bytes that the peer may send ahead, the same as for gRPC's own connections (``CONNECTION_OPTIONS``)."""
 _FIRST_WINDOW_BYTES = 65535
 _MAX_WINDOW_BYTES = _MAX_ID = (1 << 31) - 1
 TICK_S = 5.0
-"""The other end is asked for a sign of life when it was silent for two of these; after a third it counts as gone."""
+"""The peer is pinged after two of these without a byte; after a third it counts as gone."""
 _USER_TIMEOUT_MS = 5000
 _HELLO = b"".join(
     struct.pack(">HI", key, value)
@@ -58,10 +58,10 @@ _HELLO = b"".join(
 
 
 class Http2Error(Exception):
-    """The other end does not speak HTTP/2, or not within its bounds.
+    """The peer violates HTTP/2 or its bounds.
 
     Attributes:
-        code: What it is told, of those of RFC 9113, 7.
+        code: Error code sent to the peer (RFC 9113, 7).
     """
 
     def __init__(self, code: int, text: str) -> None:
@@ -70,29 +70,40 @@ class Http2Error(Exception):
 
 
 class StreamOwner(Protocol):
-    """Takes what a stream brings while the event loop reads the connection: must not block or raise."""
+    """Receives a stream's events while the event loop reads the connection: must not block or raise.
+
+    After :meth:`on_close`, :meth:`on_reset` or :meth:`on_lost` nothing more is called.
+    """
 
     def on_headers(self, headers: Headers) -> None:
-        """Take headers: those before the data, or those behind it."""
+        """Handle headers: the initial ones, or trailers."""
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the data."""
+        """Handle a piece of the data."""
 
     def on_close(self) -> None:
-        """The other end has said all: the last thing there is."""
+        """Handle that the peer ended the stream."""
 
     def on_reset(self, code: int) -> None:
-        """The other end has given the stream up, with a code of RFC 9113, 7: the last thing there is."""
+        """Handle that the peer reset the stream, with an error code of RFC 9113, 7."""
 
     def on_lost(self, why: str) -> None:
-        """The connection is gone: the last thing there is."""
+        """Handle the loss of the connection."""
 
     def on_writable(self) -> None:
-        """What was sent has left."""
+        """Handle that everything sent has left."""
 
 
 class Http2Stream:
-    """A stream; made by :meth:`Http2Connection.open`."""
+    """A stream; made by :meth:`Http2Connection.open`.
+
+    Attributes:
+        key: Number of the stream.
+        owner: Receiver of its events.
+        credit: Bytes that flow control lets this end send.
+        received: Bytes received since the stream's window was extended last.
+        outgoing: Pieces of data that could not be sent yet, and whether each is the last.
+    """
 
     __slots__ = ("_connection", "credit", "key", "outgoing", "owner", "received")
 
@@ -102,22 +113,20 @@ class Http2Stream:
         self.owner = owner
         self.credit = credit
         self.received = 0
-        """Bytes that may be sent, and bytes that came and were not asked for again."""
         self.outgoing: deque[tuple[memoryview, bool]] = deque()
-        """What may not be sent yet, and whether it is the last."""
 
     @property
     def writable(self) -> bool:
-        """Whether all that was sent has left."""
+        """Whether everything sent has left."""
         return not self.outgoing and self._connection.writable
 
     def send(self, data: bytes, *, last: bool = False) -> None:
-        """Send data, as soon as the other end takes it; ``last``: none comes behind it."""
+        """Send data as soon as flow control allows; ``last``: it ends this end's side of the stream."""
         self.outgoing.append((memoryview(data), last))
         self._connection.pump(self)
 
     def cancel(self) -> None:
-        """Give the stream up; its owner hears nothing more. One that has ended is not disturbed."""
+        """Reset the stream; its owner is not called any more. No effect on one that has ended."""
         self._connection.cancel(self)
 
 
@@ -125,7 +134,7 @@ class Http2Connection(asyncio.Protocol):
     """A connection; used in one event loop, and not used again once it has ended.
 
     Args:
-        name: Of the other end, for the log.
+        name: Name of the peer in the log.
     """
 
     def __init__(self, name: str) -> None:
@@ -133,8 +142,10 @@ class Http2Connection(asyncio.Protocol):
         self._transport: Any = None
         self._rest = b""
         self._block: tuple[int, int, bytearray] | None = None
-        """Stream and flags of headers whose end is still to come."""
-        self._greeted = self._paused = self._closed = False
+        """Stream, flags and bytes of headers whose continuation is still to come."""
+        self._greeted = False
+        self._paused = False
+        self._closed = False
         self._why = "the connection was closed"
         self._streams: dict[int, Http2Stream] = {}
         self._next = 1
@@ -148,15 +159,15 @@ class Http2Connection(asyncio.Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the operating system takes what is sent."""
+        """Whether the transport accepts more data."""
         return not (self._paused or self._closed)
 
     def open(self, headers: Headers, owner: StreamOwner) -> Http2Stream:
         """Begin a stream.
 
         Args:
-            headers: Those of the request.
-            owner: Takes what it brings; hears, soon, when the connection is gone already.
+            headers: Headers of the request.
+            owner: Receiver of the stream's events; if the connection is lost already, its ``on_lost`` is called soon.
         """
         stream = Http2Stream(self, self._next, owner, self._first_credit)
         self._next += 2
@@ -168,7 +179,7 @@ class Http2Connection(asyncio.Protocol):
         return stream
 
     def close(self) -> None:
-        """End the connection, and with it its streams."""
+        """End the connection and its streams."""
         self._end("the connection was closed", NO_ERROR)
 
     def cancel(self, stream: Http2Stream) -> None:
@@ -176,7 +187,7 @@ class Http2Connection(asyncio.Protocol):
             self._write(RST_STREAM, 0, stream.key, CANCEL.to_bytes(4))
 
     def pump(self, stream: Http2Stream) -> None:
-        """Send what a stream has, as far as the other end takes it."""
+        """Send a stream's pending data, as far as flow control allows."""
         outgoing = stream.outgoing
         pieces = list[bytes]()
         while outgoing and self.writable and stream.key in self._streams:
@@ -184,21 +195,21 @@ class Http2Connection(asyncio.Protocol):
             size = max(0, min(len(data), stream.credit, self._credit, self._frame_bytes))
             if not size and data:
                 break
-            whole = size == len(data)
-            pieces += (_head(DATA, END_STREAM if last and whole else 0, stream.key, size), bytes(data[:size]))
+            is_all = size == len(data)
+            pieces += (_frame_header(DATA, END_STREAM if last and is_all else 0, stream.key, size), bytes(data[:size]))
             stream.credit -= size
             self._credit -= size
-            if whole:
+            if is_all:
                 outgoing.popleft()
             else:
                 outgoing[0] = data[size:], last
         if pieces:
             self._transport.write(b"".join(pieces))
 
-    # --- what asyncio calls ---
+    # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say what this end takes."""
+
         self._transport = transport
         if self._closed:  # before it was made
             self._transport.abort()
@@ -214,7 +225,7 @@ class Http2Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def data_received(self, data: bytes) -> None:
-        """Take the frames that are whole."""
+
         self._silent = 0
         if self._rest:
             data = self._rest + data
@@ -248,7 +259,6 @@ class Http2Connection(asyncio.Protocol):
         self._lose()
 
     def pause_writing(self) -> None:
-        """The operating system takes no more."""
         self._paused = True
 
     def resume_writing(self) -> None:
@@ -263,7 +273,7 @@ class Http2Connection(asyncio.Protocol):
         if stream is None:
             if not key or key >= self._next:
                 raise Http2Error(PROTOCOL_ERROR, f"data of stream {key}, which was not begun")
-            self._take(size)  # of one that was given up meanwhile
+            self._extend_window(size)  # for a stream that was cancelled meanwhile
             return
         if flags & PADDED:
             if not data or data[0] >= size:
@@ -271,7 +281,7 @@ class Http2Connection(asyncio.Protocol):
             data = data[1 : size - data[0]]
         if data:
             stream.owner.on_data(data)
-        self._take(size)
+        self._extend_window(size)
         stream.received += size
         if flags & END_STREAM:
             self._close_stream(stream)
@@ -279,8 +289,8 @@ class Http2Connection(asyncio.Protocol):
             self._write(WINDOW_UPDATE, 0, key, stream.received.to_bytes(4))
             stream.received = 0
 
-    def _take(self, size: int) -> None:
-        """Let the other end send more when half of what it may send ahead has come."""
+    def _extend_window(self, size: int) -> None:
+        """Count received bytes; extend the connection's window when half of it is used."""
         self._received += size
         if self._received >= WINDOW_BYTES // 2:
             self._write(WINDOW_UPDATE, 0, 0, self._received.to_bytes(4))
@@ -310,10 +320,10 @@ class Http2Connection(asyncio.Protocol):
                 stream.owner.on_reset(int.from_bytes(data))
         elif kind == GOAWAY:
             _require(key == 0 and len(data) >= 8, "a farewell")
-            self._on_farewell(int.from_bytes(data[:4]) & _MAX_ID, int.from_bytes(data[4:8]), data[8:])
+            self._on_goaway(int.from_bytes(data[:4]) & _MAX_ID, int.from_bytes(data[4:8]), data[8:])
         elif kind == PUSH_PROMISE:
             raise Http2Error(PROTOCOL_ERROR, "it pushes")
-        # Others say nothing that counts here (RFC 9113, 4.1).
+        # Unknown types are ignored (RFC 9113, 4.1).
 
     def _on_headers(self, flags: int, key: int, data: bytes) -> None:
         if not key % 2 or key >= self._next:
@@ -378,8 +388,8 @@ class Http2Connection(asyncio.Protocol):
             raise Http2Error(FLOW_CONTROL_ERROR, "a window is too large")
         self._pump_all()
 
-    def _on_farewell(self, last: int, code: int, text: bytes) -> None:
-        """Begin no more streams; those that the other end has not begun with are lost."""
+    def _on_goaway(self, last: int, code: int, text: bytes) -> None:
+        """Begin no more streams; those that the peer has not processed are lost."""
         self._last = min(self._last, last)
         self._why = f"{self._name} says farewell: {text[:200].decode(errors='replace') or f'code {code}'}"
         for stream in [each for key, each in self._streams.items() if key > last]:
@@ -390,7 +400,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _write(self, kind: int, flags: int, key: int, data: bytes) -> None:
         if not self._closed:
-            self._transport.write(_head(kind, flags, key, len(data)) + data)
+            self._transport.write(_frame_header(kind, flags, key, len(data)) + data)
 
     def _pump_all(self) -> None:
         for stream in list(self._streams.values()):
@@ -404,14 +414,14 @@ class Http2Connection(asyncio.Protocol):
             stream.owner.on_close()
 
     def _tick(self) -> None:
-        # Counted in ticks, not by the clock: where this process itself stood still, what came meanwhile is read between
-        # two of them.
+        # Counted in ticks, not by the clock: if this process itself was stopped, the bytes that arrived meanwhile are
+        # read between two ticks.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._silent += 1
         if self._silent == 2:
             self._write(PING, 0, 0, bytes(8))
         elif self._silent > 2:
-            self._paused = True  # nothing that was written is waited for
+            self._paused = True  # do not wait for pending writes
             self._end(f"{self._name} gave no sign of life for {self._silent * TICK_S:g} s", NO_ERROR)
 
     def _end(self, why: str, code: int) -> None:
@@ -443,10 +453,10 @@ class Http2Connection(asyncio.Protocol):
 
 
 _MAX_SENT_FRAME_BYTES = 256 * 1024
-"""More would let one stream hold up all others, and pings."""
+"""Larger frames would let one stream delay all others, and pings."""
 
 
-def _head(kind: int, flags: int, key: int, size: int) -> bytes:
+def _frame_header(kind: int, flags: int, key: int, size: int) -> bytes:
     return FRAME.pack(size >> 8, size & 0xFF, kind, flags, key)
 
 

@@ -1,7 +1,7 @@
-"""HPACK, how HTTP/2 writes headers (RFC 7541), for an end that has told the other to keep no table of them.
+"""HPACK, the compression of headers in HTTP/2 (RFC 7541), for an end whose settings forbid a dynamic table.
 
-Such an end meets headers of the static table and literal ones, some of them in the Huffman code of appendix B. That
-code is canonical: codes of one length follow each other by symbol, so that the lengths say everything.
+It only decodes headers of the static table and literal ones, some of them in the Huffman code of appendix B. That code
+is canonical: codes of one length are consecutive by symbol, so their lengths define it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 Headers = list[tuple[bytes, bytes]]
 
 MAX_LIST_BYTES = 16 * 1024
-"""Names and values of one block, and 32 bytes for each header (RFC 9113, 6.5.2)."""
+"""Maximum size of one block: names, values, and 32 bytes for each header (RFC 9113, 6.5.2)."""
 _ENTRY_BYTES = 32
 _STATIC_NAMES = (
     b":authority :method :method :path :path :scheme :scheme :status :status :status :status :status :status :status "
@@ -28,26 +28,28 @@ _STATIC_VALUES = {
     15: b"gzip, deflate",
 }
 _STATIC = [(name, _STATIC_VALUES.get(at, b"")) for at, name in enumerate(_STATIC_NAMES)]
+# fmt: off
 _CODE_LENGTHS = (
-    *(13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28),
-    *(28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 28),
-    *(6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6),
-    *(5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 7, 8, 15, 6, 12, 10),
-    *(13, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7),
-    *(7, 7, 7, 7, 7, 7, 7, 7, 8, 7, 8, 13, 19, 13, 14, 6),
-    *(15, 5, 6, 5, 6, 5, 6, 6, 6, 5, 7, 7, 6, 6, 6, 5),
-    *(6, 7, 6, 5, 5, 6, 7, 7, 7, 7, 7, 15, 11, 14, 13, 28),
-    *(20, 22, 20, 20, 22, 22, 22, 23, 22, 23, 23, 23, 23, 23, 24, 23),
-    *(24, 24, 22, 23, 24, 23, 23, 23, 23, 21, 22, 23, 22, 23, 23, 24),
-    *(22, 21, 20, 22, 22, 23, 23, 21, 23, 22, 22, 24, 21, 22, 23, 23),
-    *(21, 21, 22, 21, 23, 22, 23, 23, 20, 22, 22, 22, 23, 22, 22, 23),
-    *(26, 26, 20, 19, 22, 23, 22, 25, 26, 26, 26, 27, 27, 26, 24, 25),
-    *(19, 21, 26, 27, 27, 26, 27, 24, 21, 21, 26, 26, 28, 27, 27, 27),
-    *(20, 24, 20, 21, 22, 21, 21, 23, 22, 22, 25, 25, 24, 24, 26, 23),
-    *(26, 27, 26, 26, 27, 27, 27, 27, 27, 28, 27, 27, 27, 27, 27, 26),
+    13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28,
+    28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 28,
+    6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6,
+    5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 7, 8, 15, 6, 12, 10,
+    13, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7,
+    7, 7, 7, 7, 7, 7, 7, 7, 8, 7, 8, 13, 19, 13, 14, 6,
+    15, 5, 6, 5, 6, 5, 6, 6, 6, 5, 7, 7, 6, 6, 6, 5,
+    6, 7, 6, 5, 5, 6, 7, 7, 7, 7, 7, 15, 11, 14, 13, 28,
+    20, 22, 20, 20, 22, 22, 22, 23, 22, 23, 23, 23, 23, 23, 24, 23,
+    24, 24, 22, 23, 24, 23, 23, 23, 23, 21, 22, 23, 22, 23, 23, 24,
+    22, 21, 20, 22, 22, 23, 23, 21, 23, 22, 22, 24, 21, 22, 23, 23,
+    21, 21, 22, 21, 23, 22, 23, 23, 20, 22, 22, 22, 23, 22, 22, 23,
+    26, 26, 20, 19, 22, 23, 22, 25, 26, 26, 26, 27, 27, 26, 24, 25,
+    19, 21, 26, 27, 27, 26, 27, 24, 21, 21, 26, 26, 28, 27, 27, 27,
+    20, 24, 20, 21, 22, 21, 21, 23, 22, 22, 25, 25, 24, 24, 26, 23,
+    26, 27, 26, 26, 27, 27, 27, 27, 27, 28, 27, 27, 27, 27, 27, 26,
     30,
 )
-"""Bits of each byte's code, and of the end's, which is never sent."""
+# fmt: on
+"""Bits of each byte's code, and of the end marker's, which is never sent."""
 _END = 256
 _MAX_NUMBER = 1 << 24
 
@@ -57,7 +59,7 @@ class HpackError(ValueError):
 
 
 def encode(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Write headers as literals that are kept in no table.
+    """Encode headers as literals without indexing.
 
     Args:
         headers: Names, in lower case, and values.
@@ -72,10 +74,10 @@ def encode(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def decode(block: bytes) -> Headers:
-    """Read a block of headers.
+    """Decode a block of headers.
 
     Raises:
-        HpackError: It is none, refers to a table that is not kept, or holds more than ``MAX_LIST_BYTES``.
+        HpackError: It is malformed, refers to the dynamic table, or decodes to more than ``MAX_LIST_BYTES``.
     """
     headers: Headers = []
     at = size = 0
@@ -85,7 +87,7 @@ def decode(block: bytes) -> Headers:
             if first & 0x80:
                 index, at = _number(block, at, 7)
                 header = _entry(index)
-            elif first & 0xE0 == 0x20:  # the size of the table, which is 0 at this end's word
+            elif first & 0xE0 == 0x20:  # a size of the dynamic table, which this end's settings fix at 0
                 kept, at = _number(block, at, 5)
                 if kept:
                     raise HpackError("headers would be kept")
@@ -126,7 +128,7 @@ def _write_number(out: bytearray, bits: int, value: int) -> None:
 
 
 def _number(block: bytes, at: int, bits: int) -> tuple[int, int]:
-    """Read an integer of which the first byte has so many bits (RFC 7541, 5.1); returns it and what follows."""
+    """Decode an integer with a prefix of ``bits`` bits (RFC 7541, 5.1); returns it and the offset behind it."""
     value = block[at] & ((1 << bits) - 1)
     at += 1
     if value < (1 << bits) - 1:
@@ -169,12 +171,13 @@ _SYMBOLS = _codes()
 
 
 def _unpack(data: bytes) -> bytes:
-    """Read a string in the Huffman code."""
+    """Decode a string in the Huffman code."""
     out = bytearray()
     code = bits = 0
     for byte in data:
         for at in range(7, -1, -1):
-            code, bits = code << 1 | byte >> at & 1, bits + 1
+            code = code << 1 | byte >> at & 1
+            bits += 1
             symbol = _SYMBOLS.get((bits, code))
             if symbol is None:
                 continue

@@ -1,10 +1,7 @@
-"""A gRPC call with messages in both directions, over :class:`Http2Connection` ("gRPC over HTTP2" of gRPC's documents).
+"""gRPC calls over :class:`Http2Connection`, as specified by "gRPC over HTTP2".
 
-gRPC's asyncio client brings a message from a thread of its own to the event loop by way of a pipe, a queue and a task:
-60 to 120 µs of processor time, whatever the message brings. Here the loop reads the socket and calls the message's
-owner itself. The server's end is gRPC's own, as are its port, its certificates and its bounds.
-
-Before the call both ends prove the shared token on the same connection, as on any channel (:mod:`baton.rpc.proof`).
+The server's end is gRPC's own, as are its port, its certificates and its bounds. Before the call both ends prove the
+shared token on the same connection, as on any channel (:mod:`baton.rpc.proof`).
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ import binascii
 import ssl
 import urllib.parse
 import weakref
-from typing import Protocol
+from collections import deque
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from baton.api.v1 import auth_pb2
 from baton.errors import BatonError
 from baton.rpc.auth import HEADER
 from baton.rpc.errors import DETAILS_KEY, from_status, status_code, status_details
@@ -33,17 +30,19 @@ from baton.rpc.http2.connection import (
     Http2Stream,
 )
 from baton.rpc.http2.hpack import Headers
-from baton.rpc.proof import HANDSHAKE_S, SERVICE, CallerProof, certificate_digest, disproved, not_in_time
+from baton.rpc.proof import HANDSHAKE_S, SERVICE, CallerProof, certificate_digest, proof_timeout, prove_token
 from baton.rpc.server import MAX_MESSAGE_BYTES
 from baton.rpc.service_token import Token
 from baton.rpc.tls import ALPN, Tls
 from baton.version import __version__
 
+M = TypeVar("M", bound=Message)
+
 CLOSED = "the connection was closed"
 _CONNECT_S = 5.0
 _AGENT = f"baton/{__version__}".encode()
 _PREFIX = 5
-"""Bytes before a message: whether it is compressed, and its length."""
+"""Bytes before a message: whether it is compressed (1), and its length (4)."""
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _OF_RESETS = {
     REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
@@ -57,15 +56,15 @@ _OF_HTTP = {
     "404": grpc.StatusCode.UNIMPLEMENTED,
     **dict.fromkeys(("429", "502", "503", "504"), grpc.StatusCode.UNAVAILABLE),
 }
-"""What proxies between say, as gRPC's documents have it."""
+"""Statuses for the HTTP status codes of proxies, as gRPC's documents map them."""
 
 
 class StreamEnded(Exception):
-    """How a call ended, also a good one.
+    """How a call ended, including successful ones.
 
     Attributes:
-        code: Its status.
-        message: Of the status.
+        code: Status of the call.
+        message: Message of the status.
         details: ``google.rpc.Status``, as :func:`baton.rpc.errors.status_details` makes it; empty: none.
     """
 
@@ -77,46 +76,47 @@ class StreamEnded(Exception):
 
     @classmethod
     def of(cls, error: BatonError) -> StreamEnded:
-        """Return what ends a call with an error of this side."""
+        """Return the end of a call that failed with an error of this side."""
         return cls(status_code(error), error.message, status_details(error))
 
     @property
     def error(self) -> BatonError:
-        """What happened, in Baton's own words."""
+        """The end as Baton's own error."""
         return from_status(self.code, self.message, self.details)
 
 
 class MessageSink(Protocol):
-    """Takes what a call brings while the event loop reads its connection: must not block or raise."""
+    """Receives a call's messages while the event loop reads its connection: must not block or raise."""
 
-    def on_message(self, message: bytes) -> None: ...
+    def on_message(self, message: bytes) -> None:
+        """Handle a message."""
 
     def on_end(self, end: StreamEnded) -> None:
-        """Take the end, the last thing there is."""
+        """Handle the end of the call; nothing is called after it."""
 
     def on_writable(self) -> None:
-        """What was sent has left."""
+        """Handle that everything sent has left."""
 
 
 class MessageStream:
     """A call; see :meth:`Dialer.open`.
 
     Args:
-        connection: Over which it goes.
-        headers: Of the request.
-        sink: Takes what comes.
-        alone: Whether the connection ends with the call.
+        connection: Connection of the call.
+        headers: Headers of the request.
+        sink: Receives the messages and the end.
+        owns_connection: Whether the connection ends with the call.
     """
 
     def __init__(
-        self, connection: Http2Connection, headers: Headers, sink: MessageSink, *, alone: bool = False
+        self, connection: Http2Connection, headers: Headers, sink: MessageSink, *, owns_connection: bool = False
     ) -> None:
         self._sink: MessageSink | None = sink
         self._connection = connection
-        self._alone = alone
+        self._owns_connection = owns_connection
         self._rest = bytearray()
         self._wanted = _PREFIX
-        """Bytes that :attr:`_rest` must have before it is looked at again."""
+        """Bytes that :attr:`_rest` must have before it is parsed again."""
         self._answered = False
         self._end: StreamEnded | None = None
         self._stream: Http2Stream = connection.open(headers, self)
@@ -125,25 +125,25 @@ class MessageStream:
 
     @property
     def writable(self) -> bool:
-        """Whether all that was sent has left."""
+        """Whether everything sent has left."""
         return self._stream.writable
 
     def send(self, message: bytes, *, last: bool = False) -> None:
-        """Send a message as soon as the server takes it; ``last``: none comes behind it."""
+        """Send a message as soon as flow control allows; ``last``: it ends the request."""
         self._stream.send(b"\0" + len(message).to_bytes(4) + message, last=last)
 
     def close(self) -> None:
-        """Give the call up; the sink hears nothing more."""
+        """Cancel the call; the sink is not called any more."""
         self._sink = None
-        self._leave()
+        self._release()
 
     # --- what the connection calls ---
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the messages."""
+
         if not self._rest and len(data) >= _PREFIX and not data[0]:
             length = int.from_bytes(data[1:_PREFIX])
-            if length == len(data) - _PREFIX and self._answered:  # nearly always: one message, and the whole of it
+            if length == len(data) - _PREFIX and self._answered:  # nearly always: exactly one message
                 if self._sink is not None:
                     self._sink.on_message(data[_PREFIX:])
                 return
@@ -167,50 +167,47 @@ class MessageStream:
                 self._sink.on_message(message)
 
     def on_headers(self, headers: Headers) -> None:
-        """Take the answer's beginning, or how it ended."""
-        found = dict(headers)
+        """Read the response's initial headers, or its trailers."""
+        values = dict(headers)
         if not self._answered:
             self._answered = True
-            status = found.get(b":status", b"").decode("latin-1")
-            kind = found.get(b"content-type", b"")
+            status = values.get(b":status", b"").decode("latin-1")
+            kind = values.get(b"content-type", b"")
             if status != "200" or not kind.startswith(b"application/grpc"):
                 code = _OF_HTTP.get(status, grpc.StatusCode.UNKNOWN)
                 self._fail(code, f"what answers is no gRPC server: HTTP status {status!r:.20}, {kind!r:.60}")
                 return
-        if b"grpc-status" in found:
-            self._end = _status(found)
+        if b"grpc-status" in values:
+            self._end = _status(values)
 
     def on_close(self) -> None:
-        """The server has ended the call."""
-        self._tell(self._end or StreamEnded(grpc.StatusCode.INTERNAL, "the call ended without its status"))
+        self._finish(self._end or StreamEnded(grpc.StatusCode.INTERNAL, "the call ended without its status"))
 
     def on_reset(self, code: int) -> None:
-        """The server has given the call up."""
-        found = _OF_RESETS.get(code, grpc.StatusCode.INTERNAL)
-        self._tell(self._end or StreamEnded(found, f"the server gave the stream up with code {code}"))
+        status = _OF_RESETS.get(code, grpc.StatusCode.INTERNAL)
+        self._finish(self._end or StreamEnded(status, f"the server gave the stream up with code {code}"))
 
     def on_lost(self, why: str) -> None:
-        self._tell(self._end or StreamEnded(grpc.StatusCode.UNAVAILABLE, why))
+        self._finish(self._end or StreamEnded(grpc.StatusCode.UNAVAILABLE, why))
 
     def on_writable(self) -> None:
-        """What was sent has left."""
         if self._sink is not None:
             self._sink.on_writable()
 
     def _fail(self, code: grpc.StatusCode, message: str) -> None:
-        self._tell(StreamEnded(code, message))
+        self._finish(StreamEnded(code, message))
 
-    def _tell(self, end: StreamEnded) -> None:
+    def _finish(self, end: StreamEnded) -> None:
         sink = self._sink
         self._sink = None
-        self._leave()
+        self._release()
         if sink is not None:
             sink.on_end(end)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self._rest.clear()
         self._stream.cancel()
-        if self._alone:
+        if self._owns_connection:
             self._connection.close()
 
 
@@ -218,9 +215,9 @@ class Dialer:
     """Opens calls to one server, each on a connection of its own, which ends with it.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port`` of the server.
         token: Shared token, if the services use one. It is not sent, and a server that does not know it gets no call.
-        tls: Certificates, if they use some.
+        tls: Certificates, if the services use TLS.
     """
 
     def __init__(self, address: str, *, token: Token | None = None, tls: Tls | None = None) -> None:
@@ -236,11 +233,11 @@ class Dialer:
 
         Args:
             method: ``/package.Service/Method``.
-            sink: Takes what it brings.
+            sink: Receives the messages and the end.
 
         Raises:
             StreamEnded: The server cannot be reached, or does not know the token.
-            asyncio.CancelledError: Meanwhile the dialer was closed.
+            asyncio.CancelledError: The dialer was closed meanwhile.
         """
         if self._closed:
             raise StreamEnded(grpc.StatusCode.CANCELLED, CLOSED)
@@ -255,7 +252,7 @@ class Dialer:
             self._opening.discard(task)
 
     def close(self) -> None:
-        """End all calls, those too that are not begun yet, and begin no others."""
+        """End all calls, including those that are being opened, and begin no others."""
         self._closed = True
         for task in self._opening:
             task.cancel()
@@ -266,12 +263,11 @@ class Dialer:
         shown, context = (b"", None) if self._tls is None else self._tls.http2_context()
         connection = await self._connect(context)
         try:
-            proof = None
+            headers = self._headers(method)
             if self._token is not None:
-                proof = CallerProof(self._token, self._address, certificate_digest(shown))
-                await self._prove(connection, proof)
-            header = () if proof is None else ((HEADER.encode(), proof.header(method).encode()),)
-            return MessageStream(connection, [*self._headers(method), *header], sink, alone=True)
+                proof = await self._prove(connection, self._token, certificate_digest(shown))
+                headers.append((HEADER.encode(), proof.header(method).encode()))
+            return MessageStream(connection, headers, sink, owns_connection=True)
         except BaseException:
             connection.close()
             raise
@@ -300,38 +296,31 @@ class Dialer:
         connection.close()
         raise StreamEnded(grpc.StatusCode.UNAVAILABLE, f"failed to connect to {self._address}: {why}")
 
-    async def _prove(self, connection: Http2Connection, proof: CallerProof) -> None:
-        """Have both ends prove the token."""
-        challenge = auth_pb2.ChallengeResponse()
-        answer = auth_pb2.ProveResponse()
+    async def _prove(self, connection: Http2Connection, token: Token, certificate: bytes) -> CallerProof:
+        """Have both ends of a connection prove the token."""
+
+        async def call(method: str, request: Message, response: type[M]) -> M:
+            sink = _Answer()
+            stream = MessageStream(connection, self._headers(f"/{SERVICE}/{method}"), sink)
+            stream.send(request.SerializeToString(), last=True)
+            try:
+                return response.FromString(await sink.message)
+            except DecodeError as error:
+                raise StreamEnded(grpc.StatusCode.INTERNAL, "the peer's answer cannot be read") from error
+
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                await self._ask(connection, "Challenge", auth_pb2.ChallengeRequest(), challenge)
-                await self._ask(connection, "Prove", proof.prove(challenge), answer)
+                return await prove_token(token, self._address, certificate, call, _status_of)
         except TimeoutError as error:
-            raise not_in_time(self._address) from error
-        except StreamEnded as end:
-            raise disproved(self._address, end.code) or end from end
-        proof.check(answer)
-
-    async def _ask(self, connection: Http2Connection, method: str, request: Message, answer: Message) -> None:
-        """Make a call with one message either way."""
-        sink = _Answer()
-        call = MessageStream(connection, self._headers(f"/{SERVICE}/{method}"), sink)
-        call.send(request.SerializeToString(), last=True)
-        try:
-            answer.ParseFromString(await sink.whole)
-        except DecodeError as error:
-            raise StreamEnded(grpc.StatusCode.INTERNAL, "the peer's answer cannot be read") from error
+            raise proof_timeout(self._address) from error
 
     def _headers(self, method: str) -> Headers:
-        secure = self._tls is not None
-        named = self._tls.name if self._tls is not None else ""
+        name = self._tls.name if self._tls is not None else ""
         return [
             (b":method", b"POST"),
-            (b":scheme", b"https" if secure else b"http"),
+            (b":scheme", b"http" if self._tls is None else b"https"),
             (b":path", method.encode()),
-            (b":authority", (named or self._address).encode()),
+            (b":authority", (name or self._address).encode()),
             (b"te", b"trailers"),
             (b"content-type", b"application/grpc"),
             (b"user-agent", _AGENT),
@@ -339,29 +328,33 @@ class Dialer:
 
 
 class _Answer:
-    """Waits for the one message of a call."""
+    """Waits for the one message of a unary call."""
 
     def __init__(self) -> None:
-        self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._message: bytes | None = None
 
     def on_message(self, message: bytes) -> None:
         self._message = message
 
     def on_end(self, end: StreamEnded) -> None:
-        if self.whole.done():
-            return  # nobody waits any more
+        if self.message.done():
+            return  # the caller was cancelled
         if end.code is grpc.StatusCode.OK and self._message is not None:
-            self.whole.set_result(self._message)
+            self.message.set_result(self._message)
         else:
-            self.whole.set_exception(end)
+            self.message.set_exception(end)
 
     def on_writable(self) -> None:
-        """There is nothing more to send."""
+        pass  # there is nothing more to send
+
+
+def _status_of(error: Exception) -> grpc.StatusCode | None:
+    return error.code if isinstance(error, StreamEnded) else None
 
 
 def _status(headers: dict[bytes, bytes]) -> StreamEnded:
-    """Read how a call ended from its last headers."""
+    """Read how a call ended from its trailers."""
     number = headers[b"grpc-status"]
     code = _CODES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdigit() else grpc.StatusCode.UNKNOWN
     message = urllib.parse.unquote(headers.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
@@ -371,3 +364,75 @@ def _status(headers: dict[bytes, bytes]) -> StreamEnded:
     except (ValueError, binascii.Error):
         details = b""
     return StreamEnded(code, message, details)
+
+
+class _Opens(Protocol):
+    async def open(self, method: str, sink: MessageSink) -> MessageStream: ...
+
+
+class ServerStream(Generic[M]):
+    """A call with one request and many responses, read by one task: ``async for response in stream``.
+
+    The call begins when its first response is awaited. The iteration ends with the call, or raises
+    :class:`StreamEnded` if it failed. Messages that have arrived are returned without going back to the event loop,
+    which reads no more until they are consumed.
+
+    Args:
+        dialer: Opens the call.
+        method: ``/package.Service/Method``.
+        request: Message to send.
+        response: Class of the responses.
+    """
+
+    def __init__(self, dialer: _Opens, method: str, request: Message, response: type[M]) -> None:
+        self._dialer = dialer
+        self._method = method
+        self._request = request
+        self._response = response
+        self._stream: MessageStream | None = None
+        self._messages: deque[bytes] = deque()
+        self._end: StreamEnded | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> ServerStream[M]:
+        return self
+
+    async def __anext__(self) -> M:
+        if self._stream is None and self._end is None:
+            self._stream = await self._dialer.open(self._method, self)
+            self._stream.send(self._request.SerializeToString(), last=True)
+        while not self._messages:
+            if self._end is not None:
+                if self._end.code is grpc.StatusCode.OK:
+                    raise StopAsyncIteration
+                raise self._end
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        try:
+            return self._response.FromString(self._messages.popleft())
+        except DecodeError as error:
+            raise StreamEnded(grpc.StatusCode.INTERNAL, f"an answer of {self._method} cannot be read") from error
+
+    def cancel(self) -> None:
+        """Cancel the call; harmless if repeated."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._end is None:
+            self.on_end(StreamEnded(grpc.StatusCode.CANCELLED, "the call was given up"))
+
+    # --- what the connection calls ---
+
+    def on_message(self, message: bytes) -> None:
+        self._messages.append(message)
+        self._wake()
+
+    def on_end(self, end: StreamEnded) -> None:
+        self._end = end
+        self._wake()
+
+    def on_writable(self) -> None:
+        pass  # there is nothing more to send
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)

@@ -21,8 +21,7 @@ from baton.kv_transfer.blocks import BlockFetcher, LinkOptions
 from baton.rpc.audit import AuditLog
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import from_rpc_error
-from baton.rpc.roles import MAY_CALL, CertificateRoles
-from baton.rpc.tls import Tls, read_tls
+from baton.rpc.tls import MAY_CALL, CertificateRoles, Tls, read_tls
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
 

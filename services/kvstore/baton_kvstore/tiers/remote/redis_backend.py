@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
-from baton.rpc.redis.client import UNREADABLE_URL
+from baton.rpc.redis import UNREADABLE_URL
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
 from baton_kvstore.types import KvFormat

@@ -9,15 +9,21 @@ from functools import partial
 from typing import Any
 
 from baton.config.router import RouterConfig, check_address
-from baton.rpc.redis.client import end_task, open_redis
-from baton.rpc.redis.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
-from baton.rpc.redis.registrations import instance_key, news_key
+from baton.rpc.redis import (
+    MAX_ANSWER_BYTES,
+    Registrations,
+    RegistrationWatch,
+    cancel_task,
+    instance_key,
+    news_key,
+    open_redis,
+)
 from baton.rpc.service_token import Token
 from baton.types import Role
 from baton_router.registry.registry import Registry
 
 SOURCE = "redis"
-_LOOK_S = 0.8
+_ROUND_S = 0.8
 
 
 class RedisDiscovery:
@@ -51,9 +57,9 @@ class RedisDiscovery:
             registrations,
             news_key(config.redis_prefix),
             "instances",
-            look_s=_LOOK_S,
+            round_s=_ROUND_S,
             now=now,
-            failed=partial(registry.discovery_failed, SOURCE),
+            on_failure=partial(registry.discovery_failed, SOURCE),
         )
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +70,7 @@ class RedisDiscovery:
 
     async def close(self) -> None:
         if self._task is not None:
-            await end_task(self._task)
+            await cancel_task(self._task)
         await self._redis.aclose()
 
     def _take(self, instances: Collection[tuple[str, Role]]) -> None:

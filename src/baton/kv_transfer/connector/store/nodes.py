@@ -18,9 +18,16 @@ from baton.errors import BatonError, ConfigError, QueueFullError, UnavailableErr
 from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.kv_transfer.connector.store.backend import ChainPart, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient
-from baton.rpc.redis.client import end_task, open_redis
-from baton.rpc.redis.registered import MAX_ANSWER_BYTES, Registrations, RegistrationWatch
-from baton.rpc.redis.registrations import LEASE_TTL_S, store_news_key, store_node_key
+from baton.rpc.redis import (
+    LEASE_TTL_S,
+    MAX_ANSWER_BYTES,
+    Registrations,
+    RegistrationWatch,
+    cancel_task,
+    open_redis,
+    store_news_key,
+    store_node_key,
+)
 from baton.rpc.service_token import Token
 from baton.types import BlockHash, Tenant
 
@@ -280,7 +287,7 @@ class RedisMembership:
     ) -> None:
         self._redis = open_redis(url, most=MAX_ANSWER_BYTES)
         registrations = Registrations(self._redis, store_node_key(prefix, ""), token, _parse, refused)
-        self._watch = RegistrationWatch(registrations, store_news_key(prefix), "store nodes", look_s=_LOOK_S, now=now)
+        self._watch = RegistrationWatch(registrations, store_news_key(prefix), "store nodes", round_s=_LOOK_S, now=now)
         self._looked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -302,7 +309,7 @@ class RedisMembership:
     async def close(self) -> None:
         """Stop."""
         if self._task is not None:
-            await end_task(self._task)
+            await cancel_task(self._task)
         await self._redis.aclose()
 
     async def _run(self, nodes: NodeList) -> None:

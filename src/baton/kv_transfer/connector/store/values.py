@@ -33,7 +33,7 @@ from baton.kv_transfer.blocks import BlockSource
 from baton.kv_transfer.connector.staging import Lanes
 from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
 from baton.kv_transfer.connector.store.client import leading
-from baton.rpc.redis.client import open_redis, open_redis_cluster, redis_errors
+from baton.rpc.redis import open_redis, open_redis_cluster, redis_errors
 from baton.types import BlockHash, BlockId
 
 T = TypeVar("T")

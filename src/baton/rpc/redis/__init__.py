@@ -1,1 +1,0 @@
-"""Redis as services use it: its client, and registrations there that are signed."""
