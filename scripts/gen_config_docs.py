@@ -20,6 +20,7 @@ from baton.cli import chat, config, demo, drain, explain, generate, health, kvst
 from baton.cli.fleet import command as autoscale
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
+from baton.config.flags import flag_fields
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
@@ -69,7 +70,7 @@ COMMANDS = {
 
 def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
     """Yield flag, default and meaning of each option of a configuration class."""
-    for item in dataclasses.fields(cls):
+    for item in flag_fields(cls):
         if item.metadata.get("help") is None:
             continue
         choices = item.metadata.get("choices")

@@ -18,9 +18,9 @@ import yaml
 
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
+from baton.config.cluster_file import flag_schema
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
-from baton.config.schema import flag_schema
 from baton.config.worker import WorkerConfig
 
 HELM = Path(__file__).resolve().parents[1] / "helm"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -22,14 +23,7 @@ from baton.client import AsyncClient
 from baton.config import EngineConfig, add_flags
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ClusterFile
-from baton.config.flags import (
-    CLEAR_KV_HELP,
-    TLS_CA_HELP,
-    TLS_CERT_HELP,
-    TLS_KEY_HELP,
-    TLS_NAME_HELP,
-    TOKEN_FILE_HELP,
-)
+from baton.config.flags import CLEAR_KV_HELP, AccessConfig
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
@@ -39,7 +33,6 @@ from baton.rpc.tls import read_tls
 from baton.worker.process import serve_metrics
 
 _FILE_HELP = "the deployment in one file (YAML); the environment and flags go before it"
-_TLS = {"tls_cert": TLS_CERT_HELP, "tls_key": TLS_KEY_HELP, "tls_ca": TLS_CA_HELP, "tls_name": TLS_NAME_HELP}
 _LOOK_TIMEOUT_S = 10.0
 
 
@@ -60,11 +53,9 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipe", default=None, help=f"{PIPES_HELP} (default: {AUTO})")
     text = "run a KV store too, which instances load from and save to and the router follows"
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=None, help=text)
-    parser.add_argument(
-        "--token-file",
-        default=None,
-        help=f"{TOKEN_FILE_HELP}; default: none, or a new one for --api-keys",
-    )
+    access_help = {item.name: item.metadata["help"] for item in dataclasses.fields(AccessConfig)}
+    text = f"{access_help.pop('token_file')}; default: none, or a new one for --api-keys"
+    parser.add_argument("--token-file", default=None, help=text)
     text = "end the whole when one process dies"
     parser.add_argument("--no-restart", action="store_true", default=None, help=text)
     parser.add_argument("--router-args", default="", help="more flags for the router, quoted")
@@ -74,7 +65,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
         for size, what in (("tp", "tensor parallelism"), ("pp", "pipeline stages")):
             text = f"{what} of {role} instances (default: --{size})"
             parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N", help=text)
-    for name, text in _TLS.items():
+    for name, text in access_help.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"{text}; of all services")
     parser.add_argument("--clear-kv", action="store_true", default=None, help=CLEAR_KV_HELP)
     text = "run the controller of the ratio, too: instances change roles as the load wants it (--scale-...)"

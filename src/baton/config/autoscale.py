@@ -1,4 +1,4 @@
-"""What the controller of the ratio is told: when it acts, and how far it may go."""
+"""Configuration of the autoscaler, which controls the ratio of prefill to decode instances."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ _ABOVE_ZERO = ("scale_prefill_queue_s", "scale_decode_queue", "scale_interval_s"
 _AT_LEAST_ZERO = ("scale_ttft_ms", "scale_itl_ms", "scale_cooldown_s", "scale_drain_s", "scale_max_instances")
 
 
+KUBERNETES_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+KUBERNETES_API_HELP = "URL of the API server; default: the one of this pod's cluster"
+KUBERNETES_ACCOUNT_HELP = "folder with the service account's token, ca.crt, namespace"
+
+
 @dataclass(frozen=True)
 class AutoscaleConfig:
-    """Targets and bounds of the controller. A role is pressed where one of its signals is above its target."""
+    """Targets and bounds of the controller. A role is under pressure where one of its signals is above its target."""
 
     scale_prefill_queue_s: float = option(
         1.0, "prefill is pressed above so many seconds of prompts that wait, at the measured speed"
@@ -32,7 +37,7 @@ class AutoscaleConfig:
     scale_idle: float = option(
         0.3, "with --scale-max-instances: an instance ends if the rest would be at most at this share"
     )
-    scale_window_s: float = option(15.0, "seconds over which signals are averaged: what is shorter moves nobody")
+    scale_window_s: float = option(15.0, "seconds over which signals are averaged: shorter peaks have no effect")
     scale_cooldown_s: float = option(60.0, "least seconds between two changes")
     scale_interval_s: float = option(1.0, "seconds between two looks")
     scale_min_prefill: int = option(1, "prefill instances that stay at least")
@@ -62,3 +67,14 @@ class AutoscaleConfig:
     def _require(self, name: str, fine: bool, what: str) -> None:
         if not fine:
             raise ConfigError(f"{name} must be {what}, got {getattr(self, name)}", field=name)
+
+
+@dataclass(frozen=True)
+class KubernetesConfig:
+    """Deployments that the controller scales."""
+
+    kubernetes_prefill: str = option("", "Deployment of the prefill instances, whose replicas are patched")
+    kubernetes_decode: str = option("", "Deployment of the decode instances, likewise")
+    kubernetes_namespace: str = option("", "where they are; default: this pod's namespace")
+    kubernetes_api: str = option("", KUBERNETES_API_HELP)
+    kubernetes_account: str = option(KUBERNETES_ACCOUNT, KUBERNETES_ACCOUNT_HELP)

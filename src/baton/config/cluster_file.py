@@ -1,20 +1,20 @@
 """A deployment in one file: ``baton up -f cluster.yaml``, and ``--config cluster.yaml`` of each service.
 
-The values under ``flags`` are those of the Helm chart: the services' own flags, without dashes in front. What
-``worker`` says holds for all instances, unless ``prefill``, ``decode`` or one of ``pools`` says otherwise.
+The values under ``flags`` are those of the Helm chart: the services' own flags, without the leading dashes. Values
+under ``worker`` apply to all instances, unless ``prefill``, ``decode`` or one of ``pools`` overrides them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.config.document import Node, check, read_document
-from baton.config.flags import Placed
-from baton.config.schema import flag_schema
+from baton.config.flags import Placed, base_type, flag_fields
 from baton.errors import ConfigError
 
 ROLES = ("prefill", "decode")
@@ -28,20 +28,30 @@ _SECURITY = {
     "clear-kv": ({"type": "boolean"}, "with certificates, KV may travel in the clear"),
 }
 _ELSEWHERE = frozenset({name.replace("-", "_") for name in _SECURITY} | {"model"})
-"""Fields that have a place of their own in the file, and none under ``flags``."""
+"""Fields with their own place in the file; they are not accepted under ``flags``."""
 _COMMANDS = {"worker": "baton-prefill and baton-decode", "autoscale": "baton autoscale"}
 _POOL_NAME = r"^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$"
 
 
+_TYPES: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"},
+    # Helm's --set makes text of 0.5.
+    float: {"type": ["number", "string"], "pattern": r"^-?[0-9]+(\.[0-9]+)?$"},
+    bool: {"type": "boolean"},
+    str: {"type": "string"},
+    tuple: {"type": "array", "items": {"type": "string"}},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Instances that are alike.
+    """A group of instances with the same role and flags.
 
     Attributes:
-        name: ``prefill``, ``decode``, or one of ``pools``.
+        name: ``prefill``, ``decode``, or a name under ``pools``.
         role: ``prefill`` or ``decode``.
-        replicas: How many; ``None``: the file does not say.
-        line: Where the file has it.
+        replicas: Number of instances; ``None``: not given in the file.
+        line: Line number in the file, from 1.
     """
 
     name: str
@@ -50,12 +60,35 @@ class Pool:
     line: int = 0
 
 
-def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
-    """Return the schema of the file.
+def flag_schema(configs: Sequence[type], skip: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the JSON Schema of a service's flags, by their names without the leading dashes.
+
+    Configuration files and the Helm chart's values use it for ``flags``.
 
     Args:
-        configs: Dataclasses that flags are made of, of ``router``, ``worker`` and ``kvstore``; of a service that is
-            missing, flags are taken as they are.
+        configs: Dataclasses that define the flags.
+        skip: Fields to leave out.
+    """
+    skipped = frozenset(skip)
+    properties: dict[str, Any] = {}
+    for config in configs:
+        hints = typing.get_type_hints(config)
+        for item in flag_fields(config):
+            text = item.metadata.get("help")
+            if text is None or item.name in skipped:
+                continue
+            choices = item.metadata.get("choices")
+            kind = {"enum": list(choices)} if choices else _TYPES[base_type(hints[item.name])]
+            properties[item.name.replace("_", "-")] = {**kind, "description": text}
+    return {"type": "object", "properties": properties}
+
+
+def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
+    """Return the JSON Schema of a cluster file.
+
+    Args:
+        configs: Dataclasses that define the flags of ``router``, ``worker``, ``kvstore`` and ``autoscale``; the flags
+            of a missing service are not checked.
     """
 
     def flags(service: str) -> dict[str, Any]:
@@ -110,14 +143,14 @@ def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
 
 
 class ClusterFile:
-    """A file that was read and checked.
+    """A cluster file, read and checked.
 
     Args:
-        path: The file.
+        path: Path of the file.
         configs: See :func:`cluster_schema`.
 
     Raises:
-        ConfigError: It cannot be read, or something in it is wrong; says path and line.
+        ConfigError: The file cannot be read or does not match the schema; says path and line.
     """
 
     def __init__(self, path: str, configs: Mapping[str, Sequence[type]]) -> None:
@@ -127,12 +160,12 @@ class ClusterFile:
         self.pools = self._read_pools()
 
     def setting(self, name: str) -> Placed | None:
-        """Return a value at the top or, as ``kvstore.enabled``, below; ``None``: the file does not say."""
+        """Return a value by its path, such as ``model`` or ``kvstore.enabled``; ``None``: not given."""
         node = self._node(*name.split("."))
         return None if node is None or node.value is None else Placed(node.plain(), self._where(node))
 
     def values(self, service: str) -> dict[str, Placed]:
-        """Return what the file says to a service, by field.
+        """Return a service's values, by field name.
 
         Args:
             service: ``router``, ``kvstore``, ``autoscale``, ``prefill``, ``decode``, or a name of ``pools``.
@@ -143,22 +176,22 @@ class ClusterFile:
         if service == "autoscale":
             targets = {f"scale_{metric}_ms": self.setting(f"slo.{metric}-ms") for metric in ("ttft", "itl")}
             return {name: each for name, each in targets.items() if each is not None} | self._flags(service)
-        found = self._placed(self._node("security"))
+        values = self._placed(self._node("security"))
         if service in ("router", "kvstore"):
-            return found | self._flags(service)
+            return values | self._flags(service)
         if (model := self.setting("model")) is not None:
-            found["model"] = model
+            values["model"] = model
         pool = self.pool(service)
         if pool.role == "decode" and (itl := self.setting("slo.itl-ms")) is not None:
-            found["itl_slo_ms"] = itl
+            values["itl_slo_ms"] = itl
         own = (pool.name,) if pool.name in ROLES else ("pools", pool.name)
-        return found | self._flags("worker") | self._flags(*own)
+        return values | self._flags("worker") | self._flags(*own)
 
     def pool(self, name: str) -> Pool:
-        """Return a pool.
+        """Return a pool by its name.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: There is no such pool.
         """
         for pool in self.pools:
             if pool.name == name:
@@ -173,14 +206,14 @@ class ClusterFile:
         return {metric: float(each.value) for metric, each in placed.items() if each is not None and each.value > 0}
 
     def refuse(self, service: str, fields: Mapping[str, str]) -> None:
-        """Refuse flags that whoever reads the file sets itself.
+        """Refuse flags that the reader of the file sets itself.
 
         Args:
             service: See :meth:`values`.
-            fields: By field, what to say.
+            fields: Reasons of the refusal, by field name.
 
         Raises:
-            ConfigError: The file has one; says where.
+            ConfigError: The file sets such a flag; says where.
         """
         own = ("pools", service) if service not in ("router", "kvstore", "autoscale", "worker", *ROLES) else (service,)
         for name, placed in self._flags(*own).items():
@@ -190,7 +223,7 @@ class ClusterFile:
 
     def _read_pools(self) -> list[Pool]:
         ratio = self.setting("ratio")
-        found = []
+        pools = []
         for role in ROLES:
             replicas = self.setting(f"{role}.replicas")
             if ratio is not None and replicas is not None:
@@ -198,7 +231,7 @@ class ClusterFile:
                     f"{replicas.where}: {role}.replicas and ratio ({ratio.where}) say the same: give one of them",
                     field=f"{role}.replicas",
                 )
-            found.append(Pool(role, role, None if replicas is None else replicas.value))
+            pools.append(Pool(role, role, None if replicas is None else replicas.value))
         further = self._node("pools")
         for name, node in (further.value or {}).items() if further is not None else ():
             where = self._where(node)
@@ -209,16 +242,19 @@ class ClusterFile:
                 raise ConfigError(f"{where}: pools.{name} needs a role: prefill or decode", field=f"pools.{name}.role")
             count = node.value.get("replicas")
             replicas_given = 1 if count is None or count.value is None else count.value
-            found.append(Pool(name, role_node.value, replicas_given, node.line))
-        return found
+            pools.append(Pool(name, role_node.value, replicas_given, node.line))
+        return pools
 
     def _flags(self, *path: str) -> dict[str, Placed]:
         return self._placed(self._node(*path, "flags"))
 
     def _placed(self, node: Node | None) -> dict[str, Placed]:
         items = (node.value or {}) if node is not None else {}
-        found = {name: child for name, child in items.items() if child.value is not None}
-        return {name.replace("-", "_"): Placed(child.plain(), self._where(child)) for name, child in found.items()}
+        return {
+            name.replace("-", "_"): Placed(child.plain(), self._where(child))
+            for name, child in items.items()
+            if child.value is not None
+        }
 
     def _node(self, *path: str) -> Node | None:
         node: Node | None = self._root

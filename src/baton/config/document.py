@@ -1,4 +1,4 @@
-"""YAML and JSON files whose values know where they stand, so that an error can name the path and the line."""
+"""YAML and JSON files whose values know their line, so that an error can name path and line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Node:
 
     Attributes:
         value: A number, text, bool or ``None``; a list of nodes; a mapping of names to nodes.
-        line: Where it stands, from 1; in a mapping, the line of its name.
+        line: Line number, from 1; in a mapping, the line of the value's name.
     """
 
     value: Any
     line: int
 
     def plain(self) -> Any:
-        """Return the value without its places."""
+        """Return the value without line numbers."""
         if isinstance(self.value, dict):
             return {name: node.plain() for name, node in self.value.items()}
         if isinstance(self.value, list):
@@ -58,10 +58,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(path: Path) -> Node:
-    """Read a file of YAML or JSON, whose top must be a mapping.
+    """Read a YAML or JSON file, whose top level must be a mapping.
 
     Raises:
-        ConfigError: It cannot be read, is neither, or names something twice; says path and line.
+        ConfigError: The file cannot be read or parsed, or has a name twice; says path and line.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -95,24 +95,24 @@ def _node(loader: _Loader, node: yaml.Node, path: str, line: int, above: tuple[i
         raise ConfigError(f"{path}:{node.start_mark.line + 1}: refers to itself", field="config")
     above = (*above, id(node))
     if isinstance(node, yaml.MappingNode):
-        found: dict[str, Node] = {}
+        children: dict[str, Node] = {}
         for key, child in node.value:
             at = key.start_mark.line + 1
             name = key.value if isinstance(key, yaml.ScalarNode) else None
             if name is None or name == "<<":
                 raise ConfigError(f"{path}:{at}: names must be plain text", field="config")
-            if name in found:
+            if name in children:
                 raise ConfigError(
-                    f"{path}:{at}: {name} is given twice, first in line {found[name].line}", field="config"
+                    f"{path}:{at}: {name} is given twice, first in line {children[name].line}", field="config"
                 )
-            found[name] = _node(loader, child, path, at, above)
-        return Node(found, line)
+            children[name] = _node(loader, child, path, at, above)
+        return Node(children, line)
     if isinstance(node, yaml.SequenceNode):
         items = [_node(loader, child, path, child.start_mark.line + 1, above) for child in node.value]
         return Node(items, line)
     try:
         return Node(loader.construct_object(node), line)
-    except ValueError as error:  # a number that Python cannot make of it
+    except ValueError as error:  # such as an integer with too many digits
         raise ConfigError(f"{path}:{line}: {shown(node.value)}: {error}", field="config") from error
 
 
@@ -120,22 +120,22 @@ def _node(loader: _Loader, node: yaml.Node, path: str, line: int, above: tuple[i
 
 
 def check(node: Node, schema: Mapping[str, Any], path: str) -> None:
-    """Check a file against a schema of what is used here of JSON Schema.
+    """Check a file against a JSON Schema.
 
-    That is: type, properties, additionalProperties, enum, items, minimum, maximum and pattern.
+    Supported keywords: type, properties, additionalProperties, enum, items, minimum, maximum and pattern.
 
     Raises:
-        ConfigError: Says path, line, the place in the file and, for a name that is not known, the nearest that is.
+        ConfigError: Says path, line, the place in the file and, for an unknown name, the nearest known one.
     """
     for place, line, problem in problems(node, schema, ""):
         raise ConfigError(f"{path}:{line}: {place or 'the file'} {problem}", field=place or "config")
 
 
 def problems(node: Node, schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, int, str]]:
-    """Yield place, line and what is wrong there, in the order of the file."""
+    """Yield place, line and message of each problem, in the order of the file."""
     value = node.value
     if value is None:
-        return  # a name without a value says nothing
+        return  # a name without a value counts as not given
     if "enum" in schema:
         if value not in schema["enum"]:
             yield place, node.line, f"must be one of {', '.join(map(str, schema['enum']))}, got {shown(node.plain())}"
@@ -147,7 +147,7 @@ def problems(node: Node, schema: Mapping[str, Any], place: str) -> Iterator[tupl
         yield place, node.line, f"must be {wanted}, got {shown(node.plain())}"
         return
     if isinstance(value, dict):
-        yield from _of_mapping(node, schema, place)
+        yield from _problems_of_mapping(node, schema, place)
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from problems(item, schema.get("items", {}), f"{place}[{number}]")
@@ -155,13 +155,14 @@ def problems(node: Node, schema: Mapping[str, Any], place: str) -> Iterator[tupl
         if not re.search(schema.get("pattern", ""), value):
             yield place, node.line, f"must look like {schema.get('example', schema['pattern'])}, got {shown(value)}"
     elif not isinstance(value, bool):
-        least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        least = schema.get("minimum", -math.inf)
+        most = schema.get("maximum", math.inf)
         if not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             yield place, node.line, f"must be {bound}, got {value}"
 
 
-def _of_mapping(node: Node, schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, int, str]]:
+def _problems_of_mapping(node: Node, schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, int, str]]:
     known = schema.get("properties", {})
     for name, child in node.value.items():
         where = f"{place}.{name}" if place else name

@@ -1,9 +1,10 @@
 """Command-line flags from a configuration dataclass, with the environment as their default.
 
-A field ``kv_blocks: int | None`` described by ``metadata={"help": ...}`` becomes ``--kv-blocks`` and
-``BATON_KV_BLOCKS``, and ``kv-blocks`` in a configuration file. Order of precedence: flag, environment, file, the
-dataclass's default. Here is also what all services and
-tools are told alike: token and certificates.
+A field ``kv_blocks: int | None = option(None, "...")`` becomes ``--kv-blocks``, ``BATON_KV_BLOCKS``, and ``kv-blocks``
+in a configuration file. Order of precedence: flag, environment, file, the dataclass's default.
+
+The flags that all services share are those of :class:`ServiceConfig`, the base of the services' configurations; tools
+that call services share :class:`AccessConfig`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,97 @@ from baton.errors import ConfigError
 T = TypeVar("T")
 ENV_PREFIX = "BATON_"
 SECRET_HELP = "@FILE: as the file says, which only its owner may read"
+CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, secret: bool = False) -> Any:
-    """Declare a configuration field with its help text; a secret one may also be given as ``@FILE``, which has it."""
-    metadata = {"help": help + (f"; {SECRET_HELP}" if secret else ""), "choices": choices, "secret": secret}
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] | None = None, secret: bool = False, after: str = ""
+) -> Any:
+    """Declare a configuration field.
+
+    Args:
+        default: Default value.
+        help: Help text of the flag.
+        choices: Allowed values; ``None``: any.
+        secret: The value may also be given as ``@FILE``, a file that contains it.
+        after: Name of the shared field (of :class:`ServiceConfig`) that this flag, and those declared after it, follow;
+            by default a service's own flags come before the shared ones.
+    """
+    metadata = {
+        "help": help + (f"; {SECRET_HELP}" if secret else ""),
+        "choices": choices,
+        "secret": secret,
+        "after": after,
+    }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class AccessConfig:
+    """Credentials with which a client calls the services."""
+
+    token_file: str = option(
+        "",
+        "file with the token that services prove to each other; of several lines the first is proved and each is "
+        "accepted; read again when it changes",
+    )
+    tls_cert: str = option("", "file with this service's certificate (PEM), shown to all others; default: no TLS")
+    tls_key: str = option("", "file with the key of --tls-cert")
+    tls_ca: str = option("", "file with the authority whose certificates are believed")
+    tls_name: str = option(
+        "", "name that others' certificates must have; default: the host under which they are reached"
+    )
+    tls_roles = ""  # a client does not check the roles of services
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig(AccessConfig):
+    """Flags that router, instances and KV store share: credentials, audit log, traces and log."""
+
+    tls_roles: str = option(
+        "", "URI in certificates that says what holders may call, as spiffe://example.org/{role}; default: everything"
+    )
+    audit_log: str = option("", "file for the audit log, a JSON line per event; default: the standard log")
+    core_dumps: bool = option(False, "let a crash write memory to disk, keys, prompts and KV with it")
+    otlp_traces_endpoint: str = option(
+        "",
+        "OTLP collector (gRPC) that gets the spans of sampled requests, as http://collector:4317; OpenTelemetry's own "
+        "variables (OTEL_EXPORTER_OTLP_ENDPOINT, ..._HEADERS, OTEL_RESOURCE_ATTRIBUTES) hold too; default: none",
+    )
+    log_format: str = option(
+        "text",
+        "lines of the log: text, or json, an object per line with request ids as a field",
+        choices=LOG_FORMATS,
+    )
+    log_level: str = option("info", "least important messages to log", choices=LOG_LEVELS)
+
+
+def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a configuration in the order of its flags; see ``after`` of :func:`option`."""
+    fields = list(dataclasses.fields(cls))
+    shared = [item.name for item in dataclasses.fields(ServiceConfig)] if issubclass(cls, ServiceConfig) else []
+    following: dict[str, list[dataclasses.Field[Any]]] = {name: [] for name in ("", *shared)}
+    after = ""
+    for item in fields:
+        if item.name not in shared:
+            after = item.metadata.get("after") or after
+            following[after].append(item)
+    by_name = {item.name: item for item in fields}
+    ordered = following[""]
+    for name in shared:
+        ordered += [by_name[name], *following[name]]
+    return ordered
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str] = frozenset()) -> None:
     """Add one flag per field of ``cls`` that has a help text; absent flags parse to ``argparse.SUPPRESS``."""
     hints = typing.get_type_hints(cls)
     group = parser.add_argument_group(cls.__name__)
-    for item in dataclasses.fields(cls):
+    for item in flag_fields(cls):
         text = item.metadata.get("help")
         if text is None or item.name in skip:
             continue
@@ -61,7 +138,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """A value of a configuration file, and where it stands: ``cluster.yaml:12``."""
+    """A value of a configuration file and its place there, such as ``cluster.yaml:12``."""
 
     value: Any
     where: str
@@ -69,11 +146,11 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolved:
-    """The value that a field gets, and who says so.
+    """The value of a field and its source.
 
     Attributes:
-        value: As it goes into the dataclass, but a secret that names a file.
-        source: ``flag``, the environment's variable, the place in a file, or ``default``.
+        value: Value for the dataclass; a secret given as ``@FILE`` is not read yet.
+        source: ``flag``, the environment variable, the place in a file, or ``default``.
     """
 
     value: Any
@@ -87,32 +164,32 @@ def resolve(
     env: Mapping[str, str] | None = None,
     file: Mapping[str, Placed] | None = None,
 ) -> dict[str, Resolved]:
-    """Decide what each field gets: a flag goes before the environment, that before a file, that before the default.
+    """Resolve each field: a flag goes before the environment, that before a file, that before the default.
 
     Raises:
         ConfigError: A value in the environment or the file cannot be read; names the variable or the place.
     """
     source = os.environ if env is None else env
     hints = typing.get_type_hints(cls)
-    found: dict[str, Resolved] = {}
-    for item in dataclasses.fields(cls):
+    resolved: dict[str, Resolved] = {}
+    for item in flag_fields(cls):
         variable = ENV_PREFIX + item.name.upper()
         if hasattr(args, item.name):
-            found[item.name] = Resolved(getattr(args, item.name), "flag")
+            resolved[item.name] = Resolved(getattr(args, item.name), "flag")
         elif item.metadata.get("help") is not None and variable in source:
             value = _parse(source[variable], base_type(hints[item.name]), variable)
             choices = item.metadata.get("choices")
             if choices and value not in choices:
                 raise ConfigError(f"{variable} must be one of {', '.join(choices)}, got {value!r}", field=variable)
-            found[item.name] = Resolved(value, variable)
+            resolved[item.name] = Resolved(value, variable)
         elif file is not None and item.name in file and file[item.name].value is not None:
             placed = file[item.name]
-            found[item.name] = Resolved(_from_file(placed, base_type(hints[item.name]), item.name), placed.where)
+            resolved[item.name] = Resolved(_from_file(placed, base_type(hints[item.name]), item.name), placed.where)
         elif item.default is not dataclasses.MISSING:
-            found[item.name] = Resolved(item.default, "default")
+            resolved[item.name] = Resolved(item.default, "default")
         elif item.default_factory is not dataclasses.MISSING:
-            found[item.name] = Resolved(item.default_factory(), "default")
-    return found
+            resolved[item.name] = Resolved(item.default_factory(), "default")
+    return resolved
 
 
 def from_flags(
@@ -125,33 +202,33 @@ def from_flags(
     """Build ``cls`` from parsed flags, the environment and what a configuration file says, in this order.
 
     Raises:
-        ConfigError: A value cannot be read, is none of the choices, or does not go with others; names the variable, or
-            the place in the file.
+        ConfigError: A value cannot be read, is none of the choices, or contradicts others; names the variable or the
+            place in the file.
     """
-    found = resolve(cls, args, env=env, file=file)
-    items = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values = {name: _opened(items[name], each.value) for name, each in found.items()}
+    resolved = resolve(cls, args, env=env, file=file)
+    items = {item.name: item for item in flag_fields(cls)}
+    values = {name: _read_secret(items[name], each.value) for name, each in resolved.items()}
     try:
         return cls(**values)
     except ConfigError as error:
-        named = found.get(error.field or "")
-        if file is None or named is None or (error.field or "") not in file or named.source in ("flag", "default"):
+        culprit = resolved.get(error.field or "")
+        if file is None or culprit is None or (error.field or "") not in file or culprit.source in ("flag", "default"):
             raise
-        if named.source.startswith(ENV_PREFIX):
+        if culprit.source.startswith(ENV_PREFIX):
             raise
-        raise ConfigError(f"{named.source}: {error.message}", field=error.field) from None
+        raise ConfigError(f"{culprit.source}: {error.message}", field=error.field) from None
 
 
 def _from_file(placed: Placed, kind: Any, name: str) -> Any:
-    """Return a file's value, whose type was checked against the schema, as the field has it."""
+    """Convert a file's value, whose type was checked against the schema, to the field's type."""
     try:
         return tuple(placed.value) if kind is tuple else kind(placed.value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{placed.where}: {name}: {error}", field=name) from error
 
 
-def _opened(item: dataclasses.Field[Any], value: Any) -> Any:
-    """Return what the file has that a secret value names."""
+def _read_secret(item: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a field's value; for a secret given as ``@FILE``, the content of the file."""
     if not (item.metadata.get("secret") and value.startswith("@")):
         return value
     flag = f"--{item.name.replace('_', '-')}"
@@ -165,21 +242,21 @@ def options_by_name(names: Sequence[str], options: Sequence[str], *, field: str)
     """Sort ``name.key=value`` by name.
 
     Args:
-        names: Those that may have options.
-        options: Of all of them.
-        field: The configuration field, for errors.
+        names: Names that may have options.
+        options: Options of all names, ``name.key=value`` each.
+        field: Name of the configuration field, for errors.
 
     Raises:
-        ConfigError: One is malformed, or of a name that is not asked for.
+        ConfigError: An option is malformed, or its name is not among ``names``.
     """
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    by_name: dict[str, dict[str, str]] = {name: {} for name in names}
     for item in options:
         left, equals, value = item.partition("=")
         name, dot, key = left.partition(".")
-        if not (equals and dot and key) or name not in found:
+        if not (equals and dot and key) or name not in by_name:
             raise ConfigError(f"{item!r} is not name.key=value for one of {', '.join(names) or 'none'}", field=field)
-        found[name][key] = value
-    return found
+        by_name[name][key] = value
+    return by_name
 
 
 def _parse(text: str, kind: type, variable: str) -> Any:
@@ -206,31 +283,3 @@ def base_type(hint: Any) -> Any:
 
 def _metavar(kind: type) -> str:
     return {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}.get(kind, kind.__name__.upper())
-
-
-TOKEN_FILE_HELP = (
-    "file with the token that services prove to each other; of several lines the first is proved and each is accepted; "
-    "read again when it changes"
-)
-TLS_CERT_HELP = "file with this service's certificate (PEM), shown to all others; default: no TLS"
-TLS_KEY_HELP = "file with the key of --tls-cert"
-TLS_CA_HELP = "file with the authority whose certificates are believed"
-TLS_NAME_HELP = "name that others' certificates must have; default: the host under which they are reached"
-TLS_ROLES_HELP = (
-    "URI in certificates that says what holders may call, as spiffe://example.org/{role}; default: everything"
-)
-AUDIT_LOG_HELP = "file for the audit log, a JSON line per event; default: the standard log"
-CORE_DUMPS_HELP = "let a crash write memory to disk, keys, prompts and KV with it"
-CLEAR_KV_HELP = "with --tls-cert, KV may travel in the clear: auto means tcp or nixl, not tls; they may leave loopback"
-
-
-@dataclasses.dataclass(frozen=True)
-class AccessConfig:
-    """What a client of services shows."""
-
-    token_file: str = option("", TOKEN_FILE_HELP)
-    tls_cert: str = option("", TLS_CERT_HELP)
-    tls_key: str = option("", TLS_KEY_HELP)
-    tls_ca: str = option("", TLS_CA_HELP)
-    tls_name: str = option("", TLS_NAME_HELP)
-    tls_roles = ""  # a client does not look at the roles of services

@@ -6,21 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from baton.config.flags import (
-    AUDIT_LOG_HELP,
-    CLEAR_KV_HELP,
-    CORE_DUMPS_HELP,
-    TLS_CA_HELP,
-    TLS_CERT_HELP,
-    TLS_KEY_HELP,
-    TLS_NAME_HELP,
-    TLS_ROLES_HELP,
-    TOKEN_FILE_HELP,
-    option,
-    options_by_name,
-)
+from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option, options_by_name
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
-from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 
 _MIN_DISK_BYTES = 1 << 20
@@ -33,7 +20,7 @@ BUILT_IN_TIERS: Mapping[str, str] = MappingProxyType(
         "object": "baton_kvstore.tiers.open:open_objects",
     }
 )
-"""What opens each tier behind memory, as ``module:function``: a new one is a file and a line here."""
+"""Factories of the tiers behind memory, as ``module:function``; a new tier is a file and a line here."""
 
 EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
     {
@@ -41,12 +28,12 @@ EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
         "s3fifo": "baton_kvstore.memory.eviction.s3fifo:S3Fifo",
     }
 )
-"""Eviction policies by the names that ``--eviction`` takes: a new one is a file and a line here."""
+"""Eviction policies by their ``--eviction`` names; a new policy is a file and a line here."""
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """Memory and what is behind it. Times in seconds, sizes in bytes."""
+    """Memory and the tiers behind it. Times in seconds, sizes in bytes."""
 
     capacity_bytes: int = option(1 << 30, "memory for blocks, all models together")
     eviction: str = option("lru", "which blocks leave memory first", choices=tuple(EVICTION_POLICIES))
@@ -90,18 +77,18 @@ class TierConfig:
     lookup_timeout_s: float = option(
         0.25, "longest time that Get and Contains wait to learn of blocks that other stores wrote"
     )
-    lookup_again_s: float = option(1.0, "time after which a block looked for in vain may be looked for again")
+    lookup_again_s: float = option(1.0, "time after which a block that was not found may be looked for again")
     raise_after: int = option(2, "reads from a slower tier that bring a block back to the first one; 0: none do")
 
     def check_tiers(self) -> None:
-        """Raise :class:`ConfigError` if a value cannot work."""
+        """Raise :class:`ConfigError` if a value is out of bounds or contradicts another one."""
         if len(set(self.tiers)) != len(self.tiers):
             raise ConfigError(f"tiers names one twice: {','.join(self.tiers)}", field="tiers")
         for name, url in (("disk", self.disk_path), ("redis", self.redis_url), ("object", self.object_url)):
             if url and name not in self.tiers:
                 raise ConfigError(f"the {name} tier is configured, but tiers does not name it", field="tiers")
         tier_options(self)
-        at_least_1 = "capacity_bytes", "disk_readers", "object_requests", "known_blocks"
+        at_least_1 = ("capacity_bytes", "disk_readers", "object_requests", "known_blocks")
         _require(self, at_least_1, lambda x: x >= 1, "be at least 1")
         sizes = "disk_bytes", "disk_segment_bytes"
         _require(self, sizes, lambda x: x >= _MIN_DISK_BYTES, f"be at least {_MIN_DISK_BYTES}")
@@ -116,7 +103,7 @@ class TierConfig:
 
 
 def _require(config: TierConfig, names: Sequence[str], fits: Callable[[float], bool], what: str) -> None:
-    """Raise :class:`ConfigError` unless each value fits; ``what`` it must be goes into the message."""
+    """Raise :class:`ConfigError` unless each value fits; the message says that it must ``what``."""
     for name in names:
         value = getattr(config, name)
         if not fits(value):
@@ -127,13 +114,13 @@ def tier_options(config: TierConfig) -> dict[str, dict[str, str]]:
     """Sort ``--tier-options`` by tier.
 
     Raises:
-        ConfigError: One is malformed, or of a tier that is not asked for; names ``tier_options``.
+        ConfigError: An option is malformed or its tier is not in ``--tiers``; names ``tier_options``.
     """
     return options_by_name(config.tiers, config.tier_options, field="tier_options")
 
 
 @dataclass(frozen=True)
-class KVStoreConfig(TierConfig):
+class KVStoreConfig(TierConfig, ServiceConfig):
     """Configuration of one KV store process. Times in seconds, sizes in bytes."""
 
     host: str = option("127.0.0.1", "address to listen on; off loopback only with --token-file or --tls-cert")
@@ -151,13 +138,7 @@ class KVStoreConfig(TierConfig):
     )
     tenant_disk_bytes: int = option(0, "the same on disk, for a tenant whose API key has no kv_disk_bytes")
     pipes: tuple[str, ...] = option((AUTO,), PIPES_HELP)
-    token_file: str = option("", TOKEN_FILE_HELP)
-    tls_cert: str = option("", TLS_CERT_HELP)
-    tls_key: str = option("", TLS_KEY_HELP)
-    tls_ca: str = option("", TLS_CA_HELP)
-    tls_name: str = option("", TLS_NAME_HELP)
-    tls_roles: str = option("", TLS_ROLES_HELP)
-    clear_kv: bool = option(False, CLEAR_KV_HELP)
+    clear_kv: bool = option(False, CLEAR_KV_HELP, after="tls_roles")
     kv_port: int = option(
         0,
         "port of the tcp pipe of the first kind of KV; others take the next ports; 0: free ports",
@@ -172,11 +153,6 @@ class KVStoreConfig(TierConfig):
     max_pending_puts: int = option(64, "Puts running or waiting; more are refused")
     pull_timeout_s: float = option(30.0, "longest time that one Put may take")
     drain_timeout_s: float = option(5.0, "time that running calls have at shutdown")
-    audit_log: str = option("", AUDIT_LOG_HELP)
-    core_dumps: bool = option(False, CORE_DUMPS_HELP)
-    otlp_traces_endpoint: str = option("", TRACES_HELP)
-    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
-    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         self.check_tiers()

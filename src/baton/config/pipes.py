@@ -1,4 +1,4 @@
-"""Kinds of pipe that KV may travel over: their names, where each is implemented, and which ``auto`` may take.
+"""Kinds of pipe that KV may travel over: their names, their modules, and which ones ``auto`` may choose.
 
 A kind of another package is found by its entry point in the group ``baton.pipes``::
 
@@ -23,10 +23,10 @@ class PipeEntry:
     """A kind of pipe.
 
     Attributes:
-        target: ``module:class`` of its :class:`baton.kv_transfer.pipes.base.PipeKind`, imported when it is needed.
-        auto: Whether ``auto`` may take it, in the order of the table.
-        clear: Whether it carries KV over a network that others can read there.
-        needs: What its module needs beside Baton, and how to install it.
+        target: ``module:class`` of the :class:`baton.kv_transfer.pipes.base.PipeKind`, imported when it is needed.
+        auto: Whether ``auto`` may choose this kind, in the order of the table.
+        clear: Whether KV goes over the network unencrypted.
+        needs: Packages that the module needs beside Baton, and how to install them.
     """
 
     target: str
@@ -57,7 +57,7 @@ _REMOVED = {"vm": "the vm pipe is gone, since every pool can be shared: use shm"
 
 
 def find_pipe(name: str) -> PipeEntry | None:
-    """Return a kind by its name: a built-in one, or one of another package; ``None``: there is none."""
+    """Return a built-in or installed kind by its name; ``None``: there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     target = PIPES.find(name)
@@ -65,14 +65,14 @@ def find_pipe(name: str) -> PipeEntry | None:
 
 
 def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) -> None:
-    """Refuse a list of pipes that makes no sense.
+    """Check a list of pipe kinds.
 
     Args:
-        names: What was asked for.
-        without: Kinds that this service has no use for.
+        names: Names given for ``--pipes``.
+        without: Kinds that this service does not support.
 
     Raises:
-        ConfigError: None, an unknown one, or one twice.
+        ConfigError: The list is empty, or has an unknown name or a name twice.
     """
     kinds = [AUTO, *(kind for kind in BUILT_IN if kind not in without)]
     if set(names) - set(kinds):
@@ -88,5 +88,4 @@ def check_pipes(names: Sequence[str], *, without: frozenset[str] = frozenset()) 
 
 def clear_pipes(names: Sequence[str]) -> list[str]:
     """Return those of the named kinds that carry KV over a network in the clear."""
-    found = {name: find_pipe(name) for name in names}
-    return [name for name, entry in found.items() if entry is not None and entry.clear]
+    return [name for name in names if (entry := find_pipe(name)) is not None and entry.clear]

@@ -5,32 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from baton.config.flags import (
-    AUDIT_LOG_HELP,
-    CORE_DUMPS_HELP,
-    TLS_CA_HELP,
-    TLS_CERT_HELP,
-    TLS_KEY_HELP,
-    TLS_NAME_HELP,
-    TLS_ROLES_HELP,
-    TOKEN_FILE_HELP,
-    option,
-)
-from baton.config.kubernetes import ACCOUNT_FOLDER, ACCOUNT_HELP, API_HELP
+from baton.config.autoscale import KUBERNETES_ACCOUNT, KUBERNETES_ACCOUNT_HELP, KUBERNETES_API_HELP
+from baton.config.flags import ServiceConfig, option
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
-from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 
 _ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _HOST = re.compile(r"^(\*|(\*\.)?[A-Za-z0-9_.\-]+)$")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
-"""As browsers send it: a schema and a host, without a path."""
+"""An origin as browsers send it: scheme and host without a path."""
 _ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.\-]+):([0-9]{1,5})$")
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(ServiceConfig):
     """Configuration of one router."""
 
     host: str = option("127.0.0.1", "address to listen on; off loopback needs --token-file or --tls-cert")
@@ -122,13 +111,7 @@ class RouterConfig:
     ticket_key_file: str = option(
         "", "file with the key of placement tickets, by which clients reach decode instances; default: no tickets"
     )
-    token_file: str = option("", TOKEN_FILE_HELP)
-    tls_cert: str = option("", TLS_CERT_HELP)
-    tls_key: str = option("", TLS_KEY_HELP)
-    tls_ca: str = option("", TLS_CA_HELP)
-    tls_name: str = option("", TLS_NAME_HELP)
-    tls_roles: str = option("", TLS_ROLES_HELP)
-    max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429")
+    max_in_flight: int = option(4096, "requests in flight at most; more are refused with 429", after="tls_roles")
     instance_slots: int | None = option(
         None,
         "sequences per decode instance beyond which requests wait in the router; 0: never; default: what it can batch "
@@ -162,10 +145,10 @@ class RouterConfig:
     kubernetes_selector: str = option("", "label selector of the EndpointSlices, e.g. kubernetes.io/service-name=baton")
     kubernetes_port: str = option("grpc", "name of the instances' port in the EndpointSlices")
     kubernetes_namespace: str = option("", "where they are; default: this pod's namespace")
-    kubernetes_api: str = option("", API_HELP)
-    kubernetes_account: str = option(ACCOUNT_FOLDER, ACCOUNT_HELP)
+    kubernetes_api: str = option("", KUBERNETES_API_HELP)
+    kubernetes_account: str = option(KUBERNETES_ACCOUNT, KUBERNETES_ACCOUNT_HELP)
     redis: str = option(
-        "", "URL of a Redis through which several routers share their books; default: none", secret=True
+        "", "URL of a Redis through which several routers share their state; default: none", secret=True
     )
     redis_prefix: str = option("baton", "put before every key in Redis")
     replica_name: str = option("", "what other routers call this one; default: host name and --grpc-port")
@@ -181,19 +164,15 @@ class RouterConfig:
     probe_failures: int = option(3, "probes in a row without an answer after which an instance counts as lost")
     reconnect_max_s: float = option(2.0, "longest pause between two attempts to reach an instance")
     drain_timeout_s: float = option(30.0, "seconds running requests get to end on SIGTERM")
-    audit_log: str = option("", AUDIT_LOG_HELP)
-    core_dumps: bool = option(False, CORE_DUMPS_HELP)
     access_log: bool = option(
-        False, "a line of the log per request of a client: who, what, status, seconds, request id"
+        False, "a line of the log per request of a client: who, what, status, seconds, request id", after="core_dumps"
     )
-    otlp_traces_endpoint: str = option("", TRACES_HELP)
     trace_sample_rate: float | None = option(
         None,
         "share of requests that are traced, of those whose caller has not decided by a traceparent; default: as "
         "OTEL_TRACES_SAMPLER says, else all",
+        after="otlp_traces_endpoint",
     )
-    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
-    log_level: str = option("info", "least important messages to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         rate = self.trace_sample_rate
@@ -255,7 +234,7 @@ class RouterConfig:
 
 
 def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None:
-    """Check where instances are looked for.
+    """Check the sources of ``--discover`` and the flags that they need.
 
     Raises:
         ConfigError: Names the field.
@@ -270,7 +249,7 @@ def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None
 
 
 def check_sharing(url: str, prefix: str, name: str) -> None:
-    """Check how routers share their books.
+    """Check the flags by which routers share their state through Redis.
 
     Raises:
         ConfigError: Names the field.
@@ -287,7 +266,7 @@ def check_address(address: str, *, field: str) -> None:
     """Check that an address is ``host:port``.
 
     Raises:
-        ConfigError: It is not; names ``field``.
+        ConfigError: The address has another form; names ``field``.
     """
     match = _ADDRESS.match(address)
     if match is None or not 1 <= int(match[2]) <= 65535:

@@ -1,4 +1,4 @@
-"""Tokens, keys and passwords: files that others can read are told of or refused, URLs are shown without passwords."""
+"""Tokens, keys and passwords: files with unsafe modes are refused or warned about, URLs are shown without passwords."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PASSWORD = re.compile(r"://[^@]*:[^@]*@|[?&]password=")
 
 
 def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, most: int = MAX_SECRET_BYTES) -> bytes:
-    """Read a file that should be its owner's alone.
+    """Read a file that only its owner should be able to read.
 
-    As ``ssh`` does with keys, a file of this process's user is refused if group or others may read it; one of another
-    user (a secret that root keeps for a group) may be read by its group, and is warned of if all may read it. What
-    others than its owner may write is refused. Not so on file systems that are mounted read-only here, such as the
-    secrets of Kubernetes (0644 or 0444) and Docker: nobody else is in the container, and their modes say nothing.
-    A pipe that nobody writes into is empty, and not waited for.
+    As ``ssh`` does with keys, a file of this process's user is refused if group or others may read it. A file of
+    another user (a secret that root keeps for a group) may be readable by its group; if all may read it, a warning is
+    logged. A file that others than its owner may write is refused. File systems that are mounted read-only, such as the
+    secrets of Kubernetes (0644 or 0444) and Docker, are exempt: a container has no other users, and the modes mean
+    nothing there. A pipe without a writer counts as empty; it is not waited for.
 
     Args:
-        path: The file.
-        what: What to call it in messages.
-        field: Of the configuration.
-        most: Bytes that it may have.
+        path: Path of the file.
+        what: Description of the file, for messages.
+        field: Name of the configuration field, for errors.
+        most: Largest size in bytes.
 
     Raises:
-        ConfigError: It cannot be read, is too long, or is open to others; says what to do.
+        ConfigError: The file cannot be read, is too long, or is open to others; says how to fix it.
     """
     try:
         with open_ready(path) as file:
@@ -48,10 +48,10 @@ def read_secret_file(path: str | os.PathLike[str], what: str, field: str, *, mos
 
 
 def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading; a pipe that nobody writes into is empty, and not waited for.
+    """Open a file for reading; a pipe without a writer counts as empty and is not waited for.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115 (the caller closes it)
     os.set_blocking(file.fileno(), True)
@@ -59,18 +59,18 @@ def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def require_own_folder(folder: int | str | os.PathLike[str], shown: object, field: str) -> None:
-    """Refuse a folder of another user, who could exchange what is written there; root's is as good as one's own.
+    """Refuse a folder of another user, who could replace its files; root's folders are accepted.
 
-    Where files of this process belong to somebody else (``root_squash`` of NFS), folders may, too.
+    Where new files of this process belong to another user (``root_squash`` of NFS), that user's folders are accepted.
 
     Args:
         folder: Descriptor or path.
-        shown: What to call it.
-        field: Of the configuration.
+        shown: Name of the folder in messages.
+        field: Name of the configuration field, for errors.
 
     Raises:
-        ConfigError: It is another user's, or no folder but a link to one.
-        OSError: It cannot be looked at.
+        ConfigError: The folder belongs to another user, or is no folder but, say, a link to one.
+        OSError: The folder's status cannot be read.
     """
     status = os.fstat(folder) if isinstance(folder, int) else os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
@@ -86,7 +86,7 @@ def _user_of_new_folders(beside: int | str | os.PathLike[str]) -> int:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without user, password and options, for logs and traces."""
+    """Return a URL without user, password and query, for logs and traces."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     beyond = rest.rpartition("@")[2]
     if "?" in rest.removesuffix(beyond):  # an option with @, or a password with a question mark
@@ -96,23 +96,25 @@ def shown_url(url: str) -> str:
 
 def flags_with_passwords(words: Sequence[str]) -> list[str]:
     """Return the flags of a command line whose values are URLs with passwords, ``--redis`` for one."""
-    found = []
+    flags = []
     for before, word in zip(("", *words), words, strict=False):
         if _PASSWORD.search(word):
             flag = word if word.startswith("--") and "=" in word else before
-            found.append(flag.partition("=")[0] if flag.startswith("--") else "an argument")
-    return found
+            flags.append(flag.partition("=")[0] if flag.startswith("--") else "an argument")
+    return flags
 
 
 def _require_private(fd: int, path: str | os.PathLike[str], what: str, field: str) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or os.fstatvfs(fd).f_flag & os.ST_RDONLY:
         return
-    name, mode, mine = os.fspath(path), stat.S_IMODE(status.st_mode), status.st_uid == os.geteuid()
-    if mode & 0o022 or (mine and mode & 0o077):
+    name = os.fspath(path)
+    mode = stat.S_IMODE(status.st_mode)
+    own = status.st_uid == os.geteuid()
+    if mode & 0o022 or (own and mode & 0o077):
         can = "write" if mode & 0o022 else "read"
         raise ConfigError(
             f"others than its owner can {can} {what} {name} (mode {mode:04o}): chmod 600 {name}", field=field
         )
     if mode & 0o004:
-        log.warning("everybody on this host can read %s %s (mode %04o)", what, name, mode)
+        log.warning("all users of this host can read %s %s (mode %04o)", what, name, mode)

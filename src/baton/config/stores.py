@@ -1,4 +1,4 @@
-"""What ``--kvstore`` may name: a node, several of them, those that register themselves, a Redis, a Mooncake Store."""
+"""Addresses for ``--kvstore``: one or more nodes, nodes that register themselves, a Redis, or a Mooncake Store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A store's address; exactly one of these is set.
+    """A store's address; exactly one attribute is set.
 
     Attributes:
-        nodes: ``host:port`` of each node, in the order in which they were named.
+        nodes: ``host:port`` of each node, in the order given.
         redis: URL of a Redis that keeps the blocks itself.
         mooncake: URL of a Mooncake Store's master.
-        discover: The nodes register themselves.
+        discover: Whether the nodes register themselves in Redis.
     """
 
     nodes: tuple[str, ...] = ()
@@ -30,10 +30,10 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
-        """Read ``--kvstore``.
+        """Parse ``--kvstore``.
 
         Raises:
-            ConfigError: It is nothing of the kind.
+            ConfigError: The text is no store address.
         """
         if text == DISCOVER:
             return cls(discover=True)

@@ -1,36 +1,29 @@
-"""What a prefill or a decode service can be told: its engine, and what is beside it."""
+"""Configuration of prefill and decode instances: the engine, and the service around it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from baton.config.flags import (
-    AUDIT_LOG_HELP,
-    CLEAR_KV_HELP,
-    CORE_DUMPS_HELP,
-    TLS_CA_HELP,
-    TLS_CERT_HELP,
-    TLS_KEY_HELP,
-    TLS_NAME_HELP,
-    TLS_ROLES_HELP,
-    TOKEN_FILE_HELP,
-    option,
-)
+from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
-from baton.config.telemetry import LOG_FORMAT_HELP, LOG_FORMATS, TRACES_HELP
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
 _POSITIVE = (
-    *("prefill_stall_s", "prefill_wait_s", "lease_s", "max_leases"),
-    *("load_interval_ms", "kv_streams", "fetch_threads"),
+    "prefill_stall_s",
+    "prefill_wait_s",
+    "lease_s",
+    "max_leases",
+    "load_interval_ms",
+    "kv_streams",
+    "fetch_threads",
 )
 _CHAINS = {"none", "ngram", "draft"}
-"""Methods of ``speculative`` that draft one way in which a sequence may go on."""
+"""Methods of ``speculative`` that draft a single continuation, not a tree."""
 MAX_RANKS = 64
-"""Processes of one engine; all of them run on one host."""
+"""Largest number of processes of one engine; all of them run on one host."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class EngineConfig:
     prefill_chunk: int = option(512, "longest chunk of one prompt in one step, in tokens")
     step_budget_ms: float | None = option(
         None,
-        "longest step in which somebody waits for the next token, in milliseconds: beside decodes, prompts get what is "
+        "longest step while requests wait for their next token, in milliseconds: beside decodes, prompts get what is "
         "left of it, by measured costs; 0: no bound; default: on decode instances 50, or twice the time of the decodes "
         "alone, on prefill instances and offline no bound",
     )
@@ -119,7 +112,7 @@ class EngineConfig:
     tenant_cache_share: float = option(
         0.5,
         "part of the KV pool that is divided equally among tenants with API keys: what a tenant has cached within its "
-        "part goes after what others have beyond theirs; 0: the least recently used go, whosever they are",
+        "part goes after what others have beyond theirs; 0: the least recently used go, whichever tenant cached them",
     )
     kv_load_failure: str = option(
         "recompute",
@@ -227,7 +220,7 @@ class EngineConfig:
             )
 
     def _check_devices(self) -> None:
-        """Check that a list of devices has one for each rank."""
+        """Check that a list of devices has one device for each rank."""
         names = self.device.split(",")
         if len(names) == 1:
             return
@@ -238,8 +231,9 @@ class EngineConfig:
             raise ConfigError(f"device {self.device!r}: a list is of different GPUs, as cuda:0,cuda:1", field="device")
 
     def _check_width(self) -> None:
-        """Check ``speculative_width``, and that what is asked for beside it can be done with trees."""
-        width, field = self.speculative_width, "speculative_width"
+        """Check ``speculative_width``, and that method and acceptance support trees."""
+        width = self.speculative_width
+        field = "speculative_width"
         if not 1 <= width <= MAX_SPECULATIVE_WIDTH:
             raise ConfigError(f"{field} must be between 1 and {MAX_SPECULATIVE_WIDTH}, got {width}", field=field)
         why = ""
@@ -252,14 +246,14 @@ class EngineConfig:
 
     @property
     def pool_fraction(self) -> float:
-        """Share of the memory left that the KV pool may take."""
+        """Share of the free memory that the KV pool may use."""
         if self.kv_memory_fraction is not None:
             return self.kv_memory_fraction
         return 0.9 if self.device.startswith("cuda") else 0.2
 
     @property
     def graph_sizes(self) -> list[int]:
-        """Batch sizes whose decode steps are to be captured, rising; none on a CPU."""
+        """Batch sizes whose decode steps are captured, ascending; empty on a CPU."""
         if self.device.startswith("cpu") or self.cuda_graphs == ("off",):
             return []
         most = self.max_num_seqs
@@ -269,7 +263,7 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """Model name that clients use."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
 
 
@@ -283,7 +277,7 @@ def _check_graphs(values: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(ServiceConfig):
     """Configuration of one prefill or decode service."""
 
     host: str = option("127.0.0.1", "address to listen on; off loopback it needs --token-file or --tls-cert")
@@ -300,13 +294,7 @@ class WorkerConfig:
     kv_streams: int = option(4, "TCP connections that one big fetch is split over")
     kv_checksums: bool = option(True, "compare checksums of KV that came over a network")
     fetch_threads: int = option(16, "fetches that copy KV from one source at once; what waits holds no thread")
-    token_file: str = option("", TOKEN_FILE_HELP)
-    tls_cert: str = option("", TLS_CERT_HELP)
-    tls_key: str = option("", TLS_KEY_HELP)
-    tls_ca: str = option("", TLS_CA_HELP)
-    tls_name: str = option("", TLS_NAME_HELP)
-    tls_roles: str = option("", TLS_ROLES_HELP)
-    clear_kv: bool = option(False, CLEAR_KV_HELP)
+    clear_kv: bool = option(False, CLEAR_KV_HELP, after="tls_roles")
     ticket_key_file: str = option(
         "", "decode: file with the key of placement tickets; a client that comes without a router must show one"
     )
@@ -339,8 +327,8 @@ class WorkerConfig:
     remote_prefill_threshold: int = option(64, "missing prompt tokens from which decode asks a prefill instance")
     prefill_stall_s: float = option(
         30.0,
-        "seconds without a word after which a prefill instance is given up; one that computes, whosever prompts, says "
-        "so every second",
+        "seconds of silence after which a prefill instance is given up; one that computes prompts reports progress "
+        "every second",
     )
     prefill_wait_s: float = option(
         60.0,
@@ -355,11 +343,6 @@ class WorkerConfig:
     load_interval_ms: int = option(100, "shortest time between two load reports")
     kv_events: bool = option(True, "tell routers what the prefix cache holds; else they go by their own decisions")
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
-    audit_log: str = option("", AUDIT_LOG_HELP)
-    core_dumps: bool = option(False, CORE_DUMPS_HELP)
-    otlp_traces_endpoint: str = option("", TRACES_HELP)
-    log_format: str = option("text", LOG_FORMAT_HELP, choices=LOG_FORMATS)
-    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name in ("port", "kv_port", "metrics_port"):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.config.nccl import set_nccl_environment
+from baton.config.environment import set_nccl_environment
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec
 

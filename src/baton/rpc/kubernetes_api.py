@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from baton.config.kubernetes import in_cluster_api
+from baton.config.environment import in_cluster_api
 from baton.errors import ConfigError
 
 _TIMEOUT_S = 10.0

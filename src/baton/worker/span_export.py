@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from baton.config.telemetry import traces_endpoint
+from baton.config.environment import traces_endpoint
 from baton.errors import ConfigError
 from baton.worker.process import ServiceMetrics
 

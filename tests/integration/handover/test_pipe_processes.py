@@ -16,7 +16,7 @@ from tests.support.transport.shared_memory import left_behind, segments
 from tests.support.transport.transport_faults import LAYOUT, fingerprint
 from tests.support.transport.transport_rig import soon
 
-from baton.config.ucx import infiniband_ports, interface_of, set_nixl_log_level, set_ucx_environment
+from baton.config.environment import infiniband_ports, interface_of, set_nixl_log_level, set_ucx_environment
 from baton.errors import PipeClosedError
 from baton.kv_cache.arena import HostArena
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint

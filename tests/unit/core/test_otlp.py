@@ -10,7 +10,7 @@ import pytest
 from tests.support.servers.otlp_collector import OtlpCollector
 
 from baton import otlp
-from baton.config.telemetry import traces_endpoint
+from baton.config.environment import traces_endpoint
 from baton.errors import ConfigError
 from baton.otlp import OtlpExporter
 from baton.rpc.server import free_port

@@ -324,7 +324,7 @@ def test_secrets_of_another_user_may_be_read_by_its_group(tmp_path, caplog):
     assert not caplog.records
     path.chmod(0o644)
     assert read_token(str(path))
-    assert f"everybody on this host can read the token file {path}" in caplog.text
+    assert f"all users of this host can read the token file {path}" in caplog.text
     path.chmod(0o660)
     with pytest.raises(ConfigError, match="can write"):
         read_token(str(path))

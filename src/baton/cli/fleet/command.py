@@ -20,9 +20,8 @@ from baton.autoscale.signals import ROLES, Observation
 from baton.cli.router_grpc import add_grpc_flags, open_async_client
 from baton.client import AsyncClient
 from baton.config import add_flags, from_flags
-from baton.config.autoscale import AutoscaleConfig
+from baton.config.autoscale import AutoscaleConfig, KubernetesConfig
 from baton.config.cluster_file import ClusterFile
-from baton.config.kubernetes import KubernetesConfig
 from baton.errors import ConfigError
 from baton.rpc.kubernetes_api import KubernetesApi
 from baton.types import Role

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from baton.config.ucx import infiniband_ports
+from baton.config.environment import infiniband_ports
 from baton.errors import ConfigError, InternalError, InvalidRequestError
 from baton.kv_cache.arena import Arena, SharedDeviceArena, memory_range
 from baton.kv_cache.reshard import merge_segments

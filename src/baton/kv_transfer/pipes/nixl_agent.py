@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.config.ucx import set_nixl_log_level, set_ucx_environment
+from baton.config.environment import set_nixl_log_level, set_ucx_environment
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import Arena, MemoryRange, SharedDeviceArena
 from baton.kv_transfer.protocol.deadline import Wait

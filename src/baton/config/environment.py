@@ -1,11 +1,11 @@
-"""The settings that UCX, NIXL's engine, reads from the environment when it starts."""
+"""Variables that are not flags: OpenTelemetry's and Kubernetes' are read; NCCL's, UCX's and NIXL's are set."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import psutil
@@ -13,12 +13,36 @@ import psutil
 INFINIBAND = Path("/sys/class/infiniband")
 
 
+def traces_endpoint(env: Mapping[str, str] | None = None) -> str:
+    """Return the collector that OpenTelemetry's variables name; empty: none, or traces are switched off."""
+    source = os.environ if env is None else env
+    if source.get("OTEL_SDK_DISABLED", "").lower() == "true" or source.get("OTEL_TRACES_EXPORTER", "") == "none":
+        return ""
+    return source.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or source.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+
+
+def in_cluster_api() -> str:
+    """Return the URL of the API server of this pod's cluster; empty: this process does not run in a pod."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+
+
+def set_nccl_environment(*, env: MutableMapping[str, str] | None = None) -> None:
+    """Have NCCL listen on loopback only, unless set otherwise: ranks are on one host, and NCCL authenticates no peer.
+
+    Args:
+        env: Environment to change; default: the process's.
+    """
+    (os.environ if env is None else env).setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def set_ucx_environment(
     host: str, *, env: MutableMapping[str, str] | None = None, infiniband: Path = INFINIBAND
 ) -> dict[str, str]:
-    """Set what UCX needs to listen on ``host`` alone and to be fast over sockets; what is set already stays.
+    """Set what UCX (NIXL's engine) needs to listen on ``host`` only, and fast sockets; set variables are kept.
 
-    To be called before a process's first NIXL agent is made. The settings, and why:
+    Call it before a process's first NIXL agent is made. The settings, and why:
 
     - ``UCX_NET_DEVICES``: the interface that owns ``host``, and the InfiniBand ports; else UCX listens on all of them.
       Not set for a wildcard address, which asks for all.
@@ -28,11 +52,11 @@ def set_ucx_environment(
 
     Args:
         host: Address that pipes listen on.
-        env: Where to; default: the process's environment.
-        infiniband: Where the kernel lists InfiniBand devices.
+        env: Environment to change; default: the process's.
+        infiniband: Folder in which the kernel lists InfiniBand devices.
 
     Returns:
-        What was set now.
+        The variables set by this call.
     """
     target = os.environ if env is None else env
     ports = infiniband_ports(infiniband)
@@ -52,9 +76,9 @@ def set_ucx_environment(
 
 
 def set_nixl_log_level(*, env: MutableMapping[str, str] | None = None) -> None:
-    """Have NIXL and UCX say nothing by themselves, if nothing else is set already.
+    """Silence the logs of NIXL and UCX, unless a level is set; call it before NIXL is loaded.
 
-    What fails is raised as an error, and logged by the one who asked. To be called before NIXL is loaded.
+    Failures are raised as errors, and logged by the caller.
     """
     target = os.environ if env is None else env
     target.setdefault("NIXL_LOG_LEVEL", "FATAL")
