@@ -32,25 +32,34 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
 
-from baton.bench.core.report import Record, machine_facts  # noqa: E402
-from baton.bench.core.traces import BLOCK_TOKENS, TraceRequest  # noqa: E402
-from baton.bench.serve.arrivals import arrival_times  # noqa: E402
-from baton.bench.serve.options import ServeOptions  # noqa: E402
-from baton.bench.serve.prompts import PromptSource  # noqa: E402
-from baton.bench.serve.records import ServeRecord  # noqa: E402
-from baton.bench.serve.run import Benchmark  # noqa: E402
-from baton.cli.main import main as baton  # noqa: E402
-from baton.config.flags import AccessConfig  # noqa: E402
-from baton.planner.closed_form import bounds  # noqa: E402
-from baton.planner.cluster import cluster_yaml  # noqa: E402
-from baton.planner.command import make_router  # noqa: E402
-from baton.planner.profile import Profile  # noqa: E402
-from baton.planner.profiling.overheads import measure_overheads  # noqa: E402
-from baton.planner.search import Found, Goal, Search, limit_of, make_deployment  # noqa: E402
-from baton.planner.simulator.outcome import Outcome  # noqa: E402
-from baton.planner.simulator.simulation import Deployment  # noqa: E402
-from baton.planner.tuning.trials import deployment  # noqa: E402
-from baton.planner.workload import Workload  # noqa: E402
+from baton.cli.main import main as baton
+from baton.config.flags import AccessConfig
+from baton_bench.planner.plan import cluster_yaml
+from baton_bench.planner.profiling import measure_overheads
+from baton_bench.planner.search import (
+    Found,
+    Goal,
+    Search,
+    bounds,
+    limit_of,
+    make_deployment,
+)
+from baton_bench.planner.workload import Workload
+from baton_bench.report import Record, machine_facts
+from baton_bench.serve.options import ServeOptions
+from baton_bench.serve.prompts import PromptSource
+from baton_bench.serve.records import ServeRecord
+from baton_bench.serve.run import (
+    Benchmark,
+    arrival_times,
+)
+from baton_bench.simulator.profile import Profile
+from baton_bench.simulator.simulation import (
+    Deployment,
+    Outcome,
+)
+from baton_bench.traces import BLOCK_TOKENS, TraceRequest
+from baton_bench.tuning import deployment
 
 MODEL = ROOT / "models" / "baton-tiny"
 RESULT = ROOT / "benchmarks" / "results" / "planner.json"
@@ -146,7 +155,7 @@ def profile_model(folder: Path, executor: str) -> Profile:
     write_file(folder / "1P1D.yaml", fleet, workload(1.0, 60, 0))
     with deployment(folder / "1P1D.yaml", *flags(executor)) as url:
         found = measure_overheads(
-            url, AccessConfig(), profile, make_router(), isl=ISL, step=lambda what, left: print(what, file=sys.stderr)
+            url, AccessConfig(), profile, isl=ISL, step=lambda what, left: print(what, file=sys.stderr)
         )
     return dataclasses.replace(profile, overheads=found)
 
@@ -166,7 +175,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     knees: dict[str, float] = {}
     for ratio in (each for each in RATIOS if f"{each[0]}P{each[1]}D" in args.ratios.split(",")):
         fleet = make_deployment(profile, goal, ratio, (engine, engine))
-        search = Search(workload(1.0, 400, args.seed), goal, make_router())
+        search = Search(workload(1.0, 400, args.seed), goal)
         knee = search.goodput(fleet)
         if knee.rate is None:
             raise SystemExit(f"{fleet.ratio} keeps the targets at no rate")
@@ -177,7 +186,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for number, (load, share) in enumerate(LOADS.items()):
                 rate, seed = share * knee.rate, args.seed + number
                 requests = workload(rate, args.requests, seed)
-                expected = predicted(Search(requests, goal, make_router()).at(fleet, rate))
+                expected = predicted(Search(requests, goal).at(fleet, rate))
                 found = measured(url, rate, args.requests, seed)
                 errors = {name: round(expected[name] / found[name] - 1, 4) if found[name] else None for name in FIGURES}
                 rows.append(

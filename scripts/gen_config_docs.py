@@ -12,10 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.bench.kv import command as kv_command
-from baton.bench.offline import command as offline_command
-from baton.bench.quality import command as quality_command
-from baton.bench.serve import command as serve_command
 from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.fleet import command as autoscale
 from baton.config import EngineConfig
@@ -24,12 +20,9 @@ from baton.config.flags import flag_fields
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
-from baton.planner import command as planner
-from baton.planner.tuning import command as tuning
 from baton.quantize import command as quantize_command
 from baton.worker.process import add_config_flags
-from baton_kvstore.bench import command as store_command
-from baton_router.bench import command, prefix_command
+from baton_bench import commands
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SECTION = re.compile(r"(?<=<!-- flags: )([a-z]+)( -->\n).*?(?=<!-- end flags -->)", re.DOTALL)
@@ -54,17 +47,17 @@ COMMANDS = {
     "explain": explain.add_parser,
     "storetenants": kvstore.add_tenants_parser,
     "storeclear": kvstore.add_clear_parser,
-    "bench": kv_command.add_parser,
-    "serve": serve_command.add_parser,
-    "offline": offline_command.add_parser,
-    "quality": quality_command.add_parser,
+    "bench": commands.add_kv_parser,
+    "serve": commands.add_serve_parser,
+    "offline": commands.add_offline_parser,
+    "quality": commands.add_quality_parser,
     "quantize": quantize_command.add_parser,
-    "replay": command.add_parser,
-    "storebench": store_command.add_parser,
-    "prefixes": prefix_command.add_parser,
-    "profile": planner.add_profile_parser,
-    "plan": planner.add_plan_parser,
-    "tune": tuning.add_parser,
+    "replay": commands.add_router_parser,
+    "storebench": commands.add_store_parser,
+    "prefixes": commands.add_prefixes_parser,
+    "profile": commands.add_profile_parser,
+    "plan": commands.add_plan_parser,
+    "tune": commands.add_tune_parser,
 }
 
 
@@ -92,9 +85,9 @@ def file_rows(name: str) -> Iterator[tuple[str, str, str]]:
 
 def command_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield flag, default and meaning of each argument of a command; flags of tables of their own are left out."""
-    commands = argparse.ArgumentParser().add_subparsers()
-    COMMANDS[name](commands)
-    (parser,) = commands.choices.values()
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    COMMANDS[name](subparsers)
+    (parser,) = subparsers.choices.values()
     elsewhere: list[type] = []
     if name in ("up", "configshow", "offline", "profile", "quality"):
         elsewhere.append(EngineConfig)

@@ -10,7 +10,7 @@ clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_c
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2", VLLM_NO_USAGE_STATS="1")
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
 
-import vllm  # noqa: E402
+import vllm
 
 
 def main() -> None:

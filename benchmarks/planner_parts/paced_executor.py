@@ -14,7 +14,7 @@ import numpy as np
 
 from baton.engine.executor.in_process import InProcessExecutor
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
-from baton.planner.profile import DecodeCost, EngineProfile, PrefillCost
+from baton_bench.simulator.profile import DecodeCost, EngineProfile, PrefillCost
 
 PACE = EngineProfile(
     tp=1,

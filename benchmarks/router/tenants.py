@@ -40,7 +40,7 @@ from typing import Any
 
 import httpx
 
-from baton.bench.core.report import Spread
+from baton_bench.report import Spread
 
 RESULT = Path(__file__).parents[1] / "results" / "tenants.json"
 _UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--kvstore", "--port", "0", "--grpc-port", "0")

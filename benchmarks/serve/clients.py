@@ -31,11 +31,11 @@ import httpx
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.clients.environment import Program, python  # noqa: E402
-from tests.clients.test_benchmarks import LIGHT  # noqa: E402
-from tests.support.servers.up import start  # noqa: E402
+from tests.clients.environment import Program, python
+from tests.clients.test_benchmarks import LIGHT
+from tests.support.servers.up import start
 
-from baton.rpc.server import free_port  # noqa: E402
+from baton.rpc.server import free_port
 
 MODEL = ROOT / "models" / "baton-tiny"
 RESULT = ROOT / "benchmarks" / "results" / "serve-clients.json"

@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
 
-from tests.support.servers.fake_worker import FakeWorker  # noqa: E402
+from tests.support.servers.fake_worker import FakeWorker
 
-from baton.api.v1 import worker_pb2  # noqa: E402
-from baton.tokenizer import Tokenizer  # noqa: E402
-from baton.types import Role  # noqa: E402
+from baton.api.v1 import worker_pb2
+from baton.tokenizer import Tokenizer
+from baton.types import Role
 
 MODEL = str(ROOT / "models" / "baton-tiny")
 _GOLDEN = 0.6180339887498949

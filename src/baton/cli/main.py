@@ -1,7 +1,7 @@
 """``baton``: entry point of the command line.
 
-Services bring benchmarks of their own by entry points of the group ``baton.benchmarks``: functions that declare a
-command.
+Packages above this one add commands by entry points of the group ``baton.commands``: functions that declare them on
+the parser. The benchmarks, ``profile``, ``plan`` and ``tune`` come from ``baton_bench`` that way.
 """
 
 from __future__ import annotations
@@ -11,16 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.bench.kv import command as bench_kv
-from baton.bench.offline import command as bench_offline
-from baton.bench.quality import command as bench_quality
-from baton.bench.serve import command as bench_serve
 from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
 from baton.cli.fleet import command as autoscale
 from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.planner import command as planner
-from baton.planner.tuning import command as tuning
 from baton.plugins import installed_plugins
 from baton.quantize import command as quantize
 from baton.version import __version__
@@ -45,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config.add_parser(commands)
     for command in (status, chat, generate, drain, scale, autoscale, quantize):
         command.add_parser(commands)
-    _add_benchmarks(commands)
-    planner.add_profile_parser(commands)
-    planner.add_plan_parser(commands)
-    tuning.add_parser(commands)
+    _add_installed_commands(commands)
     completion.add_parser(commands, parser)
     args = parser.parse_args(argv)
     name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
@@ -68,20 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _add_benchmarks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
-    benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
-    bench_kv.add_parser(benches)
-    bench_serve.add_parser(benches)
-    bench_offline.add_parser(benches)
-    bench_quality.add_parser(benches)
-    for _, point in sorted(installed_plugins("baton.benchmarks").items()):
+def _add_installed_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    for _, point in sorted(installed_plugins("baton.commands").items()):
         try:
-            declare = point.load()
+            add_parsers = point.load()
         except (ImportError, AttributeError) as error:
-            print(f"baton: the benchmark {point.name} cannot be imported: {error}", file=sys.stderr)
+            print(f"baton: the commands of {point.name} cannot be imported: {error}", file=sys.stderr)
             continue
-        declare(benches)
+        add_parsers(commands)
 
 
 if __name__ == "__main__":

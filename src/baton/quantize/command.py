@@ -61,10 +61,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if find_spec("torch") is None:
         raise ConfigError("this needs torch: pip install 'baton-serve[engine]'", field="model")
-    from baton.bench.core.progress import progress
-    from baton.bench.core.report import format_bytes
     from baton.engine.models.loader import quiet_transformers
     from baton.quantize.run import QuantizeOptions, quantize_checkpoint
+    from baton.terminal import format_bytes, progress
 
     options = QuantizeOptions(
         args.model,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from tests.support.child_env import child_env
 
-from baton.bench.kv import records
 from baton.rpc.server import free_port
+from baton_bench.kv import records
 
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "kv"]
 QUICK = ["--geometry", "baton-tiny", "--isl", "64", "--repeat", "2", "--no-reference"]
@@ -27,9 +27,9 @@ LIMIT_S = 240
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys
-from baton.bench.core.agents import serve_agent
-from baton.bench.kv.agent import Agent
-from baton.bench.kv.specs import SourceSpec
+from baton_bench.agents import serve_agent
+from baton_bench.kv.agent import Agent
+from baton_bench.kv.plan import SourceSpec
 
 class Corrupting(Agent):
     def open_source(self, source: SourceSpec):
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 """
 LISTEN = """
 import sys
-from baton.bench.core.agents import Listener
+from baton_bench.agents import Listener
 
 listener = Listener("127.0.0.1", 0, None, "", sys.argv[1])
 print(listener.address, flush=True)

@@ -12,9 +12,9 @@ from rich.console import Console
 from tests.support.models.checkpoints import TRAINING_TEXT, make_checkpoint
 from transformers import AutoModelForCausalLM
 
-from baton.bench.quality.run import QualityRecord, QualityRunRecord, draw, print_tables
 from baton.cli.main import main
 from baton.tokenizer import Tokenizer
+from baton_bench.quality import QualityRecord, QualityRunRecord, draw, print_tables
 
 
 @pytest.fixture(scope="module")

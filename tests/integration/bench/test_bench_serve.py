@@ -16,15 +16,14 @@ from tests.integration.router.test_router_process import router
 from tests.support.child_env import child_env
 from tests.support.servers.fake_worker import FakeWorker
 
-from baton.bench.serve.http_stream import HttpClient
-from baton.bench.serve.options import ServeOptions
-from baton.bench.serve.prompts import PlannedRequest
-from baton.bench.serve.sample import Sample
-from baton.bench.serve.targets import OpenAITarget
 from baton.cli.main import main
 from baton.config.flags import AccessConfig
 from baton.errors import UnavailableError
 from baton.types import Role
+from baton_bench.serve.options import ServeOptions
+from baton_bench.serve.prompts import PlannedRequest
+from baton_bench.serve.records import Sample
+from baton_bench.serve.targets import HttpClient, OpenAITarget
 
 MODEL = "models/baton-tiny"
 QUICK = ("--requests", "6", "--isl", "24", "--osl", "5", "--warmup", "1", "--vocab-size", "64")

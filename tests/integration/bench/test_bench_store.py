@@ -14,9 +14,9 @@ import pytest
 from tests.support.child_env import child_env
 from tests.support.servers.redis_server import missing_redis
 
-from baton.bench.core.report import Record
-from baton_kvstore.bench import driver, records
-from baton_kvstore.bench.plan import Options
+from baton_bench.report import Record
+from baton_bench.store import driver, records
+from baton_bench.store.plan import Options
 
 BATON = [sys.executable, "-m", "baton.cli.main", "bench", "store"]
 SMALL = ["--geometry", "baton-tiny", "--request-bytes", "196608", "--total-bytes", "8388608"]
@@ -25,9 +25,9 @@ LIMIT_S = 240
 FIELDS = {kind.record: {item.name for item in dataclasses.fields(kind)} for kind in records.RECORDS}
 CORRUPT = """
 import sys
-from baton.bench.core.agents import serve_agent
-from baton_kvstore.bench.client import Client
-from baton_kvstore.bench.plan import Pattern
+from baton_bench.agents import serve_agent
+from baton_bench.store.client import Client
+from baton_bench.store.plan import Pattern
 
 fill = Pattern.fill
 

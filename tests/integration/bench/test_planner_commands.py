@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton.cli.main import main
-from baton.planner.profile import Profile
+from baton_bench.simulator.profile import Profile
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from baton.bench.core.agents import MAX_CONTROL_BYTES, Agent, Line, Order, serve_orders
-from baton.bench.kv.messages import MessageService, ask_schedule, next_step, round_trips
 from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
 from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token
+from baton_bench.agents import MAX_CONTROL_BYTES, Agent, Line, Order, serve_orders
+from baton_bench.kv.methods import MessageService, ask_schedule, next_step, round_trips
 
 S = 240.0
 

@@ -10,15 +10,25 @@ import numpy as np
 import pytest
 from tests.support.transport.transport_rig import in_thread
 
-from baton.bench.kv.agent import Source, Target
-from baton.bench.kv.memory import new_arena, parse_memory
-from baton.bench.kv.plan import Ends, Options, model_stage, reference_stage, small_stage
-from baton.bench.kv.rivals import NixlEnd
-from baton.bench.kv.specs import RunSpec, Shape, SourceSpec, TargetSpec
 from baton.errors import ConfigError
 from baton.kv_cache.arena import whole_blocks
 from baton.kv_cache.layout import LayerShape
 from baton.kv_cache.shards import KVGeometry
+from baton_bench.kv.agent import Source, Target
+from baton_bench.kv.memory import new_arena
+from baton_bench.kv.plan import (
+    Ends,
+    Options,
+    RunSpec,
+    Shape,
+    SourceSpec,
+    TargetSpec,
+    model_stage,
+    parse_memory,
+    reference_stage,
+    small_stage,
+)
+from baton_bench.kv.rivals import NixlEnd
 
 HERE, DEVICE = "host", "interpret"
 PAIRS = {(DEVICE, DEVICE): ("cuda_ipc", "tcp"), (DEVICE, HERE): ("tcp",), (HERE, DEVICE): ("shm", "tcp", "gloo")}

@@ -18,10 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from baton.bench.core.geometries import GEOMETRIES, config_geometry, model_geometry, named_geometry
-from baton.bench.kv.specs import Shape
 from baton.errors import ConfigError
 from baton.kv_cache.layout import LayerShape
+from baton_bench.geometries import GEOMETRIES, config_geometry, model_geometry, named_geometry
+from baton_bench.kv.plan import Shape
 
 MODELS = Path(__file__).resolve().parents[3] / "models"
 

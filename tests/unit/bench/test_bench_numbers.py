@@ -13,18 +13,28 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.core.agents import parse
-from baton.bench.core.report import Spread, check_plot, paired_ratio
-from baton.bench.kv import command, records
-from baton.bench.kv.agent import Study
-from baton.bench.kv.contest import Sample, Standing
-from baton.bench.kv.driver import Driver
-from baton.bench.kv.plan import Case, MethodKey, Options, Stage, model_stage, parse_sweep, pipe_methods
-from baton.bench.kv.records import MessagesRecord, OverlapRecord, draw
-from baton.bench.kv.report import compute_ratios, stage_records, verdict, verdict_records
-from baton.bench.kv.specs import OverlapSpec, RunSpec, Shape, SourceSpec
 from baton.errors import ConfigError
 from baton.kv_transfer.protocol.frames import BadFrameError
+from baton_bench import commands
+from baton_bench.agents import parse
+from baton_bench.kv import records
+from baton_bench.kv.agent import Study
+from baton_bench.kv.driver import Driver, Sample, Standing, compute_ratios, stage_records, verdict, verdict_records
+from baton_bench.kv.plan import (
+    Case,
+    MethodKey,
+    Options,
+    OverlapSpec,
+    RunSpec,
+    Shape,
+    SourceSpec,
+    Stage,
+    model_stage,
+    parse_sweep,
+    pipe_methods,
+)
+from baton_bench.kv.records import MessagesRecord, OverlapRecord, draw
+from baton_bench.report import Spread, check_plot, paired_ratio
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/kv.md"
 
@@ -187,7 +197,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts():
 
 def test_every_option_has_a_flag():
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
+    commands.add_kv_parser(parser.add_subparsers())
     options = Options.from_args(parser.parse_args(["kv", "--pipe", "tcp", "--streams", "2,2,3"]))
     assert (options.pipes, options.streams) == (("tcp",), (2, 3))
     assert options == Options(pipes=("tcp",), streams=(2, 3))
@@ -248,7 +258,7 @@ def test_the_document_names_every_field_of_every_record():
     }
     real = {kind.record: [item.name for item in dataclasses.fields(kind)] for kind in records.RECORDS}
     assert documented == real
-    own = {"baton.bench.core.report", records.__name__}
+    own = {"baton_bench.report", records.__name__}
     assert set(records.RECORDS) == {kind for kind in records.Record.__subclasses__() if kind.__module__ in own}
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.bench.core.geometries import named_geometry
-from baton.bench.kv.pattern import ShardPattern, shard_patterns, source_tokens
-from baton.bench.kv.specs import RunSpec, Shape, chosen, round_up_block
 from baton.errors import ConfigError
 from baton.kv_cache.shards import shard_specs
 from baton.kv_transfer.protocol.frames import BadFrameError
+from baton_bench.geometries import named_geometry
+from baton_bench.kv.memory import ShardPattern, shard_patterns, source_tokens
+from baton_bench.kv.plan import RunSpec, Shape, chosen, round_up_block
 
 SHAPE = Shape.of(named_geometry("baton-tiny", "bfloat16"), 4)
 

@@ -12,18 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.core.report import Record
-from baton.bench.serve.arrivals import arrival_times
-from baton.bench.serve.compare import compare
-from baton.bench.serve.http_stream import _Connection
-from baton.bench.serve.knee import Knee, find_knee
-from baton.bench.serve.load import Load
-from baton.bench.serve.options import ServeOptions, parse_slos
-from baton.bench.serve.prompts import PlannedRequest, PromptSource
-from baton.bench.serve.records import KneeRecord, detail, draw, summarize
-from baton.bench.serve.sample import Sample
 from baton.errors import ConfigError
 from baton.tokenizer import Tokenizer
+from baton_bench.report import Record
+from baton_bench.serve.options import ServeOptions, parse_slos
+from baton_bench.serve.prompts import PlannedRequest, PromptSource
+from baton_bench.serve.records import KneeRecord, Sample, compare, detail, draw, summarize
+from baton_bench.serve.run import Knee, Load, arrival_times, find_knee
+from baton_bench.serve.targets import _Connection
 
 MODEL = "models/baton-tiny"
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/serve.md"

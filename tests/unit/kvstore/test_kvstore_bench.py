@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.core.traces import best_hit_rate
 from baton.errors import ConfigError
-from baton_kvstore.bench import records
-from baton_kvstore.bench.plan import Options, Pattern, chain_names, make_plans
-from baton_kvstore.bench.records import Cell, Sample, find_ratios, measure_record
-from baton_kvstore.bench.replay import REPLAYED, read_chains, replay
+from baton_bench.store import records
+from baton_bench.store.plan import Options, Pattern, chain_names, make_plans
+from baton_bench.store.records import Cell, Sample, find_ratios, measure_record
+from baton_bench.store.replay import REPLAYED, read_chains, replay
+from baton_bench.traces import best_hit_rate
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "bench/store.md"
 CHAINS = st.lists(
@@ -208,5 +208,5 @@ def test_the_document_lists_every_field() -> None:
     }
     real = {kind.record: [item.name for item in dataclasses.fields(kind)] for kind in records.RECORDS}
     assert written == real
-    own = {"baton.bench.core.report", records.__name__}
+    own = {"baton_bench.report", records.__name__}
     assert set(records.RECORDS) == {kind for kind in records.Record.__subclasses__() if kind.__module__ in own}

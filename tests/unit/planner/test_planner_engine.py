@@ -14,12 +14,11 @@ from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest
 from baton.engine.step_budget import StepBudget
-from baton.planner.profile import DecodeCost, EngineProfile, Limits, PrefillCost
-from baton.planner.simulator.engine import EngineExtras, SimulatedEngine
-from baton.planner.simulator.outcome import gaps_of, percentile_of
-from baton.planner.simulator.sequences import ProfiledCost, SimulatedSequence, Speculation
-from baton.planner.simulator.timeline import Processors, Timeline
 from baton.types import RequestId, Role, SamplingParams
+from baton_bench.simulator.engine import EngineExtras, ProfiledCost, SimulatedEngine, SimulatedSequence, Speculation
+from baton_bench.simulator.profile import DecodeCost, EngineProfile, Limits, PrefillCost
+from baton_bench.simulator.simulation import gaps_of, percentile_of
+from baton_bench.simulator.timeline import Processors, Timeline
 
 PROFILE = EngineProfile(
     1, 1, PrefillCost(0.002, 1e-4, 2e-7), DecodeCost(0.01, 1e-6, 3e-4), kv_tokens=4 * 4096, overlap=0.5

@@ -8,13 +8,21 @@ import json
 import numpy as np
 import pytest
 
-from baton.bench.core.traces import write_trace
 from baton.cli.main import main
 from baton.config.cluster_file import ClusterFile
 from baton.errors import ConfigError
-from baton.planner.command import make_router
-from baton.planner.plan import PlanOptions, make_plan
-from baton.planner.profile import (
+from baton_bench.planner.plan import PlanOptions, make_plan
+from baton_bench.planner.profiling import (
+    Efficiency,
+    fit_decode,
+    fit_prefill,
+    fit_transfer,
+    known_shape,
+    roofline_profile,
+)
+from baton_bench.planner.search import Goal, Search, candidates, describe
+from baton_bench.planner.workload import Workload, from_lengths
+from baton_bench.simulator.profile import (
     DecodeCost,
     EngineProfile,
     FitQuality,
@@ -25,10 +33,7 @@ from baton.planner.profile import (
     PrefillCost,
     Profile,
 )
-from baton.planner.profiling.fit import fit_decode, fit_prefill, fit_transfer
-from baton.planner.profiling.roofline import Efficiency, known_shape, roofline_profile
-from baton.planner.search import Goal, Search, candidates, describe
-from baton.planner.workload import Workload, from_lengths
+from baton_bench.traces import write_trace
 
 ENGINE = EngineProfile(
     1,
@@ -166,7 +171,7 @@ def test_long_prompts_want_prefill_and_long_outputs_want_decode():
     ratios = {}
     for isl, osl in ((2000, 16), (200, 300)):
         workload = from_lengths(isl, osl, 60, seed=1)
-        search = Search(workload, goal(slos={"ttft": 1500.0, "itl": 20.0}, gpus=3, precision=0.2), make_router())
+        search = Search(workload, goal(slos={"ttft": 1500.0, "itl": 20.0}, gpus=3, precision=0.2))
         best = next(each for each in search.best(list(candidates(PROFILE, search.goal)), nothing)
                     if each.deployment.prefills)  # fmt: skip
         ratios[isl] = best.deployment.prefills / best.deployment.decodes
@@ -177,7 +182,7 @@ def test_long_prompts_want_prefill_and_long_outputs_want_decode():
 
 def test_a_plan_names_a_winner_and_says_what_it_hangs_on(tmp_path):
     workload = from_lengths(1000, 50, 60, seed=2)
-    plan = make_plan(PlanOptions(PROFILE, workload, goal(gpus=2, precision=0.3), rate=2.0), make_router(), nothing)
+    plan = make_plan(PlanOptions(PROFILE, workload, goal(gpus=2, precision=0.3), rate=2.0), nothing)
     found = plan.document()
     rows = found["deployments"]
     assert [row["goodput_per_gpu"] for row in rows] == sorted((row["goodput_per_gpu"] for row in rows), reverse=True)
@@ -193,7 +198,7 @@ def test_a_plan_names_a_winner_and_says_what_it_hangs_on(tmp_path):
 
 def test_targets_that_nothing_keeps_have_no_winner():
     workload = from_lengths(1000, 100, 100, seed=2)
-    plan = make_plan(PlanOptions(PROFILE, workload, goal(slos={"ttft": 1.0})), make_router(), nothing)
+    plan = make_plan(PlanOptions(PROFILE, workload, goal(slos={"ttft": 1.0})), nothing)
     assert plan.winner is None
     assert not plan.succeeded
 

@@ -7,13 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from baton.bench.core.traces import TraceRequest
-from baton.planner.closed_form import bounds, md1_wait_s
-from baton.planner.profile import DecodeCost, EngineProfile, Limits, Link, Overheads, PrefillCost
-from baton.planner.simulator.routing import Route
-from baton.planner.simulator.simulation import Deployment, Simulation
-from baton.planner.workload import from_lengths
-from baton_router.bench.planning import VirtualRouter
+from baton_bench.planner.search import bounds, md1_wait_s
+from baton_bench.planner.workload import from_lengths
+from baton_bench.simulator.profile import DecodeCost, EngineProfile, Limits, Link, Overheads, PrefillCost
+from baton_bench.simulator.router import VirtualRouter
+from baton_bench.simulator.simulation import Deployment, Route, Simulation
+from baton_bench.traces import TraceRequest
 
 ENGINE = EngineProfile(1, 1, PrefillCost(0.01, 1e-4), DecodeCost(0.01, 0.0, 1e-4), kv_tokens=1_000_000)
 LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=512, prefill_chunk=512)

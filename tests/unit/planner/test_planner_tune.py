@@ -9,8 +9,7 @@ import pytest
 from baton.cli.main import main
 from baton.config.cluster_file import ClusterFile
 from baton.errors import ConfigError, UnavailableError
-from baton.planner.tuning.settings import neighbours, read_settings, with_settings
-from baton.planner.tuning.tuner import Notes, tune
+from baton_bench.tuning import Notes, neighbours, read_settings, tune, with_settings
 
 DOCUMENT = {"ratio": "2P2D", "worker": {"flags": {"max-num-seqs": 16}}, "slo": {"ttft-ms": 500}}
 NAMES = ("ratio", "max-num-seqs", "beta")
@@ -24,7 +23,7 @@ def goodput(settings) -> float:
 
 def run(notes: Notes, measure=goodput, most=50):
     told = []
-    best = tune(read_settings(DOCUMENT, NAMES), measure, notes, most_trials=most, told=told.append)
+    best = tune(read_settings(DOCUMENT, NAMES), measure, notes, most_trials=most, on_trial=told.append)
     return best, told
 
 

@@ -11,23 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.core.traces import TraceRequest, best_hit_rate, read_trace, write_trace
 from baton.cli.main import main
 from baton.errors import ConfigError
 from baton.types import Role
-from baton_router.bench.prefix_command import read_dataset, repeated_prefixes
-from baton_router.bench.report import record
-from baton_router.bench.rivals import RIVALS
-from baton_router.bench.simulation import Hardware, Replay, Setup
-from baton_router.bench.workload import (
-    Workload,
+from baton_bench.prefixes import read_dataset, repeated_prefixes
+from baton_bench.router.report import record
+from baton_bench.router.rivals import RIVALS
+from baton_bench.router.simulation import Hardware, Replay, Setup
+from baton_bench.traces import (
+    GeneratorOptions,
+    TraceRequest,
+    best_hit_rate,
     generate,
     in_bursts,
+    read_trace,
     with_sessions,
+    write_trace,
 )
 from baton_router.scheduler.policies import POLICIES
 
-CHATS = generate(Workload(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
+CHATS = generate(GeneratorOptions(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
 CHAT_BLOCKS = [chat.blocks for chat in CHATS]
 
 
@@ -63,7 +66,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, field: str) -> None:
 
 
 def test_generated_workloads_share_what_they_are_asked_to() -> None:
-    one = generate(Workload(requests=300, prefixes=1, prefix_blocks=20, turn_blocks=2))
+    one = generate(GeneratorOptions(requests=300, prefixes=1, prefix_blocks=20, turn_blocks=2))
     assert {r.blocks[:20] for r in one} == {tuple(range(20))}
     assert len({r.blocks[20] for r in one}) == 300
     assert all(a.at_ms <= b.at_ms for a, b in pairwise(one))
@@ -74,9 +77,9 @@ def test_generated_workloads_share_what_they_are_asked_to() -> None:
     for turns in by_session.values():
         for before, after in pairwise(turns):
             assert after.blocks[: len(before.blocks)] == before.blocks
-    assert generate(Workload(requests=50, seed=2)) == generate(Workload(requests=50, seed=2))
+    assert generate(GeneratorOptions(requests=50, seed=2)) == generate(GeneratorOptions(requests=50, seed=2))
     with pytest.raises(ConfigError) as caught:
-        Workload(turns=0.5)
+        GeneratorOptions(turns=0.5)
     assert caught.value.field == "turns"
 
 
@@ -168,7 +171,7 @@ def test_the_default_keeps_hits_and_balance_on_conversations() -> None:
 @pytest.mark.parametrize("rate", [2.0, 20.0])
 @pytest.mark.parametrize("instances", [2, 8])
 def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, instances: int) -> None:
-    requests = generate(Workload(requests=800, prefix_blocks=20, rate=rate, seed=3))
+    requests = generate(GeneratorOptions(requests=800, prefix_blocks=20, rate=rate, seed=3))
     run = Replay(Setup(prefills=instances, decodes=instances)).run(requests)
     computed = [x.computed_tokens for x in run.prefills]
     assert max(computed) <= 1.2 * sum(computed) / instances
@@ -179,21 +182,21 @@ def test_a_system_prompt_of_20_blocks_is_shared_by_all_instances(rate: float, in
 
 @pytest.mark.parametrize("rate", [2.0, 20.0])
 def test_by_cost_instances_of_one_speed_get_the_same_work(rate: float) -> None:
-    requests = generate(Workload(requests=2000, prefix_blocks=20, rate=rate, seed=3))
+    requests = generate(GeneratorOptions(requests=2000, prefix_blocks=20, rate=rate, seed=3))
     setup = Setup(prefills=8, decodes=8, policy="cost_ms")
     assert record(setup, Replay(setup).run(requests), requests).load_max_over_mean < 1.2
 
 
 def test_without_the_load_term_it_piles_up() -> None:
     """What the load term is for, and proof that the replay can tell."""
-    requests = generate(Workload(requests=200, prefix_blocks=20, rate=2.0))
+    requests = generate(GeneratorOptions(requests=200, prefix_blocks=20, rate=2.0))
     run = Replay(Setup(prefills=8, decodes=8, beta=0.0, threshold=0)).run(requests)
     assert max(x.num_requests for x in run.prefills) == 200
 
 
 def test_the_default_gives_slow_instances_less() -> None:
     run = Replay(Setup(prefills=4, decodes=4, slow=1)).run(
-        generate(Workload(requests=600, prefixes=50, rate=6, seed=2))
+        generate(GeneratorOptions(requests=600, prefixes=50, rate=6, seed=2))
     )
     slow, *others = [x.computed_tokens for x in run.prefills]
     assert slow < 0.6 * min(others)
@@ -218,7 +221,7 @@ def test_what_decode_alone_holds_takes_its_time_on_the_link() -> None:
 
 
 def test_nobody_waits_for_ever_and_nobody_is_quick_by_serving_less() -> None:
-    flood = generate(Workload(requests=300, prefixes=300, rate=12, seed=4))
+    flood = generate(GeneratorOptions(requests=300, prefixes=300, rate=12, seed=4))
     for limit in (0, 8):
         setup = Setup(prefills=2, decodes=2, policy="least_loaded", max_inflight=limit, patience_s=10.0)
         run = Replay(setup).run(flood)

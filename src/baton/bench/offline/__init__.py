@@ -1,1 +1,0 @@
-"""``baton bench offline``: the engine alone, without a server."""

@@ -1,1 +1,0 @@
-"""``baton bench quality``: what quantization costs and gives, configurations side by side."""

@@ -1,1 +1,0 @@
-"""Where profiles come from: measured engines, links and deployments, or published figures."""

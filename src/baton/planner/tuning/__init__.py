@@ -1,1 +1,0 @@
-"""``baton tune``: the best settings of a real deployment, by measurement."""

@@ -1,0 +1,120 @@
+"""The requests that a plan is for: a trace, or lengths and a rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton_bench.traces import BLOCK_TOKENS, TraceRequest, best_hit_rate, read_trace
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order of arrival.
+
+    Attributes:
+        name: Of the trace, or what was asked for.
+        requests: They.
+        rate: At which they arrive, in requests per second.
+        isl: Mean prompt tokens.
+        osl: Mean output tokens.
+        hit_rate: Share of the prompt tokens that one cache with endless memory would find.
+    """
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    rate: float
+    isl: float
+    osl: float
+    hit_rate: float
+
+    @classmethod
+    def of(cls, name: str, requests: Sequence[TraceRequest]) -> Workload:
+        """Sum up requests.
+
+        Raises:
+            ConfigError: They are too few, or all arrive at once.
+        """
+        span = (requests[-1].at_ms - requests[0].at_ms) / 1e3 if requests else 0.0
+        if len(requests) < 2 or span <= 0:
+            raise ConfigError(f"{name} has too few requests for a rate", field="trace")
+        return cls(
+            name=name,
+            requests=tuple(requests),
+            rate=(len(requests) - 1) / span,
+            isl=float(np.mean([each.input_tokens for each in requests])),
+            osl=float(np.mean([each.output_tokens for each in requests])),
+            hit_rate=best_hit_rate([each.blocks for each in requests]),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(each.input_tokens + each.output_tokens for each in self.requests)
+
+    def first(self, count: int) -> Workload:
+        """Return the first so many requests."""
+        return self if count >= len(self.requests) else Workload.of(self.name, self.requests[:count])
+
+    def longer(self, isl: float = 1.0, osl: float = 1.0) -> Workload:
+        """Return the same requests with prompts and outputs so many times as long; new parts share nothing."""
+        fresh = 1 + max((name for each in self.requests for name in each.blocks), default=0)
+        found = []
+        for each in self.requests:
+            tokens = max(1, round(isl * each.input_tokens))
+            count = -(-tokens // BLOCK_TOKENS)
+            blocks = each.blocks[:count]
+            if count > len(blocks):
+                more = count - len(blocks)
+                blocks += tuple(range(fresh, fresh + more))
+                fresh += more
+            found.append(
+                dataclasses.replace(
+                    each,
+                    input_tokens=tokens,
+                    output_tokens=max(1, round(osl * each.output_tokens)),
+                    blocks=blocks,
+                )
+            )
+        return Workload.of(self.name, found)
+
+
+def from_trace(path: Path, limit: int | None) -> Workload:
+    """Read a trace in Mooncake's format; at least one token of each prompt is computed.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is not what it should be.
+    """
+    return Workload.of(path.name, read_trace(path, limit))
+
+
+def from_lengths(isl: int, osl: int, count: int, *, spread: float = 0.0, seed: int = 0) -> Workload:
+    """Return requests that share nothing and arrive at random (Poisson), one per second on average.
+
+    Args:
+        isl: Mean prompt tokens.
+        osl: Mean output tokens.
+        count: How many.
+        spread: Lengths are drawn evenly from (1 - spread) to (1 + spread) times the mean.
+        seed: Of all draws.
+    """
+    rng = np.random.default_rng(seed)
+    pauses = rng.exponential(1.0, count)
+    times = np.concatenate(([0.0], np.cumsum(pauses)[:-1]))
+    times *= (count - 1) / times[-1]  # the same rate for every seed
+    name, requests = 0, []
+    for at in times.tolist():
+        tokens = _length(rng, isl, spread)
+        blocks = -(-tokens // BLOCK_TOKENS)
+        requests.append(TraceRequest(1e3 * at, tokens, _length(rng, osl, spread), tuple(range(name, name + blocks))))
+        name += blocks
+    return Workload.of(f"isl {isl}, osl {osl}", requests)
+
+
+def _length(rng: np.random.Generator, mean: int, spread: float) -> int:
+    return max(1, int(rng.integers(round(mean * (1 - spread)), round(mean * (1 + spread)) + 1)))

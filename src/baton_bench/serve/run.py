@@ -1,0 +1,278 @@
+"""One run of ``baton bench serve``: warm-up, then a load, or loads at rates until the knee is found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+
+from baton.config.flags import AccessConfig
+from baton.errors import ConfigError
+from baton_bench.report import EXIT_FAILED, EXIT_OK, Report, machine_facts, run_with_result
+from baton_bench.serve.options import ServeOptions
+from baton_bench.serve.prompts import PlannedRequest, PromptSource
+from baton_bench.serve.records import KneeRecord, Load, RunRecord, Sample, ServeRecord, detail, summarize
+from baton_bench.serve.targets import Target, make_target
+
+
+def arrival_times(
+    options: ServeOptions, requests: Sequence[PlannedRequest], rate: float | None, draw: int
+) -> list[float] | None:
+    """Return when each request is sent, in seconds after the first; ``None``: each as soon as there is room.
+
+    Args:
+        options: What kind of arrival.
+        requests: Those to send; a trace says itself when.
+        rate: Requests per second.
+        draw: Different draws have different random pauses.
+    """
+    kind = options.arrival_kind
+    if kind == "trace":
+        return [request.at_s for request in requests]
+    if kind == "closed" or rate is None:
+        return None
+    count = len(requests)
+    rng = np.random.default_rng([options.seed, 4, draw])
+    if kind == "constant":
+        pauses = np.full(count, 1.0 / rate)
+    else:
+        shape = options.burstiness if kind == "gamma" else 1.0
+        pauses = rng.gamma(shape, 1.0 / (rate * shape), count)
+    times = np.concatenate(([0.0], np.cumsum(pauses)[:-1]))
+    if count > 1 and kind != "constant":
+        # The same number of requests in the same time for every seed: few pauses would give another rate than asked.
+        times *= (count - 1) / rate / times[-1]
+    found: list[float] = times.tolist()
+    return found
+
+
+_START_RATE = 1.0
+_LOWEST_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """What a search found.
+
+    Attributes:
+        rate: Highest rate that kept the targets; ``None``: none did.
+        broke_at: Lowest rate that did not; ``None``: all did, up to the highest allowed.
+        tried: Loads that it took.
+    """
+
+    rate: float | None
+    broke_at: float | None
+    tried: int
+
+
+async def find_knee(
+    keeps: Callable[[float], Awaitable[bool]], *, start: float | None, most: float, precision: float
+) -> Knee:
+    """Search.
+
+    Args:
+        keeps: Puts a load at a rate, and says whether it kept the targets.
+        start: First rate tried, requests per second; ``None``: 1.
+        most: Highest rate tried.
+        precision: Width of the bracket at which the search ends, as a share of its lower end.
+    """
+    tried = 0
+    low: float | None = None
+    high: float | None = None
+    rate = min(start or _START_RATE, most)
+    while low is None or high is None:
+        tried += 1
+        if await keeps(rate):
+            low = rate
+            if low >= most:
+                return Knee(low, None, tried)
+            rate = min(2 * rate, most)
+        else:
+            high = rate
+            if high <= _LOWEST_RATE:
+                return Knee(None, high, tried)
+            rate /= 2
+    while high - low > precision * low:
+        middle = (low + high) / 2
+        tried += 1
+        if await keeps(middle):
+            low = middle
+        else:
+            high = middle
+    return Knee(low, high, tried)
+
+
+async def put_load(
+    target: Target,
+    requests: Sequence[PlannedRequest],
+    times: Sequence[float] | None,
+    concurrency: int | None,
+    on_done: Callable[[], object],
+) -> Load:
+    """Send all requests and wait for all answers.
+
+    Args:
+        target: Where to.
+        requests: What.
+        times: When each is due, in seconds after the first; ``None``: as soon as there is room.
+        concurrency: Requests in flight at most.
+        on_done: Called after each answer.
+    """
+    room = asyncio.Semaphore(concurrency or len(requests))
+    samples = [Sample(number) for number in range(len(requests))]
+    in_flight = peak = 0
+
+    async def ask(sample: Sample, request: PlannedRequest) -> None:
+        nonlocal in_flight, peak
+        async with room:
+            in_flight += 1
+            peak = max(peak, in_flight)
+            sample.sent_s = time.perf_counter()
+            if times is None:
+                sample.due_s = sample.sent_s
+            try:
+                await target.ask(request, sample)
+            finally:
+                in_flight -= 1
+        on_done()
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number, (sample, request) in enumerate(zip(samples, requests, strict=True)):
+            if times is not None:
+                sample.due_s = started + times[number]
+                await asyncio.sleep(max(0.0, sample.due_s - time.perf_counter()))
+            tasks.create_task(ask(sample, request))
+    ended = time.perf_counter()
+    sending = max((sample.sent_s for sample in samples), default=started) - started
+    return Load(samples, ended - started, peak, sending)
+
+
+T = TypeVar("T")
+Step = Callable[[str, int], None]
+"""Is told of progress: what is done, and how much is left."""
+
+
+class Benchmark:
+    """A run.
+
+    Args:
+        options: What is asked for.
+        access: Token and certificates.
+        slos: Targets in milliseconds, by metric.
+
+    Attributes:
+        samples: Of the last load.
+
+    Raises:
+        ConfigError: Something cannot work together, or a file cannot be read.
+    """
+
+    def __init__(self, options: ServeOptions, access: AccessConfig, slos: Mapping[str, float]) -> None:
+        if options.find_knee and not slos:
+            raise ConfigError("--find-knee needs --slo", field="slo")
+        self._options, self._access, self._slos = options, access, dict(slos)
+        self._source = PromptSource(options)
+        self.samples: list[Sample] = []
+        self._failures: list[str] = []
+
+    def run(self, report: Report, step: Step) -> int:
+        """Measure; returns the exit status.
+
+        Raises:
+            BatonError: The service does not answer.
+        """
+        return run_with_result(lambda: self._in_loop(self._run(report, step)), report)
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        # Calls of gRPC run in threads of its own, which uvloop does not make cheaper.
+        factory = asyncio.new_event_loop if self._options.endpoint == "grpc" else uvloop.new_event_loop
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(work)
+
+    async def _run(self, report: Report, step: Step) -> tuple[int, list[str]]:
+        options = self._options
+        target = make_target(options, self._access)
+        try:
+            await target.prepare()
+            report(
+                RunRecord(
+                    url=options.url,
+                    endpoint=options.endpoint,
+                    model=target.model,
+                    dataset=options.file or options.dataset,
+                    arrival=options.arrival_kind,
+                    request_rate=options.request_rate,
+                    max_concurrency=options.max_concurrency,
+                    requests=self._source.count,
+                    warmup=options.warmup,
+                    isl=options.isl,
+                    osl=options.osl,
+                    seed=options.seed,
+                    slo=self._slos,
+                    machine=machine_facts(),
+                )
+            )
+            if options.warmup:
+                step("warm-up", self._source.count)
+                await put_load(target, self._source.warmup(0), None, options.max_concurrency, lambda: None)
+            if options.find_knee:
+                await self._find_knee(target, report, step)
+            else:
+                await self._load(target, options.request_rate, 0, report, step)
+        finally:
+            await target.close()
+        return (EXIT_FAILED if self._failures else EXIT_OK), self._failures
+
+    async def _load(self, target: Target, rate: float | None, draw: int, report: Report, step: Step) -> ServeRecord:
+        requests = self._source.requests(draw)
+        times = arrival_times(self._options, requests, rate, draw)
+        left = len(requests)
+
+        def on_done() -> None:
+            nonlocal left
+            left -= 1
+            step("requests" if rate is None else f"{rate:.4g} requests/s", left)
+
+        load = await put_load(target, requests, times, self._options.max_concurrency, on_done)
+        self.samples = load.samples
+        if self._options.details:
+            for sample in load.samples:
+                report(detail(sample, load.samples[0].due_s))
+        record = summarize(load, self._slos, rate)
+        report(record)
+        self._note_failures(load)
+        return record
+
+    def _note_failures(self, load: Load) -> None:
+        kinds: dict[str, Sample] = {}
+        for sample in load.samples:
+            if sample.error:
+                kinds.setdefault(sample.error, sample)
+        for kind, sample in kinds.items():
+            count = sum(each.error == kind for each in load.samples)
+            self._failures.append(f"{count} times {kind}; the first: {sample.message}")
+
+    async def _find_knee(self, target: Target, report: Report, step: Step) -> None:
+        options, found = self._options, list[ServeRecord]()
+
+        async def keeps(rate: float) -> bool:
+            record = await self._load(target, rate, len(found), report, step)
+            found.append(record)
+            # A service that falls behind keeps targets for a while: what it finished tells.
+            return (record.attainment or 0.0) >= options.attainment
+
+        knee = await find_knee(
+            keeps, start=options.request_rate, most=options.knee_max_rate, precision=options.knee_precision
+        )
+        best = next((each for each in found if each.request_rate == knee.rate), None)
+        goodput = None if best is None else best.goodput
+        report(KneeRecord(knee.rate, goodput, knee.broke_at, options.attainment, knee.tried))
+        # Overload is what a search is for: refused requests are counted there, and are no failure of the run.
+        if best is None or not best.errors:
+            self._failures.clear()

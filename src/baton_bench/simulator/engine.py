@@ -1,0 +1,647 @@
+"""One simulated instance: the engine's scheduler, with steps that take the time that the profile says.
+
+The rules are the engine's own (:mod:`baton.engine.scheduler`): decodes first, prompts in chunks under the budget of
+tokens and, on decode instances, of time (:class:`baton.engine.step_budget.StepBudget` itself), admission with all of a
+prompt's blocks while the expected outputs have room (:class:`baton.engine.growth.BlockForecast` itself), preemption of
+the last. Blocks are counted in tokens, half a block more per sequence for its last one. Steps that differ in nothing
+but the length of contexts are taken together, so that hours are replayed in seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Protocol
+
+from baton.engine.growth import BlockForecast, OutputLengths
+from baton.engine.scheduler import LOOKAHEAD, PASSES
+from baton.engine.step_budget import PrefillRoom, StepBudget, StepCost, StepWork
+from baton.types import Role
+from baton_bench.simulator.profile import EngineProfile, Limits
+from baton_bench.simulator.timeline import Event, Processors, Timeline
+from baton_bench.traces import BLOCK_TOKENS
+
+Changed = Callable[[Sequence[int], Sequence[int]], None]
+"""Is told of names of blocks that came, and of those that went."""
+
+
+class PrefixCache:
+    """The pool of one instance, as far as it matters: tokens in use, and named blocks of 512 tokens that it keeps.
+
+    Sequences that run share what has one name. What nobody uses stays, least recently used first to go, while there is
+    room for it.
+
+    Args:
+        capacity: Tokens that the pool holds.
+        changed: Is told of what came and went.
+
+    Attributes:
+        held: Tokens of sequences that run, what they share counted once.
+    """
+
+    def __init__(self, capacity: int, changed: Changed) -> None:
+        self.capacity = capacity
+        self.held = 0.0
+        self._users: dict[int, int] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._changed = changed
+
+    @property
+    def free(self) -> float:
+        """Tokens that sequences can still take."""
+        return self.capacity - self.held
+
+    def matched(self, names: Sequence[int]) -> int:
+        """Return how many leading blocks are there."""
+        kept = self._kept
+        return next((at for at, name in enumerate(names) if name not in kept), len(names))
+
+    def missing(self, names: Sequence[int]) -> int:
+        """Return the tokens of those blocks that no sequence holds."""
+        return BLOCK_TOKENS * sum(name not in self._users for name in names)
+
+    def hold(self, names: Sequence[int]) -> None:
+        """Hold blocks for a sequence."""
+        users = self._users
+        for name in names:
+            count = users.get(name, 0)
+            users[name] = count + 1
+            if not count:
+                self.held += BLOCK_TOKENS
+
+    def release(self, names: Sequence[int]) -> None:
+        """Give a sequence's blocks back."""
+        users = self._users
+        for name in names:
+            if users[name] == 1:
+                del users[name]
+                self.held -= BLOCK_TOKENS
+            else:
+                users[name] -= 1
+
+    def store(self, names: Sequence[int]) -> None:
+        """Note that blocks were computed, or came; forget others if there are too many."""
+        kept, new = self._kept, []
+        for name in names:
+            if name in kept:
+                kept.move_to_end(name)
+            else:
+                kept[name] = None
+                new.append(name)
+        private = self.held - BLOCK_TOKENS * len(self._users)
+        room = max(len(self._users), int((self.capacity - private) // BLOCK_TOKENS))
+        gone = []
+        while len(kept) > room:
+            gone.append(kept.popitem(last=False)[0])
+        if new or gone:
+            self._changed(new, gone)
+
+
+_LEARNT = 1 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Speculative decoding: tokens drafted per step and sequence, and the chance that each is accepted."""
+
+    tokens: int = 0
+    acceptance: float = 0.0
+
+    @property
+    def per_step(self) -> float:
+        """Tokens per step, on average (Leviathan et al., ICML 2023, equation 1)."""
+        if self.acceptance >= 1.0:
+            return 1.0 + self.tokens
+        return (1 - self.acceptance ** (self.tokens + 1)) / (1 - self.acceptance)
+
+
+class SimulatedSequence:
+    """A request on one instance.
+
+    Attributes:
+        key: Order of arrival.
+        base: Tokens of its prompt.
+        prompt: Tokens that have to be there before the next one is generated: after a preemption also its output.
+        target: Tokens that it generates.
+        names: Of its prompt's full blocks of 512 tokens.
+        pinned: It computes a prompt for another instance: its blocks are kept until they are read.
+        computed: How many of ``prompt`` are there.
+        output: Tokens generated, as of ``joined``; an average with speculation.
+        joined: The instance's step from which it decodes.
+        private: Tokens of the pool that it holds beside ``names``, as of ``joined``.
+        first_at, last_at: When its first token came, and the last one before it decodes.
+        slices: Parts of its instance's steps in which it decoded: first entry, end, and seconds it waited before.
+    """
+
+    __slots__ = (
+        "base", "computed", "first_at", "joined", "key", "last_at", "names", "num_passed", "num_preemptions", "output",
+        "pinned", "private", "prompt", "slice_start", "slices", "target", "wait",
+    )  # fmt: skip
+
+    def __init__(self, key: int, prompt: int, target: int, names: SequenceOf[int], *, pinned: bool = False) -> None:
+        self.key, self.base, self.prompt, self.target, self.pinned = key, prompt, prompt, target, pinned
+        self.names = tuple(names[: prompt // BLOCK_TOKENS])
+        self.computed = self.num_passed = self.num_preemptions = self.slice_start = 0
+        self.output = self.private = self.joined = self.wait = 0.0
+        self.first_at = self.last_at = math.nan
+        self.slices: list[tuple[int, int, float]] = []
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute."""
+        return self.prompt - self.computed
+
+    @property
+    def to_come(self) -> float:
+        """Tokens to generate; none for a prompt that is computed for another instance."""
+        return 0.0 if self.pinned else self.target - self.output
+
+
+class ProfiledCost(StepCost):
+    """The time of steps where it is known: what the engine learns while it runs (:class:`StepCost`), learnt."""
+
+    def __init__(self, engine: EngineProfile) -> None:
+        super().__init__()
+        self._engine = engine
+        self.most_prompt_tokens = _LEARNT
+        self._begun = False
+
+    def predict(self, work: StepWork) -> float:
+        """Return the seconds that a step takes."""
+        self._begun = work.prompt_tokens > 0
+        return self._engine.step_s(work.rows, work.decode_context, work.prompt_tokens, work.prompt_attention)
+
+    def affordable(self, seconds: float, start: int) -> int:
+        """Return how many tokens of a prompt from position ``start`` on take at most ``seconds`` more."""
+        cost = self._engine.prefill
+        if seconds == math.inf:
+            return 1 << 30
+        if not self._begun:  # a step's first prompt has the fixed part, and what prompts share with the decodes
+            share, fixed = self._engine.overlap, self._engine.decode.fixed_s
+            hidden = min(share * fixed, seconds * share / (1 - share)) if share < 1 else fixed
+            seconds += hidden - cost.fixed_s
+        if seconds <= 0.0:
+            return 0
+        linear = cost.per_token_s + cost.per_pair_s * start
+        if linear <= 0.0 and cost.per_pair_s <= 0.0:
+            return 1 << 30
+        return int(2.0 * seconds / (linear + math.sqrt(linear * linear + 2.0 * cost.per_pair_s * seconds)))
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingSequence:
+    """A sequence as the engine's forecast of blocks sees it (:class:`baton.engine.growth.Growing`)."""
+
+    pinned: bool
+    num_output: int
+    max_output: int
+    num_tokens: int
+    block_ids: range
+
+    @property
+    def all_blocks(self) -> range:
+        """Its blocks."""
+        return self.block_ids
+
+
+LOAD_SHARE = 0.75
+"""Part of the pool that sequences may hold whose KV is on its way (``--load-share``)."""
+LOADS_PER_SEQUENCE = 4
+"""Loads at a time, per sequence that a batch takes (``--max-loads``)."""
+_by_key = attrgetter("key")
+Plan = list[tuple[SimulatedSequence, int]]
+"""Prompts of a step, each with the tokens of it that are computed."""
+
+
+class Owner(Protocol):
+    """What an engine tells of its sequences."""
+
+    def loads(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
+        """Whether a sequence's KV comes from elsewhere, where so many of its tokens are there."""
+
+    def start_load(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """Have it come; :meth:`SimulatedEngine.load_ended` says that it has."""
+
+    def computed(self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float) -> None:
+        """So many tokens of a pinned sequence were computed, in a step that began then and ends now."""
+
+    def first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """A sequence has its first token."""
+
+    def finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """A sequence has ended."""
+
+
+@dataclass(slots=True)
+class Use:
+    """What an engine did.
+
+    Attributes:
+        prefill_s: Seconds of steps with prompts.
+        decode_s: Seconds of other steps.
+        sequence_s: Sequences that decoded, over time.
+        most_held: Most tokens of the pool that were in use.
+        prompt_tokens: Computed.
+        matched_tokens: Found in the prefix cache instead.
+        preemptions: Of sequences.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    sequence_s: float = 0.0
+    most_held: float = 0.0
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineExtras:
+    """What some instances have.
+
+    Attributes:
+        changed: Is told of the prefix cache.
+        step_s: Seconds that each step takes beyond the profile.
+        speculation: Of decodes.
+        processors: Shared with other instances; ``None``: it has its own.
+    """
+
+    changed: Changed = lambda new, gone: None
+    step_s: float = 0.0
+    speculation: Speculation = field(default_factory=Speculation)
+    processors: Processors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Like steps that are taken together: the first one's seconds, what each takes more than the one before."""
+
+    began: float
+    first_s: float
+    more_s: float
+    event: Event
+    count: int
+
+    def seconds(self, count: int) -> float:
+        return _seconds(self.first_s, self.more_s, count)
+
+
+def _seconds(first: float, more: float, count: int) -> float:
+    return count * first + more * (count * (count - 1) // 2)
+
+
+class SimulatedEngine:
+    """An instance.
+
+    Args:
+        role: Prefill or decode.
+        profile: How fast it is, and how much KV it holds.
+        limits: What it was told.
+        timeline: Virtual time.
+        owner: Is told of sequences.
+        extras: Beyond what every instance has.
+
+    Attributes:
+        gaps: Per run of like steps: seconds of each, how many, and the sequences that decoded.
+        cache: Its pool.
+        use: What it did.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        profile: EngineProfile,
+        limits: Limits,
+        timeline: Timeline,
+        owner: Owner,
+        extras: EngineExtras,
+    ) -> None:
+        self.role, self.profile, self.limits, self._timeline, self._owner = role, profile, limits, timeline, owner
+        self._step_s, self._processors = extras.step_s, extras.processors
+        self._emitted, self._queries = extras.speculation.per_step, 1 + extras.speculation.tokens
+        self.cache = PrefixCache(profile.kv_tokens, extras.changed)
+        self._lengths = OutputLengths()
+        self._budget: StepBudget | None = None
+        if limits.step_budget_ms is not None and limits.step_budget_ms > 0:
+            self._budget = StepBudget(limits.step_budget_ms / 1e3, ProfiledCost(profile))
+        elif limits.step_budget_ms is None and role is Role.DECODE:
+            self._budget = StepBudget(None, ProfiledCost(profile))
+        self.waiting: list[SimulatedSequence] = []
+        self.prefilling: list[SimulatedSequence] = []
+        self.decoding: list[tuple[float, int, SimulatedSequence]] = []
+        """A heap, by the step in which they end."""
+        self._loading: set[SimulatedSequence] = set()
+        self._came: list[SimulatedSequence] = []
+        self._loaded: list[SimulatedSequence] = []
+        self._context = self._steps = self._worst = 0.0
+        self._run: _Run | None = None
+        self._busy = False
+        self.gaps: list[tuple[float, int, int]] = []
+        self.use = Use()
+
+    # What comes from outside
+
+    def submit(self, sequence: SimulatedSequence) -> None:
+        """Queue a sequence."""
+        insort(self.waiting, sequence, key=_by_key)
+        self._wake()
+
+    def load_ended(self, sequence: SimulatedSequence) -> None:
+        """A sequence's KV has come, with its next token."""
+        self._came.append(sequence)
+        self._wake()
+
+    def release(self, sequence: SimulatedSequence) -> None:
+        """Give back the blocks of a pinned sequence, which were read."""
+        self._give_back(sequence)
+        if self.waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Begin a step, or end the run of steps with the one that runs now."""
+        if not self._busy:
+            self._busy = True
+            self._timeline.at(self._timeline.now, self._begin)
+        elif (run := self._run) is not None:
+            elapsed, low, high = self._timeline.now - run.began, 1, run.count
+            while low < high:
+                middle = (low + high) // 2
+                if run.seconds(middle) >= elapsed:
+                    high = middle
+                else:
+                    low = middle + 1
+            if low < run.count:
+                run.event.cancel()
+                self._plan_run(run.began, run.first_s, run.more_s, low)
+
+    # Steps
+
+    def _begin(self) -> None:
+        self._take_loaded()
+        self._make_room()
+        plan = self._plan_prompts() if self.prefilling or self.waiting else []
+        batch = len(self.decoding)
+        if not plan and not batch:
+            self._busy = False
+            return
+        tokens = sum(count for _, count in plan)
+        pairs = sum(count * (sequence.computed + 0.5 * count) for sequence, count in plan)
+        seconds = self.profile.step_s(batch * self._queries, self._context, tokens, pairs) + self._step_s
+        began = self._timeline.now
+        if plan:
+            self._start(seconds, lambda: self._end_mixed(plan, began))
+        elif self._processors is not None:
+            self._start(seconds, lambda: self._end_run(began, 1))
+        else:
+            grown = self._emitted * batch
+            count = math.ceil(self.decoding[0][0] - self._steps - 1e-9)
+            count = max(1, min(count, int(self.cache.free / grown)))
+            self._plan_run(began, seconds, self.profile.decode.per_context_s * grown, count)
+
+    def _start(self, seconds: float, done: Callable[[], None]) -> None:
+        if self._processors is not None:
+            self._processors.start(seconds, done)
+        else:
+            self._timeline.at(self._timeline.now + seconds, done)
+
+    def _plan_run(self, began: float, first_s: float, more_s: float, count: int) -> None:
+        event = self._timeline.at(began + _seconds(first_s, more_s, count), lambda: self._end_run(began, count))
+        self._run = _Run(began, first_s, more_s, event, count)
+
+    def _end_run(self, began: float, count: int) -> None:
+        self._run = None
+        self.use.decode_s += self._timeline.now - began
+        self._decoded(began, count)
+        self._begin()
+
+    def _end_mixed(self, plan: Plan, began: float) -> None:
+        self.use.prefill_s += self._timeline.now - began
+        if self.decoding:
+            self._decoded(began, 1)
+        for sequence, count in plan:
+            first = sequence.computed // BLOCK_TOKENS
+            sequence.computed += count
+            self.use.prompt_tokens += count
+            self.cache.store(sequence.names[first : sequence.computed // BLOCK_TOKENS])
+            if not sequence.missing:
+                self.prefilling.remove(sequence)
+                if not sequence.pinned:
+                    self._generated(sequence)
+            if sequence.pinned:
+                self._owner.computed(self, sequence, count, began)
+        self._begin()
+
+    def _decoded(self, began: float, count: int) -> None:
+        """Count steps of all that decodes, and let those end that have all their tokens."""
+        now, batch = self._timeline.now, len(self.decoding)
+        self.gaps.append(((now - began) / count, count, batch))
+        grown = count * self._emitted * batch
+        self._steps += count
+        self._context += grown
+        self.cache.held += grown
+        self.use.sequence_s += batch * (now - began)
+        self.use.most_held = max(self.use.most_held, self.cache.held)
+        self._worst -= grown
+        while self.decoding and self.decoding[0][0] <= self._steps + 1e-9:
+            _, _, sequence = heapq.heappop(self.decoding)
+            self._leave(sequence)
+            self._end(sequence)
+
+    def _generated(self, sequence: SimulatedSequence) -> None:
+        """A sequence has all of its prompt, and the token after it."""
+        now = self._timeline.now
+        sequence.output += 1
+        sequence.private += 1
+        self.cache.held += 1
+        self._worst -= 1
+        if math.isnan(sequence.first_at):
+            sequence.first_at = now
+            self._owner.first_token(self, sequence)
+        else:  # it paused: this token is the first after that
+            sequence.slices.append((0, 0, now - sequence.last_at))
+        sequence.last_at = now
+        if sequence.output >= sequence.target:
+            self._end(sequence)
+        else:
+            insort(self._loaded, sequence, key=_by_key)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def _join(self, sequence: SimulatedSequence) -> None:
+        """Have a sequence decode from the next step on."""
+        sequence.wait = self._timeline.now - sequence.last_at
+        sequence.joined, sequence.slice_start = self._steps, len(self.gaps)
+        end = self._steps + math.ceil((sequence.target - sequence.output) / self._emitted - 1e-9)
+        heapq.heappush(self.decoding, (end, sequence.key, sequence))
+        self._context += sequence.base + sequence.output
+
+    def _leave(self, sequence: SimulatedSequence) -> None:
+        """Have a sequence decode no more, which is out of the heap."""
+        grown = (self._steps - sequence.joined) * self._emitted
+        sequence.output += grown
+        sequence.private += grown
+        self._context -= sequence.base + sequence.output
+        sequence.last_at = self._timeline.now
+        sequence.slices.append((sequence.slice_start, len(self.gaps), sequence.wait))
+
+    def _end(self, sequence: SimulatedSequence) -> None:
+        self._lengths.add(sequence.target)
+        self._worst -= sequence.to_come
+        self._give_back(sequence)
+        self._owner.finished(self, sequence)
+
+    def _give_back(self, sequence: SimulatedSequence) -> None:
+        self.cache.release(sequence.names)
+        self.cache.held -= sequence.private
+
+    # Who gets into a step
+
+    def _take_loaded(self) -> None:
+        """Let those decode whose KV has come, as far as the batch has room."""
+        came, self._came = self._came, []
+        for sequence in came:
+            self._loading.discard(sequence)
+            sequence.computed = sequence.prompt
+            self.cache.store(sequence.names)
+            self._generated(sequence)
+        while self._loaded and self._num_running < self.limits.max_num_seqs:
+            self._join(self._loaded.pop(0))
+
+    def _make_room(self) -> None:
+        """Preempt the last until all that decodes can grow by a step."""
+        while self.decoding and self.cache.free < self._emitted * len(self.decoding):
+            others = [sequence for _, _, sequence in self.decoding] + self._loaded
+            others += [sequence for sequence in self.prefilling if not sequence.pinned]
+            if len(others) == 1:
+                return
+            self._preempt(max(others, key=_by_key))
+
+    def _preempt(self, sequence: SimulatedSequence) -> None:
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        elif sequence in self._loaded:
+            self._loaded.remove(sequence)
+        else:
+            self.decoding = [each for each in self.decoding if each[2] is not sequence]
+            heapq.heapify(self.decoding)
+            self._leave(sequence)
+        self._worst -= sequence.to_come
+        self._give_back(sequence)
+        sequence.prompt = sequence.base + int(sequence.output)
+        sequence.computed, sequence.private = 0, 0.0
+        sequence.num_preemptions += 1
+        self.use.preemptions += 1
+        insort(self.waiting, sequence, key=_by_key)
+
+    def _plan_prompts(self) -> Plan:
+        """Choose the prompts' part of a step: those that have begun, then those that wait."""
+        room: PrefillRoom | None = None
+        if self._budget is not None:
+            work = StepWork(rows=len(self.decoding) * self._queries, decode_context=int(self._context))
+            room = self._budget.prefill_room(work, self.limits.block_size)
+        plan: Plan = []
+        budget = self.limits.max_num_batched_tokens - len(self.decoding) * self._queries
+        for sequence in self.prefilling:
+            budget -= self._plan_chunk(plan, sequence, budget, room)
+        if self.waiting:
+            self._admit_waiting(plan, budget, room)
+        return plan
+
+    def _plan_chunk(self, plan: Plan, sequence: SimulatedSequence, budget: int, room: PrefillRoom | None) -> int:
+        count = max(0, min(sequence.missing, self.limits.prefill_chunk, budget))
+        if room is not None and count:
+            count = room.fit(count, sequence.computed)
+            room.take(count, sequence.computed)
+        if count:
+            plan.append((sequence, count))
+        return count
+
+    def _admit_waiting(self, plan: Plan, budget: int, room: PrefillRoom | None) -> None:
+        """Let sequences begin in their order; while the first one is too big, some that are smaller."""
+        too_big: SimulatedSequence | None = None
+        left = LOOKAHEAD
+        for sequence in list(itertools.islice(self.waiting, self.limits.max_num_batched_tokens)):
+            matched = self._matched(sequence)
+            loads = self._owner.loads(self, sequence, matched)
+            full = budget <= 0 or (room is not None and room.full)
+            if self._num_running >= self.limits.max_num_seqs or (full and not loads):
+                return
+            if loads and not self._may_load(sequence):
+                continue
+            if not self._fits(sequence):
+                too_big = too_big or sequence
+                if too_big.num_preemptions or not left:
+                    return
+                left -= 1
+                continue
+            if too_big is not None:
+                too_big.num_passed += 1
+            self._admit(sequence, matched, loads=loads)
+            if not loads:
+                budget -= self._plan_chunk(plan, sequence, budget, room)
+            if too_big is not None and too_big.num_passed >= PASSES:
+                return
+
+    def _admit(self, sequence: SimulatedSequence, matched: int, *, loads: bool) -> None:
+        self.waiting.remove(sequence)
+        sequence.private = self._private(sequence)
+        self.cache.hold(sequence.names)
+        self.cache.held += sequence.private
+        self.use.most_held = max(self.use.most_held, self.cache.held)
+        self._worst += sequence.to_come
+        if loads:
+            self._loading.add(sequence)
+            self._owner.start_load(self, sequence)
+            return
+        sequence.computed = max(sequence.computed, matched)
+        self.use.matched_tokens += sequence.computed
+        self.cache.store(sequence.names[: sequence.computed // BLOCK_TOKENS])
+        insort(self.prefilling, sequence, key=_by_key)
+
+    def _matched(self, sequence: SimulatedSequence) -> int:
+        """Return the leading tokens that are cached: all but the last one at most, from which logits come."""
+        matched = BLOCK_TOKENS * self.cache.matched(sequence.names)
+        return matched if matched < sequence.prompt else matched - BLOCK_TOKENS
+
+    def _private(self, sequence: SimulatedSequence) -> float:
+        """Return the tokens of the pool that a sequence takes beside its prompt's full blocks of 512."""
+        return sequence.prompt - BLOCK_TOKENS * len(sequence.names) + 0.5 * self.limits.block_size
+
+    def _may_load(self, sequence: SimulatedSequence) -> bool:
+        """Whether another sequence may hold blocks while its KV is on its way."""
+        if not self._loading:
+            return True
+        tokens = sum(BLOCK_TOKENS * len(each.names) + each.private for each in self._loading) + sequence.prompt
+        most = LOADS_PER_SEQUENCE * self.limits.max_num_seqs
+        return len(self._loading) < most and tokens <= LOAD_SHARE * self.cache.capacity
+
+    def _fits(self, sequence: SimulatedSequence) -> bool:
+        """Whether a sequence can begin without others having to give their blocks back, as far as can be foreseen."""
+        need, free = self._private(sequence) + self.cache.missing(sequence.names), self.cache.free
+        if need > free:
+            return False
+        if sequence.pinned or need + max(0.0, self._worst) + sequence.to_come <= free:
+            return True
+        forecast = BlockForecast(self._lengths, self.limits.block_size)
+        running = [(each, each.output + (self._steps - each.joined) * self._emitted) for _, _, each in self.decoding]
+        for each in (*self.prefilling, *self._loaded, *self._loading):
+            running.append((each, each.output))
+        for each, output in running:
+            forecast.add(self._growing(each, output))
+        size = self.limits.block_size
+        shared = max(0, int((sequence.prompt - need) // size))
+        return forecast.fits(self._growing(sequence, sequence.output), shared, int(free // size))
+
+    def _growing(self, sequence: SimulatedSequence, output: float) -> GrowingSequence:
+        tokens = max(sequence.prompt, sequence.base + int(output))
+        blocks = range(-(-tokens // self.limits.block_size))
+        return GrowingSequence(sequence.pinned, int(output), sequence.target, tokens, blocks)

@@ -1,0 +1,483 @@
+"""A deployment on virtual time: requests arrive, are routed, prefilled, handed over and decoded.
+
+Router (its own placement, index and policy), queues, chunked prefill, KV transfer and decode batches run as in a real
+deployment; only the time of steps and of transfers comes from a profile. Each instance's link carries one transfer at
+a time, at both of its ends; with layer-wise transfer the KV of a chunk travels while the chunk is computed, and the
+last layer's part after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.types import Role
+from baton_bench.serve.records import ITL_SHARE
+from baton_bench.simulator.engine import EngineExtras, SimulatedEngine, SimulatedSequence, Speculation
+from baton_bench.simulator.profile import EngineProfile, Limits, Link, Overheads
+from baton_bench.simulator.router import Fleet, MakeRouting, Route, Served, VirtualRouter
+from baton_bench.simulator.timeline import Processors, Timeline
+from baton_bench.traces import BLOCK_TOKENS, TraceRequest
+
+FloatArray = npt.NDArray[np.float64]
+Gaps = tuple[float, int]
+"""Seconds between two tokens, and how often they came."""
+
+
+def gaps_of(gaps: Sequence[tuple[float, int, int]], slices: Sequence[tuple[int, int, float]]) -> list[Gaps]:
+    """Return the seconds between the tokens of a sequence, and how often each came.
+
+    Args:
+        gaps: Its instance's runs of steps: seconds of a step, steps, and sequences.
+        slices: Parts of them: first, end, and seconds of waiting before the first step.
+    """
+    found: list[Gaps] = []
+    for start, end, wait in slices:
+        if start == end:
+            if wait > 0:
+                found.append((wait, 1))
+            continue
+        runs = gaps[start:end]
+        seconds, count, _ = runs[0]
+        found.append((seconds + wait, 1))
+        if count > 1:
+            found.append((seconds, count - 1))
+        found += [run[:2] for run in runs[1:]]
+    return found
+
+
+def percentile_of(gaps: Sequence[Gaps], share: float) -> float:
+    """Return a percentile of gaps, interpolated between those next to it, as ``numpy.percentile`` does."""
+    position = share / 100 * (sum(count for _, count in gaps) - 1)
+    low, seen = int(position), 0
+    below: float | None = None
+    for seconds, count in sorted(gaps):
+        seen += count
+        if below is not None:
+            return below + (position - low) * (seconds - below)
+        if seen > low:
+            if seen > low + 1 or position == low:
+                return seconds
+            below = seconds
+    raise ValueError("no gaps")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """One request's times in milliseconds; ``itl_ms`` is the percentile that targets are compared with."""
+
+    number: int
+    ttft_ms: float
+    tpot_ms: float | None
+    itl_ms: float | None
+    e2e_ms: float
+    waits_ms: tuple[float, ...]
+    preemptions: int
+    remote: bool
+
+    @classmethod
+    def of(
+        cls, sequence: SimulatedSequence, began: float, ended: float, gaps: Sequence[Gaps], *, remote: bool
+    ) -> RequestTimes:
+        """Take the times of a sequence that has ended."""
+        ttft, e2e = 1e3 * (sequence.first_at - began), 1e3 * (ended - began)
+        return cls(
+            number=sequence.key,
+            ttft_ms=ttft,
+            tpot_ms=(e2e - ttft) / (sequence.target - 1) if sequence.target > 1 else None,
+            itl_ms=1e3 * percentile_of(gaps, ITL_SHARE) if gaps else None,
+            e2e_ms=e2e,
+            waits_ms=tuple(1e3 * wait for _, _, wait in sequence.slices if wait > 1e-6),
+            preemptions=sequence.num_preemptions,
+            remote=remote,
+        )
+
+    def keeps(self, metric: str, limit_ms: float) -> bool:
+        """Whether it kept a target; an answer too short to have gaps keeps those of gaps."""
+        value = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "itl": self.itl_ms, "e2e": self.e2e_ms}[metric]
+        return value is None or value <= limit_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RoleUse:
+    """What the instances of a role did, as shares of the time, on average.
+
+    Attributes:
+        prefill: Steps with prompts.
+        decode: Other steps.
+        batch: Sequences that decoded, while any did.
+        kv: Most of the pool that was in use, of the fullest instance.
+        link: The link carried KV, of the busiest instance.
+        matched: Prompt tokens that were cached, of those that instances were to compute.
+        preemptions: Of all.
+    """
+
+    prefill: float
+    decode: float
+    batch: float
+    kv: float
+    link: float
+    matched: float
+    preemptions: int
+
+    @classmethod
+    def of(
+        cls, engines: Sequence[SimulatedEngine], seconds: float, links: Mapping[SimulatedEngine, float]
+    ) -> RoleUse | None:
+        """Sum up; ``None``: there are no instances."""
+        if not engines or not seconds:
+            return None
+        uses = [engine.use for engine in engines]
+        total = seconds * len(engines)
+        steps = sum(use.decode_s + use.prefill_s for use in uses)
+        tokens = sum(use.prompt_tokens + use.matched_tokens for use in uses)
+        return cls(
+            prefill=sum(use.prefill_s for use in uses) / total,
+            decode=sum(use.decode_s for use in uses) / total,
+            batch=sum(use.sequence_s for use in uses) / steps if steps else 0.0,
+            kv=max(use.most_held / engine.cache.capacity for use, engine in zip(uses, engines, strict=True)),
+            link=max(links[engine] for engine in engines),
+            matched=sum(use.matched_tokens for use in uses) / tokens if tokens else 0.0,
+            preemptions=sum(use.preemptions for use in uses),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulation's end.
+
+    Attributes:
+        requests: In the order of their ends; those that ended.
+        asked: Requests that arrived, or would have.
+        seconds: From the first arrival to the last end.
+        prefill: What prefill instances did; ``None``: there are none.
+        decode: What decode instances did.
+        gaps: Milliseconds between tokens [n], with how often they came [n].
+        stopped: It was ended early: too many had failed.
+    """
+
+    requests: tuple[RequestTimes, ...]
+    asked: int
+    seconds: float
+    prefill: RoleUse | None
+    decode: RoleUse | None
+    gaps: tuple[FloatArray, FloatArray]
+    stopped: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[RequestTimes],
+        asked: int,
+        seconds: float,
+        engines: tuple[Sequence[SimulatedEngine], Sequence[SimulatedEngine]],
+        links: Mapping[SimulatedEngine, float],
+        *,
+        stopped: bool,
+    ) -> Outcome:
+        """Sum up a simulation."""
+        runs = [run for engine in engines[1] for run in engine.gaps]
+        waits = [wait for each in requests for wait in each.waits_ms]
+        values = np.array([1e3 * run[0] for run in runs] + waits)
+        counts = np.array([float(run[1] * run[2]) for run in runs] + [1.0] * len(waits))
+        prefill, decode = (RoleUse.of(each, seconds, links) for each in engines)
+        return cls(tuple(requests), asked, seconds, prefill, decode, (values, counts), stopped)
+
+    def attainment(self, slos: Mapping[str, float]) -> float:
+        """Return the share of the requests that kept all targets; what did not end kept none."""
+        kept = sum(all(each.keeps(name, limit) for name, limit in slos.items()) for each in self.requests)
+        return kept / self.asked
+
+    def kept(self, metric: str, limit_ms: float) -> float:
+        """Return the share of the requests that kept one target."""
+        return sum(each.keeps(metric, limit_ms) for each in self.requests) / self.asked
+
+    def goodput(self, slos: Mapping[str, float]) -> float:
+        """Return requests per second that kept all targets."""
+        return self.attainment(slos) * self.asked / self.seconds if self.seconds else 0.0
+
+    def percentile(self, metric: str, share: float) -> float:
+        """Return a percentile, in milliseconds: of ``itl`` over all gaps, else over the requests."""
+        if metric == "itl":
+            values, counts = self.gaps
+            order = np.argsort(values)
+            total = np.cumsum(counts[order])
+            if not total.size:
+                return float("nan")
+            return float(values[order][np.searchsorted(total, share / 100 * total[-1])])
+        found = [value for each in self.requests if (value := getattr(each, f"{metric}_ms")) is not None]
+        return float(np.percentile(found, share)) if found else float("nan")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is simulated.
+
+    Attributes:
+        prefills: Prefill instances; 0: decode instances compute their prompts.
+        decodes: Decode instances.
+        prefill: Each prefill instance's engine.
+        decode: Each decode instance's engine.
+        limits: What engines are told.
+        link: Each instance's.
+        layers: Of the model.
+        kv_bytes_per_token: All layers.
+        overheads: Beyond the engine.
+        speculation: Of decode instances.
+        policy: Of the router.
+        threshold: Missing prompt tokens from which prefill instances compute; ``None``: the policy decides.
+        cores: Processors that all instances share; ``None``: each has its own.
+        threads: Of them that each instance keeps busy.
+    """
+
+    prefills: int
+    decodes: int
+    prefill: EngineProfile
+    decode: EngineProfile
+    limits: Limits
+    link: Link
+    layers: int
+    kv_bytes_per_token: float
+    overheads: Overheads = field(default_factory=Overheads)
+    speculation: Speculation = field(default_factory=Speculation)
+    policy: str = "match_minus_load"
+    threshold: int | None = None
+    cores: float | None = None
+    threads: float = 1.0
+
+    @property
+    def ratio(self) -> str:
+        """As ``--ratio`` has it."""
+        return f"{self.prefills}P{self.decodes}D"
+
+    @property
+    def devices(self) -> int:
+        """GPUs that it takes."""
+        return self.prefills * self.prefill.devices + self.decodes * self.decode.devices
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request on its way.
+
+    Attributes:
+        sent: Leading tokens whose KV the decode instance has, or is being sent.
+        arrives_at: When all of it will have come.
+    """
+
+    number: int
+    request: TraceRequest
+    at: float
+    route: Route | None = None
+    sequence: SimulatedSequence | None = None
+    remote: bool = False
+    cached: int = 0
+    moved: int = 0
+    sent: int = 0
+    arrives_at: float = 0.0
+    exposed_s: float = 0.0
+
+
+class Simulation:
+    """One run; call :meth:`run` once.
+
+    Args:
+        deployment: What is simulated.
+        make_routing: Makes the router; by default Baton's own placement on virtual time.
+        slos: Targets in milliseconds, by metric; for ``most_failed``.
+        most_failed: End when more requests than this have failed a target; ``None``: never.
+        seed: Of the router's choices.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        make_routing: MakeRouting = VirtualRouter,
+        *,
+        slos: Mapping[str, float] | None = None,
+        most_failed: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.deployment = deployment
+        self._slos, self._most_failed, self._failed = dict(slos or {}), most_failed, 0
+        self._timeline = Timeline()
+        fleet = Fleet(
+            deployment.prefills,
+            deployment.decodes,
+            deployment.kv_bytes_per_token,
+            deployment.limits.max_num_seqs,
+            deployment.policy,
+            deployment.threshold,
+            seed,
+        )
+        self._routing = make_routing(fleet, lambda: self._timeline.now)
+        cores = deployment.cores
+        self._processors = None if cores is None else Processors(self._timeline, cores, deployment.threads)
+        self.prefills = [self._engine(Role.PREFILL, number) for number in range(deployment.prefills)]
+        self.decodes = [self._engine(Role.DECODE, number) for number in range(deployment.decodes)]
+        self._link_free: dict[SimulatedEngine, float] = dict.fromkeys((*self.prefills, *self.decodes), 0.0)
+        self._link_busy: dict[SimulatedEngine, float] = dict.fromkeys((*self.prefills, *self.decodes), 0.0)
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[SimulatedSequence, _Job] = {}
+        self._done: list[RequestTimes] = []
+        self._ended = False
+
+    def _engine(self, role: Role, number: int) -> SimulatedEngine:
+        deployment = self.deployment
+        return SimulatedEngine(
+            role,
+            deployment.prefill if role is Role.PREFILL else deployment.decode,
+            deployment.limits,
+            self._timeline,
+            self,
+            EngineExtras(
+                changed=lambda new, gone: self._routing.changed(role, number, new, gone),
+                step_s=deployment.overheads.step_s,
+                speculation=deployment.speculation if role is Role.DECODE else Speculation(),
+                processors=self._processors,
+            ),
+        )
+
+    def run(self, requests: Sequence[TraceRequest], speedup: float = 1.0) -> Outcome:
+        """Serve requests, which are in order of arrival, so many times faster than they say."""
+        first = requests[0].at_ms
+        for number, request in enumerate(requests):
+            job = _Job(number, request, (request.at_ms - first) / 1e3 / speedup)
+            self._timeline.at(job.at + self.deployment.overheads.request_s, partial(self._arrive, job))
+        self._timeline.run_while(lambda: not self._ended)
+        seconds = self._timeline.now
+        return Outcome.of(
+            self._done,
+            len(requests),
+            seconds,
+            (self.prefills, self.decodes),
+            {engine: busy / seconds for engine, busy in self._link_busy.items()} if seconds else {},
+            stopped=self._ended,
+        )
+
+    # Router
+
+    def _arrive(self, job: _Job) -> None:
+        self._waiting.append(job)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Place who has waited longest, and the next, while a decode instance has room."""
+        while self._waiting:
+            job = self._waiting[0]
+            job.route = self._routing.place(job.request)
+            if job.route is None:
+                return
+            self._waiting.popleft()
+            request = job.request
+            sequence = SimulatedSequence(job.number, request.input_tokens, request.output_tokens, request.blocks)
+            job.sequence = sequence
+            self._jobs[sequence] = job
+            self.decodes[job.route.decode].submit(sequence)
+
+    # What engines ask and tell
+
+    def loads(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
+        """Whether a prefill instance computes a sequence's prompt: enough is missing, and there is one."""
+        if sequence.pinned:
+            return False
+        route = self._jobs[sequence].route
+        if route is None or route.prefill is None:
+            return False
+        threshold = self.deployment.limits.remote_prefill_threshold if route.threshold is None else route.threshold
+        return sequence.prompt - matched >= threshold
+
+    def start_load(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """Ask the prefill instance."""
+        job = self._jobs[sequence]
+        self._timeline.at(
+            self._timeline.now + 0.5 * self.deployment.overheads.handover_s, lambda: self._ask(job, engine, sequence)
+        )
+
+    def _ask(self, job: _Job, decode: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        route = job.route
+        if route is None or route.prefill is None:
+            raise AssertionError("a sequence loads that has no prefill instance")
+        prefill = self.prefills[route.prefill]
+        there = BLOCK_TOKENS * decode.cache.matched(sequence.names)
+        own = BLOCK_TOKENS * prefill.cache.matched(sequence.names)
+        there = min(there, sequence.prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        job.remote, job.sent, job.arrives_at = True, there, self._timeline.now
+        job.moved += sequence.prompt - there
+        copy = SimulatedSequence(job.number, sequence.prompt, 1, sequence.names, pinned=True)
+        self._jobs[copy] = job
+        if there <= own:
+            prefill.submit(copy)
+            return
+        # What decode alone holds comes from there before the rest is computed.
+        copy.computed = there
+        end = self._travel(decode, prefill, there - own, self._timeline.now, self._timeline.now)
+        self._timeline.at(end, lambda: prefill.submit(copy))
+
+    def computed(self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float) -> None:
+        """Send the KV of a chunk, and after the last one the first token."""
+        job, now = self._jobs[sequence], self._timeline.now
+        if job.route is None or job.sequence is None:
+            raise AssertionError("a prompt is computed for nobody")
+        decode = self.decodes[job.route.decode]
+        fresh = sequence.computed - job.sent
+        if fresh > 0:
+            job.sent = sequence.computed
+            job.arrives_at = max(job.arrives_at, self._travel(engine, decode, fresh, began, now))
+        if sequence.missing:
+            return
+        job.cached = sequence.prompt - tokens if tokens < sequence.prompt else 0
+        end = max(now, job.arrives_at)
+        job.exposed_s = end - now
+        target = job.sequence
+        del self._jobs[sequence]
+        self._timeline.at(end, lambda: engine.release(sequence))
+        self._timeline.at(end + 0.5 * self.deployment.overheads.handover_s, lambda: decode.load_ended(target))
+
+    def _travel(
+        self, source: SimulatedEngine, target: SimulatedEngine, tokens: int, began: float, computed: float
+    ) -> float:
+        """Return when the KV of tokens that were computed between two times has travelled."""
+        link = self.deployment.link
+        rate = link.bytes_per_s * min(source.profile.devices, target.profile.devices)
+        seconds = tokens * self.deployment.kv_bytes_per_token / rate
+        ready = began if link.layerwise else computed
+        start = max(ready, self._link_free[source], self._link_free[target])
+        end = start + seconds
+        if link.layerwise:
+            end = max(end, computed + seconds / self.deployment.layers)
+        for each in (source, target):
+            self._link_free[each] = max(self._link_free[each], end)
+            self._link_busy[each] += seconds
+        return end + link.latency_s
+
+    def first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """Tell the router."""
+        job = self._jobs[sequence]
+        if job.route is None:
+            return
+        ttft = sequence.first_at - job.at
+        computed = max(1, sequence.prompt - job.cached)
+        self._routing.first_token(job.route, Served(job.remote, computed, job.cached, job.moved, job.exposed_s, ttft))
+        if self._waiting:
+            self._place_waiting()
+
+    def finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+        """Note the request's times; who waits in the router may have room now."""
+        job = self._jobs.pop(sequence)
+        gaps = gaps_of(engine.gaps, sequence.slices)
+        times = RequestTimes.of(sequence, job.at, self._timeline.now, gaps, remote=job.remote)
+        self._done.append(times)
+        if not all(times.keeps(metric, limit) for metric, limit in self._slos.items()):
+            self._failed += 1
+            if self._most_failed is not None and self._failed > self._most_failed:
+                self._ended = True
+        if job.route is not None:
+            self._routing.finished(job.route, job.request.output_tokens)
+        if self._waiting:
+            self._place_waiting()
