@@ -29,7 +29,7 @@ from benchmarks.engine import Measure, machine, make_baton, prompts_of
 from benchmarks.engine_parts.models import write_model
 
 from baton.engine.models import fused
-from baton.engine.models.layer_program import LayerProgram, UnboundError
+from baton.engine.models.fused import LayerProgram, UnboundError
 from baton_kernels.paged_attention.cpu import CpuPagedAttention
 
 WAYS = ("as it is", "operator by operator", "attention in float32")

@@ -15,7 +15,7 @@ from tests.support.preemption import expect_short_outputs
 from baton.config import EngineConfig
 from baton.engine.llm import LLM
 from baton.engine.models import attention_hook
-from baton.engine.models.latent import compress
+from baton.engine.models.attention_hook import use_latents
 from baton.engine.models.loader import LoadedModel, load_model
 from baton.kv_cache.layout import LayerShape
 from baton.types import SamplingParams
@@ -70,7 +70,7 @@ def test_what_expands_in_another_way_keeps_its_heads(references: References, oth
     elif other == "bias":
         module.kv_b_proj.bias = torch.nn.Parameter(torch.ones(module.kv_b_proj.out_features))
     heads, _ = attention_hook.probe(model, 256)
-    found = list(compress(model, heads).values())
+    found = list(use_latents(model, heads).values())
     plain = [spec for spec in found if not spec.latent]
     assert plain == ([] if other == "none" else [found[1]])
     assert all(spec == list(heads.values())[1] for spec in plain)

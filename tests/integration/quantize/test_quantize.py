@@ -20,9 +20,8 @@ from baton.config.demo_model import default_model
 from baton.engine.executor.quality import compare
 from baton.engine.llm import LLM
 from baton.engine.models.loader import load_model
-from baton.quantize.calibration import observe, run_layer
-from baton.quantize.layers import LayeredModel
-from baton.quantize.scales import SCHEMES, quantize
+from baton.quantize.calibration import LayeredModel, observe, run_layer
+from baton.quantize.schemes import SCHEMES, quantize
 from baton.types import SamplingParams
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -213,7 +212,7 @@ def test_calibrated_scales_lose_no_more_than_plain_ones(scheme: str) -> None:
 def test_large_checkpoints_are_written_in_several_files(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.quantize.writer.MAX_FILE_BYTES", 50_000)
+    monkeypatch.setattr("baton.quantize.run.MAX_FILE_BYTES", 50_000)
     assert run(plain, tmp_path / "out", "--scheme", "int8") == 0
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert not list((tmp_path / "out").glob("*.partial"))

@@ -20,7 +20,7 @@ from tests.support.child_env import child_env
 
 from baton.config import EngineConfig
 from baton.engine.executor.base import load_executor
-from baton.engine.quantization.kept import return_free_memory
+from baton.engine.quantization.modules import return_free_memory
 
 
 @dataclass(frozen=True)

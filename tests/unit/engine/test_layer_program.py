@@ -15,7 +15,7 @@ from baton.config import EngineConfig
 from baton.engine.build import make_arena
 from baton.engine.executor.base import load_executor
 from baton.engine.models import fused
-from baton.engine.models.layer_program import LayerProgram, UnboundError
+from baton.engine.models.fused import LayerProgram, UnboundError
 from baton.engine.runner.input_batch import ForwardBatch
 from baton_kernels.cpu import load_library, runnable_variants
 from baton_kernels.cpu.library import BoundCall, NativeCalls

@@ -23,7 +23,7 @@ from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
-from baton.engine.quantization.kept import return_free_memory
+from baton.engine.quantization.modules import return_free_memory
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole

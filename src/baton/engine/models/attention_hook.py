@@ -1,15 +1,20 @@
-"""Puts Baton's attention in place of a transformers model's own, and finds out what each layer's attention is.
+"""Replaces a transformers model's attention by Baton's, and finds out what each layer's attention is.
 
-transformers asks a registry for the attention function by the name in the model's config. Every runner registers a
-name of its own whose function leads to that runner alone, so that nothing global is needed and models that drop
-unknown keyword arguments work too. Masks are not made at all: sequences and windows are the operator's business.
+transformers looks the attention function up in a registry by the name in the model's config. Every runner registers a
+name of its own whose function leads to that runner alone, so that nothing is global and models that drop unknown
+keyword arguments work too. Masks are not made at all: sequences and windows are the operator's business.
 
-What a layer needs is learnt by one dense forward of a few tokens (:func:`probe`): shapes, scale, sinks and soft cap
-are what the model passes; windows and chunks are read off the mask that transformers itself would have made.
+One dense forward of a few tokens (:func:`probe`) shows what a layer needs: the model passes shapes, scale, sinks and
+soft cap; windows and chunks are derived from the mask that transformers would have made.
+
+In multi-head latent attention, transformers' modules compute a latent and a rotary key per token, expand both in
+``expand_kv`` and attend over the result. Here that method returns them unchanged, the pool stores them, and the
+projection is applied to queries and outputs (:mod:`baton_kernels.paged_attention.latent`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import weakref
@@ -19,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from baton.engine.models.loader import LoadedModel
-from baton.engine.models.quirks import attention_sinks
+from baton.engine.models.quirks import LATENT_EXPANSION, LATENT_PROJECTION, attention_sinks
 from baton.errors import ConfigError
-from baton_kernels.paged_attention import AttentionSpec
+from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 
 log = logging.getLogger(__name__)
 
@@ -252,3 +258,75 @@ def _consistent_length(model: LoadedModel, specs: list[AttentionSpec], max_len: 
             max_len = int(kept)
             log.warning("%s: serving sequences up to %d tokens: its cache keeps no more", model.architecture, max_len)
     return max_len
+
+
+# Multi-head latent attention
+
+
+LATENT_CHECK_TOKENS = 3
+LATENT_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+"""Largest |difference| / |expansion| of one that is linear in the latent, head by head."""
+
+
+def use_latents(model: LoadedModel, attention: dict[int, AttentionSpec]) -> dict[int, AttentionSpec]:
+    """Return the attention of a model's layers with latents in place of keys and values that expand from them.
+
+    Args:
+        model: Whole.
+        attention: What each layer attends over as its module stands, by the id of the module.
+    """
+    modules = {id(module): module for module in model.module.modules() if id(module) in attention}
+    return {key: _latent_attention(model, modules[key], spec) for key, spec in attention.items()}
+
+
+def absorb_projections(model: LoadedModel, attention: dict[int, AttentionSpec]) -> dict[int, LatentProjections]:
+    """Have the modules that attend over latents pass these on, in place.
+
+    Such a module then calls its attention function with the latents [1, 1, T, rank] as keys and the rotary keys
+    [1, 1, T, rope] as values.
+
+    Args:
+        model: This rank's share.
+        attention: Of this rank, by the id of the module.
+
+    Returns:
+        The projections that queries and outputs have to go through, by the id of the module.
+    """
+    found = {}
+    for module in model.module.modules():
+        spec = attention.get(id(module))
+        if spec is not None and spec.latent:
+            held: Any = module
+            weight = getattr(held, LATENT_PROJECTION).weight.detach()
+            found[id(module)] = LatentProjections(weight, spec.num_heads, held.v_head_dim)
+            delattr(held, LATENT_PROJECTION)  # or its weight would be packed too
+            setattr(held, LATENT_EXPANSION, _keep_latents)
+    return found
+
+
+def _keep_latents(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return latents, rotary
+
+
+def _latent_attention(model: LoadedModel, module: Any, spec: AttentionSpec) -> AttentionSpec:
+    """The attention of a layer over latents, or as it is if its keys and values are anything else."""
+    up: Any = getattr(module, LATENT_PROJECTION, None)
+    expand: Any = getattr(module, LATENT_EXPANSION, None)
+    if type(up) is not nn.Linear or expand is None or getattr(module, "v_head_dim", None) != spec.v_dim:
+        return spec
+    rank, nope = up.in_features, up.out_features // spec.num_heads - spec.v_dim
+    rope = spec.k_dim - nope
+    bias: Any = up.bias
+    if bias is not None or spec.kv_heads != spec.num_heads or rope < 0 or nope < 1:
+        return spec
+    projections = LatentProjections(up.weight.detach(), spec.num_heads, spec.v_dim)
+    with torch.inference_mode():
+        rows = torch.randn(LATENT_CHECK_TOKENS, rank + rope, generator=torch.Generator().manual_seed(0))
+        rows = rows.to(up.weight)
+        latents, rotary = rows.tensor_split([rank], dim=1)
+        theirs = torch.cat(expand(latents[None, None], rotary[None, None]), dim=-1)[0].transpose(0, 1).float()
+        mine = torch.cat(projections.expand(rows), dim=-1).float()
+    if theirs.shape != mine.shape or not (theirs - mine).norm() <= LATENT_TOLERANCE[model.dtype] * mine.norm():
+        log.warning("%s: its latents expand in a way of their own: keys and values are kept", model.architecture)
+        return spec
+    return dataclasses.replace(spec, kv_heads=1, k_dim=rank + rope, v_dim=rank, latent=True)

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.models.experts import Mixture, gated_activation, make_mixture
-from baton.engine.models.generic import SideBySide, join_quantized, pack_quantized
-from baton.engine.models.layer_operators import GatedProduct, LayerOperators, RowNorm
+from baton.engine.models.layer_operators import (
+    GatedProduct,
+    LayerOperators,
+    Mixture,
+    RowNorm,
+    SideBySide,
+    gated_activation,
+    join_quantized,
+    make_mixture,
+    pack_quantized,
+)
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.models.parallel import Share, SpanningNorm, unreduced
 from baton.engine.models.quirks import ATTENTION_PARTS, FUSED_FAMILIES, LATENT_ATTENTION_PARTS, MLP_PARTS, Family

@@ -14,8 +14,7 @@ from torch import nn
 
 from baton.config import EngineConfig
 from baton.engine.models.attention_hook import AttentionName, check_inputs
-from baton.engine.models.experts import PackedExperts
-from baton.engine.models.layer_operators import LayerOperators, MakeLinear
+from baton.engine.models.layer_operators import LayerOperators, MakeLinear, PackedExperts, pack_quantized
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
@@ -24,7 +23,6 @@ from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
 from baton_kernels.paged_attention import LayerPool, PagedAttention, attend_latent
-from baton_kernels.quantization import join_weights
 
 log = logging.getLogger(__name__)
 
@@ -248,42 +246,3 @@ def restore_modules(module: nn.Module, replaced: dict[str, nn.Module]) -> None:
         module.set_submodule(name, child)
     for held in held_weights(module):
         held.hold()
-
-
-class SideBySide:
-    """Layers of one input that cannot be one: their outputs stand one after the other."""
-
-    def __init__(self, parts: list[PackedLinear]) -> None:
-        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
-        self._parts = parts
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`baton_kernels.linear.PackedLinear`."""
-        out = torch.cat([part(x) for part in self._parts], dim=1)
-        return out if residual is None else out.add_(residual)
-
-
-def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> PackedLinear | None:
-    """Return one operator for quantized layers of one input; ``None``: they are quantized in different ways."""
-    quantized = [module for module in modules if isinstance(module, QuantizedModule)]
-    biases: list[torch.Tensor] = [module.bias for module in quantized if module.bias is not None]
-    activations = quantized[0].activations
-    if len(quantized) != len(modules) or len(biases) not in {0, len(modules)}:
-        return None
-    if any(module.activations != activations for module in quantized):
-        return None
-    try:
-        weight = join_weights([module.held.get() for module in quantized])
-    except ValueError as error:
-        log.info("quantized layers stay apart: %s", error)
-        return None
-    for module in quantized:
-        module.held.release()
-    return operators.quantized_linear(weight, torch.cat(biases) if biases else None, activations)
-
-
-def pack_quantized(module: QuantizedModule, operators: LayerOperators) -> PackedLinear:
-    """Return the operator of a quantized layer, which from then on keeps no weight of its own."""
-    packed = operators.quantized_linear(module.held.get(), module.bias, module.activations)
-    module.held.release()
-    return packed

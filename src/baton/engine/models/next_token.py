@@ -24,13 +24,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.config import EngineConfig
-from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, quiet_transformers
-from baton.engine.models.quantized_loader import load_quantized
-from baton.engine.models.tensors import TensorFiles
+from baton.engine.models.checkpoint import TensorFiles
+from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_quantized, quiet_transformers
 from baton.engine.quantization.base import StoredWeight
+from baton.engine.quantization.checkpoint import (
+    quantization_config,
+    quantized_at_load,
+    stored_weights,
+    with_activations,
+)
 from baton.engine.quantization.modules import place_weights
-from baton.engine.quantization.online import quantized_at_load, with_activations
-from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import read_json
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from baton.engine.communicator import Communicator
-from baton.engine.models.latent import absorb
+from baton.engine.models.attention_hook import absorb_projections
 from baton.engine.models.loader import LoadedModel, to_device
 from baton.engine.models.quirks import (
     HEAD_NORMS,
@@ -98,7 +98,7 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
         for held in held_weights(model.module):
             held.move(model.compute.memory)
         specs = {module: _on_device(spec, model.compute.memory) for module, spec in specs.items()}
-    return Share(specs, layers.start, communicator, absorb(model, specs))
+    return Share(specs, layers.start, communicator, absorb_projections(model, specs))
 
 
 def _on_device(spec: AttentionSpec, device: torch.device) -> AttentionSpec:

@@ -1,12 +1,15 @@
-"""Modules that stand in for transformers' linear layers and experts where the weights are quantized.
+"""Modules that replace transformers' linear layers and experts where the weights are quantized.
 
-They keep a weight's form and compute by its definition. Faster operators are made of the form, which is dropped then:
-it can be read once more (:meth:`QuantizedModule.hold`), should the operator have to go.
+They keep a weight's form and compute by its definition. Faster operators are made of the form, which is dropped then;
+it can be read once more (:meth:`HeldWeight.load`), should the operator have to go.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.quantization.kept import KeptWeight, return_free_memory
-from baton.engine.quantization.parts import pick_rows, to_device
 from baton_kernels.quantization import (
     EXACT,
     ActivationScheme,
@@ -26,9 +27,110 @@ from baton_kernels.quantization import (
     Int8Weight,
     QuantizedWeight,
     TableWeight,
+    join_weights,
 )
 from baton_kernels.quantized_linear import PlainQuantizedLinear
 from baton_kernels.row_wise import Activation, gated_reference
+
+
+def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """Return a weight whose tensors lie on a device: itself, where they do already."""
+    if weight.values.device == device:
+        return weight
+    return dataclasses.replace(weight, **{name: tensor.to(device) for name, tensor in weight.tensors().items()})
+
+
+def pick_rows(weight: QuantizedWeight, ranges: Sequence[range]) -> QuantizedWeight:
+    """Return some ranges of rows below each other, as views where there is one range."""
+    parts = [weight.cut_rows(each.start, each.stop) for each in ranges]
+    return parts[0] if len(parts) == 1 else join_weights(parts)
+
+
+def deinterleaved(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return even rows above odd ones: gates and ups that alternate, as GPT-OSS has them."""
+    return join_weights([weight.every_other_row(0), weight.every_other_row(1)])
+
+
+MAPPED_BYTES = 1 << 16
+"""Bytes of a weight from which on it gets a mapping of its own."""
+ALIGNMENT = 64
+NARROW = {
+    "scales": (torch.bfloat16, torch.float16),
+    "zeros": (torch.int8, torch.uint8, torch.bfloat16, torch.float16),
+}
+"""Types that numbers of a group are kept in if these hold all of a weight's exactly: forms have them in float32."""
+
+
+class KeptWeight:
+    """A copy of a weight, which goes back to the system when it is dropped.
+
+    It has a mapping of its own: the allocator would keep what is dropped among what was allocated meanwhile, the memory
+    of two copies of a model while its operators are made of it, and afterwards. Scales and zeros take 8 or 16 bits
+    where these hold them, one zero for all groups those of one number. On a GPU it is an ordinary copy.
+
+    Args:
+        weight: On any device.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._form = type(weight)
+        tensors = weight.tensors()
+        names = (field.name for field in dataclasses.fields(weight))
+        self._others = {name: getattr(weight, name) for name in names if name not in tensors}
+        on_cpu = weight.values.device.type == "cpu"
+        if on_cpu:
+            tensors = {name: _narrow(name, tensor) for name, tensor in tensors.items()}
+        self._tensors = _copy_tensors(tensors) if on_cpu else {name: each.clone() for name, each in tensors.items()}
+
+    def get(self) -> QuantizedWeight:
+        """Return the weight; what is not narrowed shares this one's memory."""
+        wide: dict[str, Any] = {
+            name: tensor.float() if name in NARROW and tensor.dtype != torch.float32 else tensor
+            for name, tensor in self._tensors.items()
+        }
+        return self._form(**self._others, **wide)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes if any(each.stride()) else each.element_size() for each in self._tensors.values())
+
+
+def return_free_memory() -> None:
+    """Give back to the system what the C library keeps of what was freed, if it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in fewer bytes, if there are types for that."""
+    if name not in NARROW or not any(tensor.stride()) or not tensor.numel():
+        return tensor
+    if name == "zeros" and bool((tensor == tensor[0, 0]).all()):
+        return tensor[:1, :1].clone().expand_as(tensor)
+    for dtype in NARROW[name]:
+        narrow = tensor.to(dtype)
+        if torch.equal(narrow.float(), tensor):
+            return narrow
+    return tensor
+
+
+def _copy_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in one piece of memory; one number that stands for all zeros takes none as it is."""
+    copied = {name: tensor for name, tensor in tensors.items() if any(tensor.stride())}
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in copied.values()]
+    kept = dict(tensors)
+    for (name, tensor), part in zip(copied.items(), torch.split(_allocate(sum(sizes)), sizes), strict=True):
+        kept[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return kept
+
+
+def _allocate(size: int) -> torch.Tensor:
+    if size < MAPPED_BYTES:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
 
 ReadWeight = Callable[[], QuantizedWeight]
 Change = Callable[[QuantizedWeight], QuantizedWeight]
@@ -139,7 +241,7 @@ class QuantizedModule(nn.Module):
         Raises:
             ValueError: A group of columns that share a scale would be cut.
         """
-        self.held.change(_columns(kept))
+        self.held.change(_column_cutter(kept))
         self.in_features = len(kept)
 
 
@@ -217,10 +319,10 @@ class QuantizedExpertsModule(nn.Module):
         rows = (kept, range(self.inner + kept.start, self.inner + kept.stop))
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
             gate_up.change(partial(pick_rows, ranges=rows))
-            down.change(_columns(kept))
+            down.change(_column_cutter(kept))
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
             both = self.gate_up_proj_bias.detach()
-            part = both[:, 2 * kept.start : 2 * kept.stop] if self._interleaved else _halves(both, kept)
+            part = both[:, 2 * kept.start : 2 * kept.stop] if self._interleaved else _cut_halves(both, kept)
             self.gate_up_proj_bias = nn.Parameter(part.clone(), requires_grad=False)
             if not first:
                 self.down_proj_bias = nn.Parameter(torch.zeros_like(self.down_proj_bias), requires_grad=False)
@@ -306,13 +408,13 @@ def _quantized(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, QuantizedModule | QuantizedExpertsModule)]
 
 
-def _columns(kept: range) -> Change:
+def _column_cutter(kept: range) -> Change:
     def cut(weight: QuantizedWeight) -> QuantizedWeight:
         return weight.cut_columns(kept.start, kept.stop)
 
     return cut
 
 
-def _halves(both: torch.Tensor, kept: range) -> torch.Tensor:
+def _cut_halves(both: torch.Tensor, kept: range) -> torch.Tensor:
     inner = both.shape[1] // 2
     return torch.cat([both[:, at + kept.start : at + kept.stop] for at in (0, inner)], 1)

@@ -18,17 +18,15 @@ from baton.engine.attention import BUILT_IN, AttentionContext, choose_attention,
 from baton.engine.communicator import Communicator
 from baton.engine.device.arena import arena_memory
 from baton.engine.device.staging import HostStaging
-from baton.engine.models.attention_hook import probe
+from baton.engine.models.attention_hook import probe, use_latents
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
 from baton.engine.models.kv_storage import HeadScales, check_backend, checkpoint_scales, kv_type
-from baton.engine.models.latent import compress
 from baton.engine.models.layer_operators import CpuOperators, GpuOperators, LayerOperators
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
-from baton.engine.quantization.kept import return_free_memory
-from baton.engine.quantization.modules import describe, held_weights, quantized_layers
+from baton.engine.quantization.modules import describe, held_weights, quantized_layers, return_free_memory
 from baton.engine.runner.capture import StepCapture
 from baton.engine.runner.decode_graphs import DecodeGraphs, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
@@ -98,7 +96,7 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     """
     model = load_model(config, hold=hold, rank=rank)
     specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
-    specs = compress(model, specs)
+    specs = use_latents(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {longest} tokens this model serves",

@@ -15,9 +15,8 @@ from baton.config import EngineConfig
 from baton.engine.attention import cpu_operators
 from baton.engine.communicator import Communicator
 from baton.engine.executor.base import Executor
-from baton.engine.models.attention_hook import probe
+from baton.engine.models.attention_hook import probe, use_latents
 from baton.engine.models.generic import GenericDecoder, PackedModule, choose_linear, pack_modules
-from baton.engine.models.latent import compress
 from baton.engine.models.layer_operators import CpuOperators, GpuOperators
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.next_token import load_next_token
@@ -56,7 +55,7 @@ class NextTokenHead:
         self._layer = load_next_token(config, target)
         model = self._layer.model
         specs, _ = probe(model, max_len)
-        self._share = divide(model, compress(model, specs), Communicator(shard_specs(1, 1)[0]))
+        self._share = divide(model, use_latents(model, specs), Communicator(shard_specs(1, 1)[0]))
         (self.spec,) = self._share.specs.values()
         self.dtype, self.attention, self.width = model.dtype, attention, int(target.text_config.hidden_size)
         self._decoder = GenericDecoder(model, self._share, attention)

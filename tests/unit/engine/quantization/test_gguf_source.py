@@ -10,8 +10,8 @@ import torch
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.gguf_files import HALVES, finish, write_gguf, write_sizes
 
-from baton.engine.gguf.source import GgufSource
 from baton.engine.models.checkpoint import model_digest, weight_files
+from baton.engine.quantization.formats.gguf import GgufSource
 from baton.errors import ConfigError
 from baton_kernels.quantization import Int4Weight, Int8Weight
 

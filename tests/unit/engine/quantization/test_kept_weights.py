@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tests.support.models.quantized import FORMS, make
 
-from baton.engine.models.checkpoint import read_header
-from baton.engine.models.tensors import MAPPED_BYTES, TensorFiles
-from baton.engine.quantization.kept import KeptWeight
+from baton.engine.models.checkpoint import MAPPED_BYTES, TensorFiles, read_header
+from baton.engine.quantization.modules import KeptWeight
 from baton.errors import ConfigError
 from baton_kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight
 

@@ -30,11 +30,10 @@ from tests.support.models.quantized_checkpoints import (
     into_mxfp4,
 )
 
-from baton.engine.models.checkpoint import read_header
-from baton.engine.models.tensors import TensorFiles
+from baton.engine.models.checkpoint import TensorFiles, read_header
 from baton.engine.quantization.base import StoredWeight
+from baton.engine.quantization.checkpoint import quantization_config, stored_weights
 from baton.engine.quantization.modules import HeldWeight
-from baton.engine.quantization.schemes import quantization_config, stored_weights
 from baton.errors import ConfigError
 from baton_kernels.quantization import QuantizedWeight
 

@@ -19,7 +19,7 @@ from baton.engine.quantization.base import (
     read_scales,
     tensor_error,
 )
-from baton.engine.quantization.formats.fp8 import FP8, fp8_block, fp8_shape, read_fp8_weight
+from baton.engine.quantization.formats.floats import FP8, fp8_block, fp8_shape, read_fp8_weight
 from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Int8Weight
 
 DATA, SCALE, ZERO = "qdata", "scale", "zero_point"

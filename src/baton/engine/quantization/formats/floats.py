@@ -1,8 +1,13 @@
-"""``quant_method: fp8``: float8_e4m3fn weights with scales per tensor, output channel or block.
+"""8- and 4-bit floats: ``quant_method: fp8``, ``fbgemm_fp8`` and ``mxfp4``.
 
-Three conventions are in use: DeepSeek-V3's (``weight_block_size``, ``weight_scale_inv``: despite its name what values
-are multiplied by), that of per-tensor checkpoints (``weight_scale``, with ``input_scale`` where ``activation_scheme``
-is static), and ``fbgemm_fp8`` (``weight_scale`` per output channel). Which weights are quantized is told by their type.
+fp8: float8_e4m3fn weights with scales per tensor, output channel or block. Three conventions are in use: DeepSeek-V3's
+(``weight_block_size``, and ``weight_scale_inv``, which despite its name values are multiplied by), that of per-tensor
+checkpoints (``weight_scale``, with ``input_scale`` where ``activation_scheme`` is static), and ``fbgemm_fp8``
+(``weight_scale`` per output channel). A weight is quantized if its dtype is float8_e4m3fn.
+
+mxfp4: experts of GPT-OSS in MXFP4 (OCP Microscaling Formats, 2023). ``…_blocks`` uint8 [experts, rows, columns / 32,
+16] holds two e2m1 values a byte, the first in the low four bits, and ``…_scales`` uint8 [experts, rows, columns / 32]
+exponents with bias 127.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from baton.engine.quantization.base import (
     read_scales,
     tensor_error,
 )
-from baton_kernels.quantization import ActivationScheme, ActivationType, Fp8Weight
+from baton_kernels.quantization import ActivationScheme, ActivationType, Fp8Weight, TableWeight
 
 FP8 = torch.float8_e4m3fn
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -129,3 +134,57 @@ def _input_group(size: list[int] | None, shape: tuple[int, int]) -> int:
     if size is None or shape[1] % size[1]:
         return 0
     return 0 if size[1] == shape[1] else int(size[1])
+
+
+# MXFP4
+
+
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_GROUP = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of 4-bit floats by their bits: sign, two of exponent, one of mantissa."""
+
+
+def read_mxfp4(_: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
+    """See the module's docstring.
+
+    Raises:
+        ConfigError: A tensor is not as the format has it.
+    """
+    found = []
+    for name in source.names():
+        if name.endswith(MXFP4_BLOCKS) and source.dtype(name) is torch.uint8:
+            found.append(_find_mxfp4_weight(source, name.removesuffix(MXFP4_BLOCKS)))
+        elif name.endswith(MXFP4_SCALES) and f"{name.removesuffix(MXFP4_SCALES)}{MXFP4_BLOCKS}" not in source:
+            raise tensor_error(source, name, f"no tensor {name.removesuffix(MXFP4_SCALES)}{MXFP4_BLOCKS}")
+    return found
+
+
+def decode_e8m0(source: TensorSource, name: str, exponents: torch.Tensor) -> torch.Tensor:
+    """Return powers of two float32 of biased exponents uint8.
+
+    Raises:
+        ConfigError: One of them is 255, which stands for no number.
+    """
+    if bool((exponents == 255).any()):
+        raise tensor_error(source, name, "a scale is no number (exponent 255)")
+    # As bits of a float32, but for 2**-127, which is below its smallest normal number.
+    bits = exponents.int() << 23
+    return torch.where(exponents == 0, torch.tensor(1 << 22, dtype=torch.int32), bits).view(torch.float32)
+
+
+def _find_mxfp4_weight(source: TensorSource, parameter: str) -> StoredWeight:
+    blocks, scales = parameter + MXFP4_BLOCKS, parameter + MXFP4_SCALES
+    shape = source.shape(blocks)
+    if len(shape) != 4 or shape[3] != MXFP4_GROUP // 2:
+        raise tensor_error(source, blocks, f"must be [experts, rows, columns / 32, 16], is {list(shape)}")
+    need_tensor(source, scales, blocks, torch.uint8)
+    need_shape(source, scales, shape[:3])
+    experts, rows, groups, _ = shape
+    read = partial(_read_mxfp4_weight, source, blocks, scales)
+    return StoredWeight(parameter, (rows, groups * MXFP4_GROUP), (blocks, scales), read, experts=experts)
+
+
+def _read_mxfp4_weight(source: TensorSource, blocks: str, scales: str, expert: int) -> TableWeight:
+    values = source.read(blocks, expert).flatten(1)
+    return TableWeight(values, decode_e8m0(source, scales, source.read(scales, expert)), torch.tensor(E2M1))
