@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 FUZZ := $(VENV)/fuzz
 SCAN := $(VENV)/scan
+DOCS := $(VENV)/docs
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
 # Every process that a test starts would compile all of Baton's modules anew where this is set.
 check test helm-test: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom images image-test bench test-gpu clean
+.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom docs images image-test bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -104,6 +105,14 @@ audit: $(TOOLS)/.installed ## known vulnerabilities of what requirements/*.txt n
 
 sbom: $(STAMP) $(TOOLS)/.installed ## dist/baton-serve.cdx.json: what this environment is made of (CycloneDX)
 	@$(TOOLS)/bin/python scripts/sbom.py --cyclonedx $(TOOLS)/bin/cyclonedx-py --python $(BIN)/python dist/baton-serve.cdx.json
+
+docs: $(DOCS)/.installed ## dist/site: the documents as a site; fails for a link or anchor that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.installed: requirements/docs.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@scripts/install_requirements.sh $(DOCS)/bin/python docs
+	@touch $@
 
 images: ## container images; BASE=python:3.11-slim-bookworm@sha256:... TARGETS="router kvstore prefill decode" TAG=0.1.0
 	@scripts/build_images.sh "$(BASE)" "$(TAG)" $(or $(TARGETS),router kvstore prefill decode)

@@ -1,6 +1,7 @@
 """Writes the flag tables of docs/configuration.md from the code; ``--check`` fails if they are out of date.
 
-Each table stands between ``<!-- flags: NAME -->`` and ``<!-- end flags -->``; everything else in the file is prose.
+Each table is between ``<!-- flags: NAME -->`` and ``<!-- end flags -->``; everything else in the file is prose. What
+several commands have alike is one table of its own (``SHARED``) and left out of theirs.
 """
 
 from __future__ import annotations
@@ -61,6 +62,24 @@ COMMANDS = {
 }
 
 
+SHARED = {
+    "services": ("router", "worker", "kvstore"),
+    "secure": ("storetenants", "profile", "drain"),
+    "calls": ("chat", "generate", "drain", "scale"),
+    "deployment": ("up", "configshow"),
+    "load": ("serve", "tune"),
+}
+"""By table the tables whose equal rows it has."""
+LEFT_OUT = {
+    **dict.fromkeys(("router", "worker", "kvstore"), ("services",)),
+    **dict.fromkeys(("chat", "generate", "drain", "scale", "autoscale"), ("calls", "secure")),
+    **dict.fromkeys(("storetenants", "storeclear", "profile", "load", "calls"), ("secure",)),
+    **dict.fromkeys(("up", "configshow"), ("deployment",)),
+    **dict.fromkeys(("serve", "tune"), ("load", "secure")),
+}
+"""By table the shared tables whose rows it leaves out."""
+
+
 def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
     """Yield flag, default and meaning of each option of a configuration class."""
     for item in flag_fields(cls):
@@ -114,19 +133,35 @@ def _default(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def rows_of(name: str) -> list[tuple[str, str, str]]:
+    """Return all rows of a table, also those that it leaves out."""
+    if name in SHARED:
+        first, *others = (rows_of(each) for each in SHARED[name])
+        return [row for row in first if all(row in rows for rows in others)]
+    rows = list(command_rows(name) if name in COMMANDS else config_rows(CONFIGS[name]))
+    return [*file_rows(name), *rows] if name in ("router", "worker", "kvstore") else rows
+
+
 def table(name: str) -> str:
     """Return the table of a section."""
-    rows = list(command_rows(name) if name in COMMANDS else config_rows(CONFIGS[name]))
-    if name in ("router", "worker", "kvstore"):
-        rows = [*file_rows(name), *rows]
-    lines = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    lines += [f"| `{flag}` | {_code(default)} | {_plain(text)} |" for flag, default, text in rows]
+    elsewhere = {row for shared in LEFT_OUT.get(name, ()) for row in rows_of(shared)}
+    rows = [row for row in rows_of(name) if row not in elsewhere]
+    lines = ["| flag | meaning |", "| --- | --- |"]
+    lines += [f"| {_with_default(flag, default)} | {_plain(text)} |" for flag, default, text in rows]
     return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _with_default(flag: str, default: str) -> str:
+    if not default:
+        return f"`{flag}`"
+    if "`, `" in flag or re.search(r"[` |]", default):  # a flag with its opposite, or a text
+        return f"`{flag}` {_code(default)}"
+    return f"`{flag}={default}`"
 
 
 def _code(text: str) -> str:
     fence = "``" if "`" in text else "`"
-    return f"{fence}{text}{fence}" if text else ""
+    return f"{fence}{text}{fence}"
 
 
 def _plain(text: str) -> str:
@@ -140,7 +175,7 @@ def render(text: str) -> str:
         ValueError: A table that there should be has no place in it.
     """
     found = {match[1] for match in SECTION.finditer(text)}
-    if missing := (CONFIGS.keys() | COMMANDS.keys()) - found:
+    if missing := (CONFIGS.keys() | COMMANDS.keys() | SHARED.keys()) - found:
         raise ValueError(f"{DOC.name} has no place for the flags of {', '.join(sorted(missing))}")
     return SECTION.sub(lambda match: match[1] + match[2] + table(match[1]), text)
 

@@ -21,7 +21,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "dev": ("dev",),
 }
 """By file the extras; each file has what those before it have not."""
-OWN = ("build", "fuzz", "tools")
+OWN = ("build", "docs", "fuzz", "tools")
 """Environments of their own, each from what its ``.in`` asks for."""
 FREE = ("scan",)
 """Likewise, but not in the versions of ``constraints.txt``: what they run does not work with those."""

@@ -380,10 +380,13 @@ def expressions() -> list[str]:
 
 
 def test_alerts_panels_and_scalers_ask_for_metrics_that_exist() -> None:
-    rows = re.findall(r"^\| `(baton_\w+)` \| (\w+) \| ([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| (`baton_.+?) \| (\w+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = [
+        (name, kind, text) for cell, kind in cells for name, text in re.findall(r"`(baton_\w+)(?:\{([\w,]+)\})?`", cell)
+    ]
     known = {name for name, kind, _ in rows if kind != "histogram"}
     known |= {f"{name}_{end}" for name, kind, _ in rows if kind == "histogram" for end in ("bucket", "sum", "count")}
-    labels = {name: set(re.findall(r"`(\w+)`", text)) for name, _, text in rows}
+    labels = {name: set(text.split(",")) for name, _, text in rows}
     found = expressions()
     assert len(found) > 30
     for expression in found:

@@ -2,7 +2,7 @@
 
 Tiny float32 checkpoints, made from the config classes. Each that is served gives the tokens of ``generate`` alone,
 batched with its prompts in chunks, from the prefix cache, preempted, and handed over from a prefill instance, at
-positions beyond the original context too where rope scales. What is found stands in ``docs/models.md``, which
+positions beyond the original context too where rope scales. What is found is in ``docs/models.md``, which
 ``python scripts/gen_models_docs.py`` brings up to date (``--only NAME``: some rows of it).
 """
 
@@ -24,6 +24,7 @@ from tests.support.models.architectures import (
     division_notes,
     make_model,
     outcome,
+    read_table,
     refusals_of_two_ranks,
 )
 from tests.support.preemption import expect_short_outputs
@@ -52,12 +53,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 @functools.cache
 def documented() -> dict[str, tuple[str, ...]]:
     """Path, or "refused", tp, pp and the notes, by the name of the case."""
-    rows = {}
-    for line in DOC.read_text().splitlines():
-        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
-            rows[cells[0]] = tuple(cells[2:6])
-    return rows
+    return read_table(DOC.read_text())
 
 
 def engine_config(path: Path, **changes: Any) -> EngineConfig:

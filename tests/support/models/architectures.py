@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -176,29 +177,52 @@ def outcome(case: Case, folder: Path) -> Outcome:
         load_executor(EngineConfig(model=str(folder), dtype="float32"))
     except ConfigError as error:
         if "missing keys" not in error.message:
-            return Outcome(None, "", 0, _reason(error, folder))
+            return Outcome(None, "", 0, _reason(error, case, folder))
     model = make_model(case, folder)
     try:
         executor = load_executor(EngineConfig(model=str(folder), dtype="float32"))
     except ConfigError as error:
-        return Outcome(None, "", 0, _reason(error, folder))
+        return Outcome(None, "", 0, _reason(error, case, folder))
     path = "fused" if executor.description.startswith("fused") else "generic"
     return Outcome(model, path, executor.max_model_len, "")
 
 
-def table_row(case: Case, folder: Path, starter: WarmStarter) -> str:
-    """Return a case's row of docs/models.md: type, class, path, tp, pp, notes."""
+def table_cells(case: Case, folder: Path, starter: WarmStarter) -> tuple[str, ...]:
+    """Return what docs/models.md says of a case: path, tp, pp, notes."""
     found = outcome(case, folder)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]
     if found.model is None:
-        return f"| `{case}` | {model_class} | refused | | | {found.refusal} |"
+        return ("refused", "", "", found.refusal)
     with mock.patch.object(multiprocess, "start_follower", partial(_start_follower, starter)):
         refusals = {name: _refusal_on_two_ranks(folder, name) for name in ("tp", "pp")}
     notes = division_notes(refusals)
     if found.longest < MAX_LEN:
         notes.insert(0, f"sequences up to {found.longest} of {MAX_LEN} tokens")
-    can = " | ".join("no" if why else "yes" for why in refusals.values())
-    return f"| `{case}` | {model_class} | {found.path} | {can} | {'; '.join(notes)} |"
+    can = ["no" if why else "yes" for why in refusals.values()]
+    return (found.path, *can, "; ".join(notes))
+
+
+TABLE_HEAD = "| types | path | tp | pp | notes |\n| --- | --- | --- | --- | --- |\n"
+
+
+def render_table(cells: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the table of docs/models.md: a row for all cases of which it says the same, the fastest path first."""
+    cases_by_cells: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(cells):
+        cases_by_cells.setdefault(cells[name], []).append(name)
+    order = ("fused", "generic", "refused")
+    rows = sorted(cases_by_cells.items(), key=lambda row: (order.index(row[0][0]), -len(row[1]), row[1]))
+    lines = [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(row)} |" for row, names in rows]
+    return TABLE_HEAD + "\n".join(lines) + "\n"
+
+
+def read_table(text: str) -> dict[str, tuple[str, ...]]:
+    """Return path, tp, pp and notes by the name of the case."""
+    cells = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            names, *rest = [cell.strip() for cell in line.strip("|").split("|")]
+            cells |= {name.strip("`"): tuple(rest) for name in names.split(", ")}
+    return cells
 
 
 def division_notes(refusals: dict[str, str]) -> list[str]:
@@ -251,10 +275,11 @@ def _division_reason(error: ConfigError, name: str) -> str:
     return re.sub(r" \(attention[^)]*\)", "", text)
 
 
-def _reason(error: ConfigError, folder: Path) -> str:
-    """What a refusal says behind the class's name, without paths, figures and what a package adds."""
+def _reason(error: ConfigError, case: Case, folder: Path) -> str:
+    """What a refusal says behind the class's name, without that name, paths, figures and what a package adds."""
     text = error.message.replace(f" in {str(folder)!r}", "").partition(" cannot be served: ")[2] or error.message
     text = re.sub(r" \((attention|index)[^)]*\)", "", text.replace(f" in {str(folder)!r}", ""))
+    text = text.replace(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type], "the model")
     return text.partition(" but it was not found")[0]
 
 

@@ -50,32 +50,33 @@ CONFIG = ["baton config show", "baton config schema"]
 PLANNER = ["baton profile", "baton plan", "baton tune"]
 COMMANDS = [*SERVICES, *ONE, *CONFIG, *ROUTER, *STORES, *BENCHES, *PLANNER]
 SECTIONS = {
-    "baton-router": ["router"],
-    "baton-prefill": ["worker", "engine"],
-    "baton-decode": ["worker", "engine"],
-    "baton-kvstore": ["kvstore"],
-    "baton up": ["up", "engine", "controller"],
+    "baton-router": ["services", "router"],
+    "baton-prefill": ["services", "worker", "engine"],
+    "baton-decode": ["services", "worker", "engine"],
+    "baton-kvstore": ["services", "kvstore"],
+    "baton up": ["deployment", "up", "engine", "controller"],
     "baton demo": ["demo"],
     "baton completion": [],
-    "baton config show": ["configshow", "engine", "controller"],
+    "baton config show": ["deployment", "configshow", "engine", "controller"],
     "baton config schema": [],
-    **{command: [command.split()[1]] for command in ROUTER},
-    "baton autoscale": ["autoscale", "controller"],
-    "baton bench serve": ["serve"],
+    "baton status": ["status"],
+    **{f"baton {name}": ["calls", "secure", name] for name in ("chat", "generate", "drain", "scale")},
+    "baton autoscale": ["calls", "secure", "autoscale", "controller"],
+    "baton bench serve": ["load", "secure", "serve"],
     "baton bench offline": ["offline", "engine"],
     "baton bench quality": ["quality", "engine"],
     "baton quantize": ["quantize"],
     "baton health": ["health"],
     "baton explain": ["explain"],
-    "baton kvstore tenants": ["storetenants"],
-    "baton kvstore clear": ["storeclear"],
+    "baton kvstore tenants": ["secure", "storetenants"],
+    "baton kvstore clear": ["secure", "storeclear"],
     "baton bench kv": ["bench"],
     "baton bench router": ["replay"],
     "baton bench prefixes": ["prefixes"],
     "baton bench store": ["storebench"],
-    "baton profile": ["profile", "engine"],
+    "baton profile": ["secure", "profile", "engine"],
     "baton plan": ["plan"],
-    "baton tune": ["tune"],
+    "baton tune": ["load", "secure", "tune"],
 }
 FENCE = re.compile(r"^ *(```+|~~~+)([^\n]*)\n(.*?)^ *\1 *$", re.DOTALL | re.MULTILINE)
 
@@ -115,7 +116,7 @@ def section_of_configuration(name: str) -> str:
 
 def documented_flags(command: str) -> set[str]:
     rows = "\n".join(section_of_configuration(name) for name in SECTIONS[command]).splitlines()
-    return {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)`", row.split(" | ")[0])}
+    return {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)[`=]", row.split(" | ")[0])}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -135,7 +136,7 @@ def load_generator(name: str = "gen_config_docs") -> ModuleType:
 def test_flag_tables_are_what_the_code_says():
     generator, text = load_generator(), read("docs/configuration.md")
     assert generator.render(text) == text, "run scripts/gen_config_docs.py"
-    assert generator.render(text.replace("`4096`", "`4097`")) == text
+    assert generator.render(text.replace("=4096`", "=4097`")) == text
     with pytest.raises(ValueError, match="kvstore"):
         generator.render(text.replace("<!-- flags: kvstore -->", ""))
 
@@ -244,11 +245,13 @@ async def registries() -> dict[str, CollectorRegistry]:
 
 
 def documented_metrics(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-    found = {}
-    for name, kind, labels in re.findall(r"^\| `(baton_\w+)` \| (\w+) \|([^|]*)\| .+ \|$", text, re.MULTILINE):
-        assert name not in found, f"{name} stands there twice"
-        found[name] = (kind, tuple(re.findall(r"`(\w+)`", labels)))
-    return found
+    """Type and labels by name, of rows as ``| `name`, `name{label,label}` | type | meaning |``."""
+    metrics = {}
+    for cell, kind in re.findall(r"^\| (`baton_.+?) \| (\w+) \| .+ \|$", text, re.MULTILINE):
+        for name, labels in re.findall(r"`(baton_\w+)(?:\{([\w,]+)\})?`", cell):
+            assert name not in metrics, f"{name} is there twice"
+            metrics[name] = (kind, tuple(labels.split(",")) if labels else ())
+    return metrics
 
 
 async def test_metrics_document_names_every_metric_and_no_other(registries):
