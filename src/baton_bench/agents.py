@@ -1,8 +1,8 @@
 """Processes that a benchmark's driver orders about: children of its own, or agents that a listener elsewhere starts.
 
-The two speak over a control line: one JSON object per message over one of Baton's own message pipes. An agent answers
-each order (``{"do": NAME, ...}``) with ``{"ok": {...}}``, or with ``{"error": ...}`` as the transport writes errors.
-Objects are bounded, parsed by a parser without code, and every field is checked against its declared type.
+The two speak over a control line: JSON objects, one a line, over a socket whose peer was authenticated. An agent
+answers each order (``{"do": NAME, ...}``) with ``{"ok": {...}}``, or with ``{"error": ...}`` as the transport writes
+errors. Objects are bounded, parsed by a parser without code, and every field is checked against its declared type.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 
-from baton.errors import BatonError, PipeClosedError, QueueFullError, TransferError
-from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
+from baton.errors import BatonError, InvalidRequestError, PipeClosedError, QueueFullError, TransferError
 from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
 from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object, send_error
+from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token, read_token
@@ -50,6 +49,7 @@ OPEN_S = 300.0
 """Seconds for an order that says no time of its own: an agent may fill an arena, on a slow machine."""
 _END_S = 5.0
 _TAIL_BYTES = 2000
+_CHUNK_BYTES = 1 << 16
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -69,15 +69,20 @@ def parse(kind: type[T], fields: object) -> T:
 
 
 class Line:
-    """A control line: JSON objects in order.
+    """A control line: JSON objects, one a line.
 
     Args:
-        stream: A connected socket whose peer was checked (a handshake, or a socket inherited from the parent).
+        stream: A connected socket whose peer was authenticated (a handshake, or a socket inherited from the parent).
     """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._pipe = TcpMessagePipe(stream, max_message_bytes=MAX_CONTROL_BYTES)
+        self._received = bytearray()
+
+    @property
+    def has_received(self) -> bool:
+        """Whether (the beginning of) an object that :meth:`recv` has not returned was read from the socket."""
+        return bool(self._received)
 
     def send(self, fields: Mapping[str, Any], timeout_s: float = ANSWER_S) -> None:
         """Send an object.
@@ -86,24 +91,41 @@ class Line:
             PipeClosedError, DeadlineError: As their names say.
             InvalidRequestError: It is over the bound.
         """
-        data = msgspec.json.encode(fields)
-        self._pipe.send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=time.monotonic() + timeout_s)
+        line = msgspec.json.encode(fields) + b"\n"
+        if len(line) > MAX_CONTROL_BYTES:
+            raise InvalidRequestError(
+                f"a control message of {len(line)} bytes is over the bound of {MAX_CONTROL_BYTES}"
+            )
+        self.stream.send_all([line], Wait(time.monotonic() + timeout_s), "sending a control message")
 
     def recv(self, timeout_s: float) -> Fields:
         """Receive an object.
 
         Raises:
             PipeClosedError, DeadlineError: As their names say.
-            BadFrameError: Something else came.
+            BadFrameError: Something else came; over the bound the line is closed, too.
         """
-        message = self._pipe.recv(deadline=time.monotonic() + timeout_s)
-        if message is None or len(message) != 1:
-            raise BadFrameError("a control message is one JSON object")
-        return parse_object(bytes(message[0].data))
+        wait = Wait(time.monotonic() + timeout_s)
+        searched = 0
+        while (end := self._received.find(b"\n", searched)) < 0:
+            if len(self._received) >= MAX_CONTROL_BYTES:
+                self.close()
+                raise BadFrameError(f"a control message is over the bound of {MAX_CONTROL_BYTES} bytes")
+            searched = len(self._received)
+            self.stream.wait_readable(wait, "waiting for a control message")
+            try:
+                chunk = self.stream.sock.recv(_CHUNK_BYTES)
+            except OSError as error:
+                raise self.stream.gone("receiving a control message", error) from error
+            if not chunk:
+                raise self.stream.gone("receiving a control message")
+            self._received += chunk
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return parse_object(line)
 
     def close(self) -> None:
-        """Close."""
-        self._pipe.close()
+        self.stream.close()
 
 
 class Agent:
@@ -327,8 +349,14 @@ class Listener:
             if room:
                 self._start(stream)
             else:
-                send_error(stream, QueueFullError("too many agents run here"), Wait(time.monotonic() + 1.0))
-                stream.close()
+                self._refuse(stream)
+
+    @staticmethod
+    def _refuse(stream: Stream) -> None:
+        line = Line(stream)
+        with contextlib.suppress(PipeClosedError):  # a driver that is gone needs no answer
+            line.send(_error_answer(QueueFullError("too many agents run here")), timeout_s=1.0)
+        line.close()
 
     def close(self) -> None:
         """Stop listening and end the agents."""
@@ -414,8 +442,12 @@ def serve_orders(line: Line, orders: Mapping[str, Order]) -> None:
                 raise BadFrameError("an order that this agent does not know", field="do")
             answer: Fields = {"ok": _follow(order, fields) or {}}
         except BatonError as error:
-            answer = {"error": {"code": error.code, "message": error.message[:2000], "field": error.field}}
+            answer = _error_answer(error)
         line.send(answer)
+
+
+def _error_answer(error: BatonError) -> Fields:
+    return {"error": {"code": error.code, "message": error.message[:2000], "field": error.field}}
 
 
 def _follow(order: Order, fields: Fields) -> object:

@@ -47,7 +47,6 @@ from baton.kv_transfer.blocks import (
 )
 from baton.kv_transfer.pipes import read_room, read_server
 from baton.kv_transfer.pipes.base import ServeLimits
-from baton.kv_transfer.pipes.messages import MessageListener
 from baton.kv_transfer.pipes.read_room import ReadRoom
 from baton.kv_transfer.pipes.tcp import TcpReadPipe, request_blocks
 from baton.kv_transfer.protocol.deadline import Wait
@@ -113,8 +112,6 @@ def test_off_loopback_needs_a_token(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
         BlockServer(arena, PRINT, InstanceId("p0"), host=host)
     assert caught.value.field == "token"
-    with pytest.raises(ConfigError):
-        MessageListener(host)
 
 
 def test_wrong_configuration_is_refused() -> None:

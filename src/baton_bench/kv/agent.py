@@ -18,26 +18,25 @@ import numpy as np
 from baton.errors import BatonError, InvalidRequestError
 from baton.kv_cache.arena import Arena, HostArena
 from baton.kv_transfer.blocks import BlockServer
-from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe
 from baton.rpc.service_token import Token
 from baton.types import InstanceId
 from baton_bench.agents import Fields, Order, serve_agent
 from baton_bench.kv.memory import WIPED, blocks_of, fill, new_shards, shard_patterns, source_tokens, wipe
 from baton_bench.kv.methods import (
-    MAX_MESSAGE_BYTES,
     MAX_STEPS,
     BareServer,
     DeviceCopyMethod,
     Flow,
     MemcpyMethod,
-    MessageService,
+    MessageServer,
+    MessageStream,
     Method,
     PipeMethod,
     Schedule,
     SocketMethod,
-    ask_schedule,
-    next_step,
+    recv_step,
     round_trips,
+    send_schedule,
     timed,
 )
 from baton_bench.kv.plan import (
@@ -54,7 +53,6 @@ from baton_bench.kv.plan import (
 )
 from baton_bench.report import machine_facts, require_memory
 
-CONNECT_S = 20.0
 _OWNER = 1 << 20
 """Targets draw their blocks with numbers from here on, sources with their own below."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=20_000)]
@@ -151,7 +149,7 @@ class Source:
                 self._servers.append(BlockServer(*about, kinds=(kind,), host=host, token=token))
             except BatonError as error:
                 self._refused.append((kind, error.message))
-        self._messages = MessageService(host, token, self.shards.primary.progress.advance)
+        self._messages = MessageServer(host, token, self.shards.primary.progress.advance)
 
     def facts(self) -> SourceFacts:
         """Return what targets need to know."""
@@ -238,9 +236,9 @@ class Target:
 
     def round_trips(self, size: Size, count: Count, limit_s: Limit) -> Fields:
         """Send messages of ``size`` bytes to the first source and back; returns the seconds of each round trip."""
-        with self._messages() as pipe:
-            round_trips(pipe, size, max(1, count // 10), limit_s / 4)
-            return {"seconds": round_trips(pipe, size, count, limit_s)}
+        with self._connect_messages() as messages:
+            round_trips(messages, size, max(1, count // 10), limit_s / 4)
+            return {"seconds": round_trips(messages, size, count, limit_s)}
 
     def overlap(self, overlap: OverlapSpec) -> OverlapResult:
         """Move a sequence from the first source while that simulates computing it.
@@ -252,10 +250,10 @@ class Target:
         flow = self._flows(overlap.run)[0]
         if overlap.run.wipe:
             self._wipe()
-        with self._messages() as pipe:
+        with self._connect_messages() as messages:
             study = Study(overlap, len(self._spec.shape.layers), len(flow.remote), self._progress)
             self._progress = study.last_progress
-            exposed = study.run(pipe, lambda part, ready: method.fetch_part(flow, part, ready))
+            exposed = study.run(messages, lambda part, ready: method.fetch_part(flow, part, ready))
         return OverlapResult(exposed, study.steps, self._wrong([flow]) if overlap.run.verify else None)
 
     def close(self) -> None:
@@ -268,14 +266,8 @@ class Target:
         blocks: list[int] = np.random.default_rng(self._spec.seed).integers(0, self._spec.num_blocks, count).tolist()
         return blocks
 
-    def _messages(self) -> TcpMessagePipe:
-        """Connect to the first source's message service."""
-        return TcpMessagePipe.connect(
-            self._spec.sources[0].messages,
-            deadline=time.monotonic() + CONNECT_S,
-            token=self._token,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-        )
+    def _connect_messages(self) -> MessageStream:
+        return MessageStream.connect(self._spec.sources[0].messages, self._token)
 
     def _wipe(self) -> None:
         for arena in self._shards.arenas:
@@ -383,19 +375,19 @@ class Study:
             start += each * self._layers
         return np.array(rows, dtype=np.int64)
 
-    def run(self, pipe: MessagePipe, fetch: Fetch) -> float:
+    def run(self, messages: MessageStream, fetch: Fetch) -> float:
         """Run it; returns the exposed seconds."""
         deadline = time.monotonic() + self._spec.compute_s + _PATIENCE_S
         begin = time.monotonic()
-        ask_schedule(pipe, self.schedule())
-        next_step(pipe, deadline=deadline)  # the first chunk begins
+        send_schedule(messages, self.schedule())
+        recv_step(messages, deadline=deadline)  # the first chunk begins
         # As a decode instance does: a chunk's fetch begins when it is offered, whether or not those before have ended.
         with ThreadPoolExecutor(_FETCHES, "baton-bench-fetch") as pool:
             fetches: list[Future[int]] = []
             for number, chunk in enumerate(self._chunks):
                 if self._spec.mode == "layer-wise":
                     fetches.append(pool.submit(fetch, chunk, self._progress + number * self._layers))
-                next_step(pipe, deadline=deadline)  # the chunk is there
+                recv_step(messages, deadline=deadline)  # the chunk is there
                 if self._spec.mode == "chunked":
                     fetches.append(pool.submit(fetch, chunk, None))
             if self._spec.mode == "serial":

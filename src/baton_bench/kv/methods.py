@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,11 @@ from baton.kv_transfer.blocks import (
 )
 from baton.kv_transfer.blocks.links import PipeDialer
 from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.pipes.messages import MessagePipe, TcpMessagePipe, WireTensor
 from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, Facts, greet_as_client, greet_or_refuse
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.protocol.sockets import Buffer, Stream
 from baton.kv_transfer.types import Bytes
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
@@ -125,8 +125,74 @@ class PeerServer(ABC):
                 self._streams.discard(stream)
 
 
-class MessageService(PeerServer):
-    """Answers messages.
+class MessageStream:
+    """Small messages over a stream: one byte for the kind, the length (uint32), the payload.
+
+    Args:
+        stream: A connected stream whose peer was authenticated.
+    """
+
+    ECHO = b"E"
+    """Comes back as it is."""
+    SCHEDULE = b"S"
+    """A :data:`Schedule` to follow from now on."""
+    STEP = b"P"
+    """The number (uint64) of a schedule's step that was reached."""
+    _HEAD = struct.Struct("<cI")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @classmethod
+    def connect(cls, address: str, token: Token | None) -> MessageStream:
+        """Connect to a :class:`MessageServer`.
+
+        Raises:
+            PipeClosedError: Nothing listens there.
+            UnauthenticatedError: The tokens differ.
+            DeadlineError: It took too long.
+        """
+        return cls(_connect(address, token))
+
+    def send(self, kind: bytes, payload: Buffer, *, timeout_s: float = _ANSWER_S) -> None:
+        """Send a message.
+
+        Raises:
+            PipeClosedError, DeadlineError: As their names say.
+        """
+        head = self._HEAD.pack(kind, len(payload))
+        self._stream.send_all([head, payload], Wait(time.monotonic() + timeout_s), "sending a message")
+
+    def recv(self, *, deadline: float) -> tuple[bytes, bytearray]:
+        """Receive a message; returns its kind and payload.
+
+        Raises:
+            BadFrameError: It is over the bound.
+            PipeClosedError, DeadlineError: As their names say.
+        """
+        wait = Wait(deadline)
+        self._stream.wait_readable(wait, "waiting for a message")
+        kind, length = self._HEAD.unpack(self._stream.recv_exact(self._HEAD.size, wait, "receiving a message"))
+        if length > MAX_MESSAGE_BYTES:
+            raise BadFrameError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+        return kind, self._stream.recv_exact(length, wait, "receiving a message")
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class MessageServer(PeerServer):
+    """Echoes messages, and follows schedules: so a source that simulates computing tells how far it is.
+
+    A step of a schedule raises the source's progress and, if asked for, is reported. Waiting for it is a wait on a
+    deadline, because what computes in a real instance is not this processor.
 
     Args:
         host: Address to bind.
@@ -139,29 +205,28 @@ class MessageService(PeerServer):
         super().__init__(host, token)
 
     def _serve(self, stream: Stream) -> None:
-        pipe = TcpMessagePipe(stream, max_message_bytes=MAX_MESSAGE_BYTES)
+        messages = MessageStream(stream)
         while True:
             try:
-                message = pipe.recv(deadline=time.monotonic() + _IDLE_S)
+                kind, payload = messages.recv(deadline=time.monotonic() + _IDLE_S)
             except DeadlineError:
                 continue
-            if message is not None and len(message) == 2:
-                self._follow(pipe, _schedule(message[1]))
+            if kind == MessageStream.SCHEDULE:
+                self._follow(messages, _parse_schedule(payload))
             else:
-                pipe.send(message, deadline=time.monotonic() + _ANSWER_S)
+                messages.send(kind, payload)
 
-    def _follow(self, pipe: MessagePipe, schedule: Schedule) -> None:
+    def _follow(self, messages: MessageStream, schedule: Schedule) -> None:
         start = time.monotonic()
-        for step, (after, progress, tell) in enumerate(schedule.tolist()):
+        for step, (after, progress, report) in enumerate(schedule.tolist()):
             if self._closing.wait(max(0.0, start + after / 1e9 - time.monotonic())):
                 return
             self._advance(progress)
-            if tell:
-                data = step.to_bytes(8, "little")
-                pipe.send([WireTensor("int64", (), memoryview(data))], deadline=time.monotonic() + _ANSWER_S)
+            if report:
+                messages.send(MessageStream.STEP, step.to_bytes(8, "little"))
 
 
-def round_trips(pipe: MessagePipe, size: int, count: int, limit_s: float) -> list[float]:
+def round_trips(messages: MessageStream, size: int, count: int, limit_s: float) -> list[float]:
     """Send a message of ``size`` bytes and wait until it is back, up to ``count`` times or for ``limit_s`` seconds.
 
     Returns:
@@ -171,62 +236,52 @@ def round_trips(pipe: MessagePipe, size: int, count: int, limit_s: float) -> lis
         BadFrameError: Another message came back.
         PipeClosedError, DeadlineError: As their names say.
     """
-    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).data
-    message = [WireTensor("uint8", (size,), data)]
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes()
 
-    def once() -> None:
-        deadline = time.monotonic() + _ANSWER_S
-        pipe.send(message, deadline=deadline)
-        back = pipe.recv(deadline=deadline)
-        if back is None or len(back) != 1 or back[0].data != data:
+    def round_trip() -> None:
+        messages.send(MessageStream.ECHO, data)
+        kind, echo = messages.recv(deadline=time.monotonic() + _ANSWER_S)
+        if kind != MessageStream.ECHO or echo != data:
             raise BadFrameError("another message came back")
 
-    return timed(once, count, limit_s)
+    return timed(round_trip, count, limit_s)
 
 
 def timed(call: Callable[[], object], count: int, limit_s: float) -> list[float]:
     """Call up to ``count`` times, or until ``limit_s`` seconds are over; returns the seconds of each call."""
-    out: list[float] = []
+    seconds: list[float] = []
     start = before = time.perf_counter()
-    while len(out) < count and before - start < limit_s:
+    while len(seconds) < count and before - start < limit_s:
         call()
         now = time.perf_counter()
-        out.append(now - before)
+        seconds.append(now - before)
         before = now
-    return out
+    return seconds
 
 
-def ask_schedule(pipe: MessagePipe, schedule: Schedule) -> None:
-    """Ask for a schedule to be followed from now on; see :func:`next_step`."""
-    parts = [
-        WireTensor("uint8", (1,), memoryview(b"S")),
-        WireTensor("int64", schedule.shape, memoryview(schedule.tobytes())),
-    ]
-    pipe.send(parts, deadline=time.monotonic() + _ANSWER_S)
+def send_schedule(messages: MessageStream, schedule: Schedule) -> None:
+    """Have a schedule followed from now on; :func:`recv_step` gets its steps."""
+    messages.send(MessageStream.SCHEDULE, schedule.tobytes())
 
 
-def next_step(pipe: MessagePipe, *, deadline: float) -> int:
+def recv_step(messages: MessageStream, *, deadline: float) -> int:
     """Wait for a schedule's next step; returns its number.
 
     Raises:
         BadFrameError: Something else came.
         PipeClosedError, DeadlineError: As their names say.
     """
-    message = pipe.recv(deadline=deadline)
-    if message is None or len(message) != 1 or message[0].data.nbytes != 8:
+    kind, payload = messages.recv(deadline=deadline)
+    if kind != MessageStream.STEP or len(payload) != 8:
         raise BadFrameError("a step was expected")
-    return int.from_bytes(message[0].data, "little")
+    return int.from_bytes(payload, "little")
 
 
-def _schedule(tensor: WireTensor) -> Schedule:
-    if (
-        tensor.dtype != "int64"
-        or len(tensor.shape) != 2
-        or not 0 < tensor.shape[0] <= MAX_STEPS
-        or tensor.shape[1] != 3
-    ):
-        raise BadFrameError(f"a schedule of shape {tensor.shape}")
-    schedule = np.frombuffer(tensor.data, dtype=np.int64).reshape(tensor.shape)
+def _parse_schedule(payload: bytearray) -> Schedule:
+    rows, rest = divmod(len(payload), 24)
+    if rest or not 0 < rows <= MAX_STEPS:
+        raise BadFrameError(f"a schedule of {len(payload)} bytes")
+    schedule = np.frombuffer(payload, dtype=np.int64).reshape(rows, 3)
     if schedule.min() < 0 or schedule[:, 0].max() > MAX_SCHEDULE_S * 1e9:
         raise BadFrameError("a schedule goes forward, and not for longer than ten minutes")
     return schedule
@@ -259,13 +314,7 @@ class BareReader:
     """One bare connection."""
 
     def __init__(self, address: str, token: Token | None) -> None:
-        wait = _soon()
-        self._stream = connect_tcp(address, wait)
-        try:
-            greet_as_client(self._stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
-        except BaseException:
-            self._stream.close()
-            raise
+        self._stream = _connect(address, token)
         self._socket = make_bare(self._stream)
 
     def read(self, offset: int, view: memoryview) -> None:
@@ -297,6 +346,17 @@ def make_bare(stream: Stream) -> socket.socket:
         with contextlib.suppress(OSError):  # closed by the peer: the next call will say so
             sock.setsockopt(socket.SOL_SOCKET, name, struct.pack("ll", _PATIENCE_S, 0))
     return sock
+
+
+def _connect(address: str, token: Token | None) -> Stream:
+    wait = _soon()
+    stream = connect_tcp(address, wait)
+    try:
+        greet_as_client(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def _soon() -> Wait:

@@ -90,7 +90,7 @@ class Rival:
         poller, end = select.poll(), self._opened()
         poller.register(self._line.stream.sock, select.POLLIN)
         end.attend(run, chosen(run, end.arena.num_blocks, self._seed, _SOURCE_OWNER))
-        while not poller.poll(0):
+        while not (self._line.has_received or poller.poll(0)):
             for _ in range(_SPINS):
                 end.progress()
 

@@ -31,33 +31,10 @@ from baton.kv_transfer.blocks import (
     TcpOptions,
 )
 from baton.kv_transfer.pipes.base import MemoryNetwork
-from baton.kv_transfer.pipes.messages import MemoryMessagePipe, MessageListener, MessagePipe, TcpMessagePipe
 from baton.kv_transfer.protocol.connect import connect_tcp, connect_unix
 from baton.kv_transfer.protocol.deadline import Wait
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
-
-LIMIT = 4 << 20
-
-"""Bound on messages in these tests, in bytes."""
-
-
-class Media:
-    """Makes message pipes of one kind."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def pair(self, *, limit: int = LIMIT) -> tuple[MessagePipe, MessagePipe]:
-        if self.kind == "memory":
-            return MemoryMessagePipe.pair(max_message_bytes=limit)
-        with MessageListener(max_message_bytes=limit) as listener:
-            accepted = in_thread(lambda: listener.accept(deadline=soon()))
-            mine = TcpMessagePipe.connect(listener.address, deadline=soon(), max_message_bytes=limit)
-            return mine, accepted.result(240)
-
-
-MEDIA = ["memory", "tcp"]
 
 
 def soon(seconds: float = 240.0) -> float:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
-from baton.kv_transfer.pipes.messages import TcpMessagePipe, WireTensor
+from baton.kv_transfer.protocol.deadline import Wait
 from baton.kv_transfer.protocol.frames import BadFrameError
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token
 from baton_bench.agents import MAX_CONTROL_BYTES, Agent, Line, Order, serve_orders
-from baton_bench.kv.methods import MessageService, ask_schedule, next_step, round_trips
+from baton_bench.kv.methods import MessageServer, MessageStream, recv_step, round_trips, send_schedule
 
 S = 240.0
 
@@ -69,7 +69,7 @@ def test_an_agent_that_is_gone_is_named(ends):
     agent = Agent("source 3", Line(stream))
     with pytest.raises(InvalidRequestError):
         agent.ask("double", dict, S, value="x" * MAX_CONTROL_BYTES)
-    TcpMessagePipe(stream).send(None, deadline=soon())  # not an order
+    stream.send_all([b"null\n"], Wait(soon()), "sending")  # not an order
     assert isinstance(served.exception(S), BadFrameError)
     stream.sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(TransferError, match="source 3 is gone"):
@@ -79,38 +79,46 @@ def test_an_agent_that_is_gone_is_named(ends):
 @pytest.mark.parametrize("data", [b"[1]", b"{", b"", b"\xff" * 100], ids=["list", "cut", "empty", "bytes"])
 def test_what_is_no_order_ends_the_line(ends, data):
     stream, served = ends
-    TcpMessagePipe(stream).send([WireTensor("uint8", (len(data),), memoryview(data))], deadline=soon())
+    stream.send_all([data, b"\n"], Wait(soon()), "sending")
     assert isinstance(served.exception(S), BadFrameError)
 
 
-def test_lengths_that_lie_are_refused_before_memory_is_taken(ends):
+def test_a_line_without_an_end_is_refused_at_the_bound(ends):
     stream, served = ends
-    pipe = TcpMessagePipe(stream, max_message_bytes=1 << 40)
     with pytest.raises(PipeClosedError):  # the other end hangs up while we send
-        pipe.send([WireTensor("uint8", (64 << 20,), memoryview(bytes(64 << 20)))], deadline=soon())
+        stream.send_all([b"x" * (64 * MAX_CONTROL_BYTES)], Wait(soon()), "sending")
     assert isinstance(served.exception(S), BadFrameError)
+
+
+def test_orders_that_arrive_in_parts_or_together_are_told_apart(ends):
+    stream, _ = ends
+    line = Line(stream)
+    for part in (b'{"do": "dou', b'ble", "value": 1}\n{"do": "double", "value": 2}', b"\n"):
+        stream.send_all([part], Wait(soon()), "sending")
+    assert [line.recv(S) for _ in range(2)] == [{"ok": {"value": 2}}, {"ok": {"value": 4}}]
+    assert not line.has_received
 
 
 def test_messages_come_back_and_schedules_are_followed():
     progress = list[int]()
-    service = MessageService("127.0.0.1", Token("secret"), progress.append)
+    service = MessageServer("127.0.0.1", Token("secret"), progress.append)
 
     def connect():
-        return TcpMessagePipe.connect(service.address, deadline=soon(), token=Token("secret"))
+        return MessageStream.connect(service.address, Token("secret"))
 
     try:
-        with connect() as pipe:
-            assert len(round_trips(pipe, 4096, 20, S)) == 20
+        with connect() as messages:
+            assert len(round_trips(messages, 4096, 20, S)) == 20
             rows = [(0, 7, 1), (1_000_000, 8, 0), (2_000_000, 9, 1)]
             start = time.monotonic()
-            ask_schedule(pipe, np.array(rows, dtype=np.int64))
-            assert [next_step(pipe, deadline=soon()) for _ in range(2)] == [0, 2]
+            send_schedule(messages, np.array(rows, dtype=np.int64))
+            assert [recv_step(messages, deadline=soon()) for _ in range(2)] == [0, 2]
             assert time.monotonic() - start >= 0.002
             assert progress == [7, 8, 9]
-            ask_schedule(pipe, np.array([(-1, 0, 0)], dtype=np.int64))
+            send_schedule(messages, np.array([(-1, 0, 0)], dtype=np.int64))
             with pytest.raises(PipeClosedError):
-                next_step(pipe, deadline=soon())
-        with connect() as pipe:  # the others are served on
-            assert len(round_trips(pipe, 64, 1, S)) == 1
+                recv_step(messages, deadline=soon())
+        with connect() as messages:  # the others are served on
+            assert len(round_trips(messages, 64, 1, S)) == 1
     finally:
         service.close()

@@ -29,7 +29,6 @@ from baton.api.v1 import common_pb2, kvstore_pb2, router_pb2, worker_pb2
 from baton.errors import BatonError, PermissionDeniedError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.pipes import messages as message_pipes
 from baton.kv_transfer.pipes import nixl_agent, nixl_rows, torch_distributed
 from baton.kv_transfer.protocol import read_wire
 from baton.kv_transfer.protocol.deadline import Wait
@@ -127,13 +126,6 @@ def test_tails_of_answers(data: bytes, count: int, checksums: bool) -> None:
         body = body[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(b"sent" + body[:-8]))
     tail = read_wire.parse_tail(reads, b"sent", body, checksums=checksums)
     assert len(tail.unchanged) == count <= MAX_BLOCKS_PER_READ
-
-
-@FUZZ
-@given(st.binary(max_size=60), st.integers(0, 10))
-def test_descriptions_of_tensors(data: bytes, count: int) -> None:
-    with contextlib.suppress(TransferError):
-        assert len(message_pipes._parse_descriptions(bytearray(data), count)) == count
 
 
 @FUZZ
