@@ -58,7 +58,7 @@ from tokenizers import Tokenizer
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
-from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.grammar.guidance import GuidanceMatcher
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.request import EngineRequest

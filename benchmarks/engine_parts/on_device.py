@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
-from baton.engine.device.compute import compute_device
+from baton.engine.device import compute_device
 from baton.engine.request import EngineRequest
 from baton.types import RequestId, SamplingParams
 

@@ -37,7 +37,7 @@ from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest
 from baton.engine.runner.input_batch import build_batch
-from baton.engine.sample.sampler import sample
+from baton.engine.sampler import sample
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.verification import StepSampling
 from baton.types import RequestId, SamplingParams

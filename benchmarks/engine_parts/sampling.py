@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.native import cpu_sampler
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import draw
+from baton.engine.sampler import cpu_sampler, draw, filtered_probs
+from baton.engine.sampler_row import SamplerRow
 from baton.types import SamplingParams
 from baton_kernels.random_numbers import Draws
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import SamplerOutput
+from baton.engine.sampler import SamplerOutput
+from baton.engine.sampler_row import SamplerRow
 from baton.engine.speculation import verification
 
 RAISED, ABOVE = 30.0, 60.0

@@ -24,7 +24,7 @@ from rich.console import Console
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
 from baton.engine.executor.base import Executor, load_executor
-from baton.engine.executor.quality import TEXT
+from baton.engine.executor.self_check import TEXT
 from baton.engine.quantization.modules import return_free_memory
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import BatonError, ConfigError, InternalError

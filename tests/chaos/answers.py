@@ -11,8 +11,7 @@ from tests.support.equality import mixed_prompts
 from transformers import AutoModelForCausalLM
 
 from baton.engine.models.loader import quiet_transformers
-from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.sampler import draw
+from baton.engine.sampler import draw, filtered_probs
 from baton.seeds import sequence_seed
 from baton.tokenizer.tokenizer import Tokenizer
 from baton.types import SamplingParams

@@ -10,8 +10,8 @@ from tests.support.equality import ARCHITECTURES, References, mixed_prompts
 from tests.support.transport.device_pair import ask, device_pair
 
 from baton.client import AsyncClient
-from baton.engine.device.arena import DeviceArena
-from baton.engine.device.compute import compute_device
+from baton.engine.device import compute_device
+from baton.engine.device_memory import DeviceArena
 from baton.kv_transfer.pipes.nixl_agent import device_obstacle, nixl_obstacle
 from baton.types import PrefillPath
 

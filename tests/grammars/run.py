@@ -30,7 +30,7 @@ from tests.grammars.beside import report as report_beside
 from tests.grammars.schemas import UNSUPPORTED, Maker
 from tests.support.servers.up import start, stop
 
-from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.llm import LLM
 from baton.errors import InvalidRequestError
 from baton.grammar import choice_grammar, json_schema_grammar, regex_grammar

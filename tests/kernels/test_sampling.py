@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.sample.filters import LEAST_TEMPERATURE, filter_batch
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import draw, sample
+from baton.engine.sampler import LEAST_TEMPERATURE, draw, filter_batch, sample
+from baton.engine.sampler_row import SamplerRow
 from baton.types import SamplingParams
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 from baton_kernels.random_numbers import Draws, draw_keys, next_keys

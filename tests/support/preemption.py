@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.core import EngineCore
-from baton.engine.growth import LEAST
+from baton.engine.scheduler import LEAST
 
 
 def expect_short_outputs(core: EngineCore) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.grammar.constraint import GrammarCompiler
 from baton.engine.grammar.guidance import GuidanceBackend
 
 VOCAB = 64

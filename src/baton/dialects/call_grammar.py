@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.dialects.choice import Dialects
-from baton.dialects.schema_values import schema_types
+from baton.dialects.builtin import Dialects
 from baton.dialects.syntax import (
     CallNotation,
     Channels,
@@ -25,7 +24,7 @@ from baton.dialects.syntax import (
     Section,
     ToolDialect,
 )
-from baton.dialects.tool_use import ToolUse
+from baton.dialects.tool_use import ToolUse, schema_types
 from baton.errors import InvalidRequestError
 from baton.grammar import check_grammar, json_rule, lark_string
 from baton.types import MAX_GRAMMAR_BYTES, Grammar

@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.dialects.schema_values import json_of_text, parameter_schemas, schema_types
 from baton.dialects.syntax import Converted, ReasoningDialect, Region, ToolDialect
+from baton.dialects.tool_use import json_of_text, parameter_schemas, schema_types
 from baton.errors import ConfigError
 
 NAME = "template"

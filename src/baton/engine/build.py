@@ -14,11 +14,10 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.arena import STAGING_BYTES
-from baton.engine.device.compute import ComputeDevice, rank_device
-from baton.engine.device.pool import free_bytes, new_arena
+from baton.engine.device import ComputeDevice, rank_device
+from baton.engine.device_memory import STAGING_BYTES, free_bytes, new_arena
 from baton.engine.executor.base import Executor, load_executor
-from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.scheduler import PROMPT_LOGPROB_ROWS
 from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.speculator import MOST_ROWS

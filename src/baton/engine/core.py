@@ -17,18 +17,16 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor, raise_if_lost
-from baton.engine.grammar.compiler import GrammarCompiler
-from baton.engine.grammar.constraint import StepMasks
+from baton.engine.grammar.constraint import GrammarCompiler, StepMasks
 from baton.engine.request import EngineRequest, EngineStats, SequenceOutput, check_request
-from baton.engine.sample.native import crowded_team
+from baton.engine.sampler import crowded_team
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import RequestGroup, Sequence, SequenceState
+from baton.engine.sequence import RequestGroup, Sequence, SequenceState, WindowGroups
 from baton.engine.speculation.drafter import Drafter
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.speculation.verification import Chosen, accepted_moves
 from baton.engine.step_budget import step_budget
 from baton.engine.step_pipeline import FlyingStep, StepPipeline
-from baton.engine.window_blocks import WindowGroups
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena

@@ -14,8 +14,8 @@ prefill (in chunks), admission from the queue. Beside decodes, prompts are cut d
 * A decode that can't grow preempts the last running sequence by sort key (perhaps itself). The first one can
   only be preempted by itself, when everything else that holds blocks is pinned, loading or held for others, each of
   which ends by itself; and alone every sequence fits, which is checked before it is queued.
-* Admission leaves the blocks that the outputs of those that run are expected to need (:mod:`baton.engine.growth`), so
-  that a stream that has begun does not pause. If it errs, preemption helps.
+* Admission leaves the blocks that the outputs of those that run are expected to need (:class:`BlockForecast`), so that
+  a stream that has begun does not pause. If it errs, preemption helps.
 * A big request at the queue's head lets smaller ones pass while there is no room for it, :data:`PASSES` times; then it
   is not overtaken any more, so it is not starved. What has begun to answer is never overtaken.
 * Under the policy ``priority`` a request preempts what is less important, for a slot of the batch or for blocks.
@@ -26,21 +26,178 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from bisect import insort
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
+
+import numpy as np
 
 from baton.config import EngineConfig
 from baton.engine.connector_bridge import ConnectorBridge
-from baton.engine.growth import BlockForecast, OutputLengths
-from baton.engine.sequence import Sequence, SequenceState
+from baton.engine.sequence import PrefixHit, Sequence, SequenceState, SortKey, WindowGroups
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepWork
-from baton.engine.waiting_queue import WaitingQueue
-from baton.engine.window_blocks import PrefixHit, WindowGroups
 from baton.errors import InternalError
 from baton.kv_cache.block_pool import BlockPool
 from baton.types import FinishReason
+
+
+class WaitingQueue:
+    """A priority queue by sort key (priority, arrival, index).
+
+    A preempted sequence keeps its key, so it comes back before everything that arrived after it.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[SortKey] = []
+        self._live: dict[SortKey, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.key in self._live
+
+    def __iter__(self) -> Iterator[Sequence]:
+        # A copy, made in one bytecode: statistics are read from other threads.
+        return iter(tuple(self._live.values()))
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Walk over the sequences that are there now, first ones first; what is removed meanwhile is left out."""
+        for key in self._keys.copy():
+            if (sequence := self._live.get(key)) is not None:
+                yield sequence
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a sequence."""
+        self._live[sequence.key] = sequence
+        insort(self._keys, sequence.key)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is there."""
+        if self._live.pop(sequence.key, None) is not None:
+            del self._keys[bisect_left(self._keys, sequence.key)]
+
+
+KEPT = 256
+"""Outputs that are remembered."""
+LEAST = 8
+"""From so many on they say something."""
+QUANTILE = 0.5
+"""Of the outputs longer than a sequence's own, which one it is expected to reach."""
+UNKNOWN = 64
+"""Output tokens expected of a request with a larger ``max_tokens`` before there is anything to go by."""
+
+
+class OutputLengths:
+    """How many tokens the latest outputs had."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        """Note the length of an output that has ended."""
+        if len(self._latest) == KEPT:
+            self._sorted.remove(self._latest.popleft())
+        self._latest.append(length)
+        insort(self._sorted, length)
+
+    def expected(self, done: int, limit: int) -> int:
+        """Return how many tokens an output is expected to have in the end.
+
+        Args:
+            done: Tokens that it has.
+            limit: Most that it may have.
+        """
+        known = self._sorted
+        first = bisect_right(known, done)
+        if len(known) >= LEAST and first < len(known):
+            return min(limit, known[first + int(QUANTILE * (len(known) - 1 - first))])
+        return min(limit, max(2 * done, UNKNOWN if len(known) < LEAST else 0, done + 1))
+
+
+class Growing(Protocol):
+    """What a forecast has to know of a sequence (:class:`baton.engine.sequence.Sequence` is one)."""
+
+    @property
+    def pinned(self) -> bool:
+        """It keeps its blocks for others when it ends."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated."""
+
+    @property
+    def max_output(self) -> int:
+        """Tokens that it may generate."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+
+    @property
+    def block_ids(self) -> Sized:
+        """Its blocks."""
+
+    @property
+    def all_blocks(self) -> Sized:
+        """Its blocks of all layer groups."""
+
+
+class BlockForecast:
+    """The blocks that sequences will need until each of them has ended.
+
+    Args:
+        lengths: Of outputs.
+        block_size: Tokens per block.
+        groups: Layer groups that have blocks of their own. Blocks are counted in blocks of all layers.
+    """
+
+    def __init__(self, lengths: OutputLengths, block_size: int, groups: int = 1) -> None:
+        self._lengths, self._block_size, self._groups = lengths, block_size, groups
+        self._needs: list[tuple[int, int, int]] = []
+
+    def add(self, sequence: Growing) -> None:
+        """Count a sequence that has its blocks; those that keep them for others when they end neither grow nor end."""
+        if not sequence.pinned:
+            held = len(sequence.block_ids)
+            given_back = held + -len(sequence.all_blocks) // self._groups if self._groups > 1 else 0
+            to_come, tokens, _ = self._need(sequence, held)
+            self._needs.append((to_come, tokens - given_back * self._block_size, held - given_back))
+
+    def fits(self, sequence: Growing, held: int, free: int) -> bool:
+        """Whether a sequence can begin beside the others without any of them having to give its blocks back.
+
+        What there is alone always fits: that it does was checked when it came.
+
+        Args:
+            sequence: It has no blocks yet.
+            held: Blocks of its prefix that are there.
+            free: Other blocks that may be taken.
+        """
+        size = self._block_size
+        if -(-sequence.num_tokens // size) - held > free:
+            return False
+        if not self._needs:
+            return True
+        needs = self._needs if sequence.pinned else [*self._needs, self._need(sequence, held)]
+        if sequence.pinned:
+            free -= -(-sequence.num_tokens // size) - held
+        remaining, tokens, blocks = np.array(sorted(needs, reverse=True)).T
+        # When the k-th from the longest on ends, k of them have grown by its remaining tokens, the others have ended.
+        count = np.arange(1, len(needs) + 1)
+        most = (tokens.cumsum() + count * (remaining + size - 1)) // size
+        return bool((most - blocks.sum()).max() <= free)
+
+    def _need(self, sequence: Growing, held: int) -> tuple[int, int, int]:
+        """Return the output tokens to come, the tokens that are there, and the blocks held of them."""
+        done = sequence.num_output
+        to_come = self._lengths.expected(done, sequence.max_output) - done
+        return max(1, to_come), sequence.num_tokens, held
+
 
 PASSES = 16
 """How many may pass a sequence that waits at the queue's head because it is big."""

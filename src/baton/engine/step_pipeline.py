@@ -36,7 +36,7 @@ from baton.engine.connector_bridge import ConnectorBridge
 from baton.engine.executor.base import Executor
 from baton.engine.grammar.constraint import StepMasks
 from baton.engine.runner.input_batch import ChosenTokens, ForwardOutput, StepBatch, build_batch
-from baton.engine.sample.sampler import token_logprobs
+from baton.engine.sampler import token_logprobs
 from baton.engine.scheduler import Scheduler, StepPlan
 from baton.engine.sequence import Sequence, SequenceState
 from baton.engine.speculation.speculator import Speculator

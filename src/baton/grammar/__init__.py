@@ -4,7 +4,8 @@ Routers, clients and offline users make it; instances know no other. Nothing her
 """
 
 from baton.grammar.json_schema import check_schema, json_rule
-from baton.grammar.normal_form import (
+from baton.grammar.structured_outputs import (
+    StructuredOutputs,
     choice_grammar,
     ebnf_or_lark_grammar,
     json_object_grammar,
@@ -14,7 +15,6 @@ from baton.grammar.normal_form import (
     regex_grammar,
     structural_tag_grammar,
 )
-from baton.grammar.structured_outputs import StructuredOutputs
 from baton.grammar.validation import check_grammar
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from baton.errors import InvalidRequestError, shown
-from baton.grammar.regex_cost import check_repeats
+from baton.grammar.validation import check_repeats
 from baton.types import MAX_GRAMMAR_BYTES
 
 MAX_DEPTH = 64

@@ -4,8 +4,14 @@ Only the router and the SDK have text; workers take and give token ids. Nothing 
 """
 
 from baton.tokenizer.chat_template import ChatTemplate
-from baton.tokenizer.detokenizer import IncrementalDetokenizer, SequenceText, TextDelta, TokenDelta
-from baton.tokenizer.stop_strings import StopStringMatcher, StopStrings
+from baton.tokenizer.detokenizer import (
+    IncrementalDetokenizer,
+    SequenceText,
+    StopStringMatcher,
+    StopStrings,
+    TextDelta,
+    TokenDelta,
+)
 from baton.tokenizer.tokenizer import PromptText, TextModel, TextModelCache, Tokenizer
 
 __all__ = [

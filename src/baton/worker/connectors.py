@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton.config.flags import options_by_name
-from baton.engine.device.pool import available_bytes
+from baton.engine.device_memory import available_bytes
 from baton.errors import BusyError, ConfigError
 from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.connector import GuardedConnector, KVConnector

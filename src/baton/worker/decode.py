@@ -11,7 +11,7 @@ import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
-from baton.engine.sample.sampler import SAMPLER_VERSION
+from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import BatonError, InternalError, InvalidRequestError, TransferError, UnavailableError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.engine.sample.sampler import SAMPLER_VERSION
+from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.multi import MultiConnector

@@ -14,7 +14,7 @@ import grpc
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config.stores import DISCOVER, StoreAddress
 from baton.engine.executor.base import Quality
-from baton.engine.sample.sampler import SAMPLER_VERSION
+from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
 from baton.rpc.audit import audit, peer_of

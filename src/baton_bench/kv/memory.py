@@ -18,7 +18,7 @@ from baton.kv_transfer.copy.block_copy import convert
 from baton_bench.kv.plan import HOST, Ids, Shape
 
 if TYPE_CHECKING:
-    from baton.engine.device.compute import ComputeDevice
+    from baton.engine.device import ComputeDevice
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,7 +33,7 @@ def device_of(memory: str) -> ComputeDevice:
         ConfigError: There is none, or it cannot be used; names ``memory``.
     """
     try:
-        from baton.engine.device.compute import compute_device
+        from baton.engine.device import compute_device
     except ImportError as error:
         raise ConfigError(f"--memory {memory} needs torch: pip install 'baton-serve[gpu]'", field="memory") from error
     try:
@@ -55,7 +55,7 @@ def new_arena(memory: str, num_blocks: int, block_bytes: int) -> Arena:
     """Allocate an arena; see :func:`new_shards`."""
     if memory == HOST:
         return HostArena(num_blocks, block_bytes)
-    from baton.engine.device.arena import DeviceArena
+    from baton.engine.device_memory import DeviceArena
 
     return DeviceArena(device_of(memory), num_blocks, block_bytes)
 

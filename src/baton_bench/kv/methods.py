@@ -528,7 +528,7 @@ class DeviceCopyMethod(Method):
     def __init__(self, spec: TargetSpec, *, each_block: bool) -> None:
         import torch
 
-        from baton.engine.device.memory import Place, allocate, queue_copy
+        from baton.engine.device_memory import Place, allocate, queue_copy
 
         self._each, self._queue_copy, self._stream = each_block, queue_copy, 0
         self._blocks = spec.num_blocks

@@ -1,10 +1,10 @@
 """One simulated instance: the engine's scheduler, with steps that take the time that the profile says.
 
 The rules are the engine's own (:mod:`baton.engine.scheduler`): decodes first, prompts in chunks under the budget of
-tokens and, on decode instances, of time (:class:`baton.engine.step_budget.StepBudget` itself), admission with all of a
-prompt's blocks while the expected outputs have room (:class:`baton.engine.growth.BlockForecast` itself), preemption of
-the last. Blocks are counted in tokens, half a block more per sequence for its last one. Steps that differ in nothing
-but the length of contexts are taken together, so that hours are replayed in seconds.
+tokens and, on decode instances, of time (:class:`~baton.engine.step_budget.StepBudget` itself), admission with all of
+a prompt's blocks while the expected outputs have room (:class:`~baton.engine.scheduler.BlockForecast` itself),
+preemption of the last. Blocks are counted in tokens, half a block more per sequence for its last one. Steps that differ
+in nothing but the length of contexts are taken together, so that hours are replayed in seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
-from baton.engine.growth import BlockForecast, OutputLengths
-from baton.engine.scheduler import LOOKAHEAD, PASSES
+from baton.engine.scheduler import LOOKAHEAD, PASSES, BlockForecast, OutputLengths
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepCost, StepWork
 from baton.types import Role
 from baton_bench.simulator.profile import EngineProfile, Limits
@@ -197,7 +196,7 @@ class ProfiledCost(StepCost):
 
 @dataclass(frozen=True, slots=True)
 class GrowingSequence:
-    """A sequence as the engine's forecast of blocks sees it (:class:`baton.engine.growth.Growing`)."""
+    """A sequence as the engine's forecast of blocks sees it (:class:`baton.engine.scheduler.Growing`)."""
 
     pinned: bool
     num_output: int

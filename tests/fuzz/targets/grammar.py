@@ -19,8 +19,8 @@ from baton.dialects import (
     Reasoning,
     Text,
 )
+from baton.dialects.builtin import Dialects, choose_dialects
 from baton.dialects.call_grammar import AnswerGrammar
-from baton.dialects.choice import Dialects, choose_dialects
 from baton.dialects.response_template import read_response_template
 from baton.dialects.tool_use import read_tools
 from baton.errors import ConfigError, InvalidRequestError

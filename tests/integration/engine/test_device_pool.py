@@ -15,14 +15,13 @@ from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.device import arena as device_arena
-from baton.engine.device.arena import DeviceArena, arena_memory
-from baton.engine.device.compute import ComputeDevice
+from baton.engine import build, sampler
+from baton.engine import device_memory as device_arena
+from baton.engine.device import ComputeDevice
+from baton.engine.device_memory import DeviceArena, arena_memory
 from baton.engine.llm import LLM
-from baton.engine.sample import sampler
-from baton.engine.sample.native import token_sampler
-from baton.engine.sample.row import SamplerRow
+from baton.engine.sampler import token_sampler
+from baton.engine.sampler_row import SamplerRow
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
 from baton.types import SamplingParams

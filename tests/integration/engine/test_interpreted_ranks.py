@@ -12,9 +12,9 @@ from tests.support.models.checkpoints import make_checkpoint
 from tests.support.servers.cluster import LocalCluster
 
 from baton.config import EngineConfig
-from baton.engine.device import compute
-from baton.engine.device.arena import DeviceArena
-from baton.engine.device.compute import ComputeDevice
+from baton.engine import device as compute
+from baton.engine.device import ComputeDevice
+from baton.engine.device_memory import DeviceArena
 from baton.engine.llm import LLM
 from baton.errors import ConfigError
 from baton.types import SamplingParams

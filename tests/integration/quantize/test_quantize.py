@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from baton.cli.main import main
 from baton.config import EngineConfig
 from baton.config.demo_model import default_model
-from baton.engine.executor.quality import compare
+from baton.engine.executor.self_check import compare
 from baton.engine.llm import LLM
 from baton.engine.models.loader import load_model
 from baton.quantize.calibration import LayeredModel, observe, run_layer

@@ -12,8 +12,7 @@ from tests.support.models.toy_runner import ToyRunner
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.compute import ComputeDevice
-from baton.engine.device.staging import HostStaging
+from baton.engine.device import ComputeDevice, HostStaging
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput
 from baton.engine.scheduler import StepPlan

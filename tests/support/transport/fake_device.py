@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from baton.engine.device.arena import DeviceArena
-from baton.engine.device.compute import ComputeDevice
+from baton.engine.device import ComputeDevice
+from baton.engine.device_memory import DeviceArena
 from baton.errors import InternalError
 from baton.kv_cache.arena import ArenaState, Spans
 from baton.kv_cache.arena.base import Bytes, checked_spans, state_bytes

@@ -16,7 +16,7 @@ from scripts.demo_model.tool_training import CALL_TOKENS, MAX_CONTEXT, SHAPE, To
 from scripts.demo_model.training import build_model
 
 from baton.dialects import CallArguments, CallStart, DialectParser
-from baton.dialects.choice import choose_dialects
+from baton.dialects.builtin import choose_dialects
 
 SEEDS = range(60)
 MODEL = Path(__file__).resolve().parents[3] / "models" / "baton-tiny-tools"

@@ -17,11 +17,9 @@ from tests.unit.dialects.samples import SAMPLES, SCHEMAS, Sample
 from tokenizers import AddedToken, Tokenizer
 
 from baton.dialects import TOOL_DIALECTS, CallArguments, CallStart, DialectParser, Text
-from baton.dialects.builtin import REASONING_DIALECTS
+from baton.dialects.builtin import REASONING_DIALECTS, Dialects, choose_dialects
 from baton.dialects.call_grammar import AnswerGrammar
-from baton.dialects.choice import Dialects, choose_dialects
-from baton.dialects.schema_values import schema_types
-from baton.dialects.tool_use import ToolUse, read_tools
+from baton.dialects.tool_use import ToolUse, read_tools, schema_types
 from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.types import Grammar

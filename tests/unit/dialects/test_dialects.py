@@ -24,7 +24,7 @@ from baton.dialects import (
     Reasoning,
     Text,
 )
-from baton.dialects.choice import choose_dialects
+from baton.dialects.builtin import choose_dialects
 
 _TEMPLATES = tuple((sample, choose_dialects(response_template=template)) for template, sample in TEMPLATE_SAMPLES)
 _NAMED = tuple((sample, choose_dialects(sample.dialect, sample.reasoning_dialect)) for sample in SAMPLES)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.device import memory
-from baton.engine.device.memory import Place, queue_copy
+from baton.engine import device_memory as memory
+from baton.engine.device_memory import Place, queue_copy
 
 
 class Runtime:

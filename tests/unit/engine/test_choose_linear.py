@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice
+from baton.engine.device import ComputeDevice
 from baton.engine.models.generic import choose_linear
 from baton_kernels.cpu import CpuLibrary, load_library, runnable_variants
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice
-from baton.engine.device.staging import HostStaging
+from baton.engine.device import ComputeDevice, HostStaging
 from baton.engine.runner.decode_graphs import CallRecorder, DecodeGraphs, Replay, TableShape, graph_bytes
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.growth import KEPT, LEAST, UNKNOWN, OutputLengths
+from baton.engine.scheduler import KEPT, LEAST, UNKNOWN, OutputLengths
 
 
 def test_nothing_known_counts_the_limit_or_a_guess_that_doubles() -> None:

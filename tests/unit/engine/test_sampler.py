@@ -19,15 +19,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from baton.engine.sample.filters import filter_batch, filtered_probs
-from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import (
+from baton.engine.sampler import (
     CHUNK,
     draw,
+    filter_batch,
+    filtered_probs,
     sample,
     token_logprobs,
 )
+from baton.engine.sampler_row import SamplerRow, apply_edits
 from baton.errors import InvalidRequestError
 from baton.seeds import request_seed, sequence_seed
 from baton.types import RANGES, SamplingParams

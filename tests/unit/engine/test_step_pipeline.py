@@ -16,12 +16,10 @@ from tests.support.preemption import expect_short_outputs
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.staging import HostStaging
+from baton.engine.device import HostStaging
 from baton.engine.runner.input_batch import with_chosen
-from baton.engine.sample.native import gpu_sampler
-from baton.engine.sample.queued import queue_sample
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import sample
+from baton.engine.sampler import gpu_sampler, queue_sample, sample
+from baton.engine.sampler_row import SamplerRow
 from baton.errors import ConfigError
 from baton.kv_cache.connector import KVConnector, LoadPlan, LoadRequest, LoadUpdate
 from baton.types import FinishReason, RequestId, SamplingParams

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.window_blocks import WindowGroups, WindowTable
+from baton.engine.sequence import WindowGroups, WindowTable
 from baton.kv_cache.block_pool import BlockPool
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, KVEvent
 from baton.kv_cache.layout import LayerGroup

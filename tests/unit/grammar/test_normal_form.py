@@ -20,8 +20,7 @@ from baton.grammar import (
     structural_tag_grammar,
 )
 from baton.grammar.json_schema import ANNOTATIONS
-from baton.grammar.regex_cost import MAX_PARTS, count_parts
-from baton.grammar.validation import LIMITS, _bytes_tokenizer
+from baton.grammar.validation import LIMITS, MAX_PARTS, _bytes_tokenizer, count_parts
 from baton.types import MAX_GRAMMAR_BYTES, Grammar
 
 END = 256

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.api.v1 import worker_pb2
-from baton.engine.sample.sampler import SAMPLER_VERSION
+from baton.engine.sampler import SAMPLER_VERSION
 from baton.kv_transfer.connector.p2p.prefill_stream import Finished
 from baton.worker.decode import _events
 from baton_router.dispatch.attempt import Group, Sequence

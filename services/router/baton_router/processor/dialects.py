@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from baton.dialects import TOOL_DIALECTS
+from baton.dialects.builtin import AUTO, Dialects, check_dialect, choose_dialects
 from baton.dialects.call_grammar import AnswerGrammar
-from baton.dialects.choice import AUTO, Dialects, check_dialect, choose_dialects
 from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModel, Tokenizer
 from baton_router.processor.text_request import TextRequest

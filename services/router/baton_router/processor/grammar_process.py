@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import orjson
 
 from baton.dialects import REASONING_DIALECTS, TOOL_DIALECTS
+from baton.dialects.builtin import Dialects
 from baton.dialects.call_grammar import AnswerGrammar
-from baton.dialects.choice import Dialects
 from baton.dialects.tool_use import ToolUse
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.grammar import StructuredOutputs, check_grammar, json_object_grammar

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.dialects import DialectParser
-from baton.dialects.choice import Dialects
+from baton.dialects.builtin import Dialects
 from baton.dialects.tool_use import ToolUse
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs

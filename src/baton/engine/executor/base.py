@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import device_failure
+from baton.engine.device import device_failure
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.errors import InternalError
 from baton.kv_cache.fingerprint import Fingerprint

@@ -17,8 +17,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_disconnect
-from baton.engine.device.arena import DeviceArena
-from baton.engine.device.compute import rank_device
+from baton.engine.device import rank_device
+from baton.engine.device_memory import DeviceArena
 from baton.engine.executor.channel import (
     ChannelClosedError,
     Message,

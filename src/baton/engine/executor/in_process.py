@@ -16,10 +16,9 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
-from baton.engine.device.compute import rank_device
+from baton.engine.device import rank_device
 from baton.engine.executor.base import ExecutorLostError, Quality
-from baton.engine.executor.quality import QualityCheck
-from baton.engine.executor.self_check import STORAGE_TOLERANCE, SelfCheck
+from baton.engine.executor.self_check import STORAGE_TOLERANCE, QualityCheck, SelfCheck
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel

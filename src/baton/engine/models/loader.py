@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 )
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice, rank_device
+from baton.engine.device import ComputeDevice, rank_device
 from baton.engine.models.checkpoint import TensorFiles, WeightFile, weight_files
 from baton.engine.models.layer_operators import gated_activation, knows_experts
 from baton.engine.models.quirks import DRAFT_MODELS, LATENT_PROJECTION, has_interleaved_experts, unserved_layers

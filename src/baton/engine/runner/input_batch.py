@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.device.staging import HostStaging
+from baton.engine.device import HostStaging
 from baton.engine.scheduler import StepPlan
 from baton.engine.sequence import Sequence
 from baton_kernels.paged_attention import TokenTrees, ancestor_masks

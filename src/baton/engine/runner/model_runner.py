@@ -16,8 +16,8 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.attention import BUILT_IN, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
-from baton.engine.device.arena import arena_memory
-from baton.engine.device.staging import HostStaging
+from baton.engine.device import HostStaging
+from baton.engine.device_memory import arena_memory
 from baton.engine.models.attention_hook import probe, use_latents
 from baton.engine.models.fused import FusedDecoder, NotFusableError
 from baton.engine.models.generic import GenericDecoder, choose_linear, pack_modules, restore_modules
@@ -27,8 +27,7 @@ from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
 from baton.engine.quantization.modules import describe, held_weights, quantized_layers, return_free_memory
-from baton.engine.runner.capture import StepCapture
-from baton.engine.runner.decode_graphs import DecodeGraphs, TableShape
+from baton.engine.runner.decode_graphs import DecodeGraphs, StepCapture, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen
 from baton.errors import ConfigError, InternalError

@@ -22,16 +22,15 @@ import torch
 import torch.nn.functional as F
 
 from baton.config import EngineConfig
-from baton.engine.device.compute import ComputeDevice
+from baton.engine.device import ComputeDevice
 from baton.engine.executor.base import Executor
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import sample
+from baton.engine.sampler import sample
+from baton.engine.sampler_row import SamplerRow
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.branches import Branches, likeliest
 from baton.engine.speculation.drafter import Proposal
-from baton.engine.speculation.eagle_head import FINAL
-from baton.engine.speculation.head_weights import FIELD, HeadFiles, target_of
+from baton.engine.speculation.heads import FIELD, FINAL, HeadFiles, target_of
+from baton.engine.speculation.tree import Branches, likeliest
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS
 

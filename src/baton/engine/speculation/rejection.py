@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.row import SamplerRow
+from baton.engine.sampler import filtered_probs
+from baton.engine.sampler_row import SamplerRow
 from baton_kernels.random_numbers import Uint64s, draw_keys, mix
 from baton_kernels.rejection import rejection_sample
 

@@ -6,7 +6,7 @@ is kept while it is that token; in a tree, that child is which equals the token 
 of a sequence do not depend on who drafts, and on whether anybody does: acceptance by equality, in place of that by
 ``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023), which
 keeps the distribution but not the sequence, and is there for those who want it
-(:mod:`~baton.engine.speculation.rejection`).
+(:mod:`~baton.engine.speculation.verification`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import torch
 
 from baton.engine.grammar.constraint import MaskRow, StepMasks
 from baton.engine.runner.input_batch import ForwardOutput, KVMoves, StepBatch
-from baton.engine.sample.native import gpu_sampler
-from baton.engine.sample.queued import QueuedSample, queue_sample
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import SamplerOutput, sample
+from baton.engine.sampler import QueuedSample, SamplerOutput, gpu_sampler, queue_sample, sample
+from baton.engine.sampler_row import SamplerRow
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
@@ -68,7 +66,7 @@ class _Rows:
 
 
 class _LateMasks:
-    """A :class:`~baton.engine.sample.sampler.LateMasks`."""
+    """A :class:`~baton.engine.sampler.LateMasks`."""
 
     def __init__(self, masks: StepMasks) -> None:
         self._masks = masks

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from baton.config import EngineConfig
 from baton.engine.llm import LLM, RequestOutput
 from baton.engine.speculation.eagle import EagleDrafter
-from baton.engine.speculation.head_weights import HeadFiles
+from baton.engine.speculation.heads import HeadFiles
 from baton.engine.speculation.medusa import MedusaHeads
 from baton.errors import ConfigError
 from baton.types import SamplingParams

@@ -18,10 +18,10 @@ from tests.support.servers.cluster import LocalCluster
 
 from baton.api.v1 import common_pb2
 from baton.config import EngineConfig
-from baton.engine.device.arena import DeviceArena
+from baton.engine.device_memory import DeviceArena
 from baton.engine.llm import LLM
-from baton.engine.sample.row import SamplerRow
-from baton.engine.speculation.draft_model import ModelDrafter
+from baton.engine.sampler_row import SamplerRow
+from baton.engine.speculation.chain import ModelDrafter
 from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import SpeculationStats, Speculator

@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
-from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.grammar import lark_grammar
 from baton.tokenizer import Tokenizer
 from baton.types import Grammar

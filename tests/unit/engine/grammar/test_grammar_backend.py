@@ -18,7 +18,7 @@ from tests.support.tiny_grammar import EOS, VOCAB, Language, make_compiler, text
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.grammar.base import MatcherFamily
-from baton.engine.grammar.compiler import GrammarCompiler, load_compiler
+from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.request import EngineRequest
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar import choice_grammar, regex_grammar

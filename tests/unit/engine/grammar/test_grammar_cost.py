@@ -11,8 +11,7 @@ import pytest
 from tests.support.scripted import TINY
 
 from baton.engine.grammar import constraint as limits
-from baton.engine.grammar.compiler import GrammarCompiler
-from baton.engine.grammar.constraint import Constraint, MaskRow, StepMasks
+from baton.engine.grammar.constraint import Constraint, GrammarCompiler, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.grammar import lark_grammar, regex_grammar
 from baton_kernels.cpu.library import ThreadTeam

@@ -16,10 +16,10 @@ from tests.support.tiny_grammar import EOS, LANGUAGES, TEXTS, VOCAB, Language, m
 
 from baton.config import EngineConfig
 from baton.engine import core as core_module
+from baton.engine import sampler
 from baton.engine.core import EngineCore
-from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.grammar.constraint import GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
-from baton.engine.sample import sampler
 from baton.errors import InvalidRequestError
 from baton.grammar import choice_grammar, lark_grammar, regex_grammar
 from baton.types import FinishReason, Grammar, RequestId, SamplingParams

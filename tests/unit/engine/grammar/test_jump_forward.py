@@ -13,8 +13,7 @@ from tests.support.tiny_grammar import EOS, TEXTS, VOCAB, make_compiler, text_of
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
 from baton.engine.grammar import constraint
-from baton.engine.grammar.compiler import GrammarCompiler
-from baton.engine.grammar.constraint import LONG_RUN
+from baton.engine.grammar.constraint import LONG_RUN, GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.scheduler import MOST_QUERIES
 from baton.grammar import regex_grammar

@@ -18,12 +18,11 @@ from tests.support.tiny_grammar import EOS, LANGUAGES, TEXTS, VOCAB, make_compil
 from baton.config import EngineConfig
 from baton.engine import core as core_module
 from baton.engine.core import EngineCore
-from baton.engine.grammar.compiler import GrammarCompiler
-from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow, StepMasks
+from baton.engine.grammar.constraint import BannedTokens, Constraint, GrammarCompiler, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
 from baton.engine.request import EngineRequest
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import sample
+from baton.engine.sampler import sample
+from baton.engine.sampler_row import SamplerRow
 from baton.grammar import StructuredOutputs, regex_grammar
 from baton.types import RequestId, SamplingParams
 from baton_kernels.cpu.library import ThreadTeam

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.sample import sampler
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import sample
+from baton.engine import sampler
+from baton.engine.sampler import sample
+from baton.engine.sampler_row import SamplerRow
 from baton.types import SamplingParams
 from baton_kernels.token_mask import pack_mask
 

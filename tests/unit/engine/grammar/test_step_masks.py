@@ -11,10 +11,9 @@ import pytest
 from tests.support.scripted import TINY
 
 from baton.config import EngineConfig
-from baton.engine.grammar.compiler import GrammarCompiler
-from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow, StepMasks
+from baton.engine.grammar.constraint import BannedTokens, Constraint, GrammarCompiler, MaskRow, StepMasks
 from baton.engine.grammar.guidance import GuidanceBackend
-from baton.engine.sample.native import cpu_sampler, crowded_team
+from baton.engine.sampler import cpu_sampler, crowded_team
 from baton.grammar import StructuredOutputs
 from baton_kernels.cpu.library import ThreadTeam
 from baton_kernels.token_mask import TokenMask, unpack_mask

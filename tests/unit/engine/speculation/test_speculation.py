@@ -16,15 +16,14 @@ from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.compute import ComputeDevice
-from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.device import ComputeDevice
+from baton.engine.grammar.constraint import GrammarCompiler
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.bounded import MAX_ENDED, BoundedDrafter
-from baton.engine.speculation.draft_model import ModelDrafter
+from baton.engine.speculation.chain import ModelDrafter
 from baton.engine.speculation.drafter import Drafter, DrafterHangsError
-from baton.engine.speculation.methods import load_drafter
-from baton.engine.speculation.ngram import NgramDrafter
+from baton.engine.speculation.lookup import NgramDrafter
+from baton.engine.speculation.methods import MAX_ENDED, BoundedDrafter, load_drafter
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar import regex_grammar
 from baton.kv_cache.events import BlocksStored, KVEvent

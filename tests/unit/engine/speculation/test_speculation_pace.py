@@ -7,7 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from baton.engine.speculation.pace import FIRST_TRIALS, MOST_PAUSE, RARE_TRIAL, Pace, Record, StepTimes, worth_drafting
+from baton.engine.speculation.speculator import (
+    FIRST_TRIALS,
+    MOST_PAUSE,
+    RARE_TRIAL,
+    Pace,
+    Record,
+    StepTimes,
+    worth_drafting,
+)
 
 
 def flat(rows: float) -> float:

@@ -15,11 +15,11 @@ from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
 
 from baton.config import EngineConfig
 from baton.engine.core import EngineCore
-from baton.engine.device.compute import ComputeDevice
-from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.device import ComputeDevice
+from baton.engine.grammar.constraint import GrammarCompiler
 from baton.engine.request import EngineRequest
 from baton.engine.sequence import Sequence
-from baton.engine.speculation.draft_model import ModelDrafter
+from baton.engine.speculation.chain import ModelDrafter
 from baton.engine.speculation.drafter import Drafter, Proposal
 from baton.grammar import regex_grammar
 from baton.types import FinishReason, RequestId, SamplingParams

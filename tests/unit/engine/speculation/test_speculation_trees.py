@@ -14,11 +14,10 @@ from tests.support.tiny_grammar import EOS, VOCAB, make_compiler
 from tests.unit.engine.speculation.test_speculation import BLOCK, GREEDY, PROMPT, SAMPLINGS, Answers, Engine, answers
 
 from baton.config import EngineConfig
-from baton.engine.grammar.compiler import GrammarCompiler
+from baton.engine.grammar.constraint import GrammarCompiler
 from baton.engine.request import EngineRequest
-from baton.engine.sample.row import SamplerRow
-from baton.engine.sample.sampler import sample
-from baton.engine.speculation.branches import likeliest
+from baton.engine.sampler import sample
+from baton.engine.sampler_row import SamplerRow
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.methods import load_drafter
 from baton.engine.speculation.tree import (
@@ -27,6 +26,7 @@ from baton.engine.speculation.tree import (
     depths,
     first_path,
     is_chain,
+    likeliest,
     pick,
     right_path,
 )

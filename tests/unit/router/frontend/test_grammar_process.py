@@ -12,13 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.dialects import TOOL_DIALECTS
+from baton.dialects.builtin import Dialects
 from baton.dialects.call_grammar import AnswerGrammar
-from baton.dialects.choice import Dialects
 from baton.dialects.tool_use import read_tools
 from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs, lark_grammar, regex_grammar
-from baton.grammar.regex_cost import count_parts
-from baton.grammar.validation import check_grammar
+from baton.grammar.validation import check_grammar, count_parts
 from baton.types import Grammar
 from baton_router.processor import grammar_process
 from baton_router.processor.grammar_process import GrammarProcesses

@@ -26,24 +26,173 @@ mask are allowed, and no mask could have them keep others (``baton_kernels.sampl
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import os
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.sample.filters import filtered_probs
-from baton.engine.sample.native import ChooseTokens, cpu_token_mask, token_sampler
-from baton.engine.sample.penalties import apply_edits
-from baton.engine.sample.row import SamplerRow
-from baton.types import TokenLogprob
-from baton_kernels.cpu.library import DTYPE_CODES
+from baton.config import EngineConfig
+from baton.engine.sampler_row import LEAST_TEMPERATURE, SamplerRow, apply_edits
+from baton.types import SamplingParams, TokenLogprob
+from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
+from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary, ThreadTeam
 from baton_kernels.random_numbers import Draws, exponentials
-from baton_kernels.sampling import MOST_KEPT, Watch
-from baton_kernels.token_mask import TokenMask, Upload, has_token, mask_tokens
+from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
+from baton_kernels.token_mask import CpuTokenMask, TokenMask, Upload, has_token, mask_tokens
+
+
+def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return probabilities; what is filtered out is 0, the rest is not rescaled.
+
+    Args:
+        logits: float32 [R, vocab], not changed.
+        params: R parameters with temperatures above 0.
+    """
+    if any(p.temperature != 1.0 for p in params):
+        # From the maximum down: a temperature next to 0 gives 0 and -inf, not inf.
+        temperature = [max(p.temperature, LEAST_TEMPERATURE) for p in params]
+        scale = torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
+        logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(scale)
+    if all(p.top_k <= 0 and p.top_p >= 1.0 and p.min_p <= 0.0 for p in params):
+        return torch.softmax(logits, dim=-1)
+    return filter_batch(logits, params)
+
+
+def filter_batch(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Filter scaled logits [R, vocab] and return probabilities, with sorts over whole rows."""
+    device, vocab = logits.device, logits.shape[-1]
+    top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    rows = [i for i, k in enumerate(top_k) if k < vocab]
+    if rows:
+        values = torch.topk(logits[rows], max(top_k[i] for i in rows), dim=-1).values
+        last = torch.tensor([top_k[i] - 1 for i in rows], device=device)[:, None]
+        logits = logits.clone()
+        logits[rows] = logits[rows].masked_fill(logits[rows] < values.gather(1, last), float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if rows:
+        limits = torch.tensor([params[i].top_p for i in rows], dtype=torch.float64, device=device)[:, None]
+        descending = torch.sort(probs[rows], dim=-1, descending=True).values
+        before = descending.double().cumsum(dim=-1) - descending
+        kept = (before < limits).sum(dim=-1, keepdim=True).clamp_(min=1)
+        probs[rows] = probs[rows].masked_fill(probs[rows] < descending.gather(1, kept - 1), 0.0)
+    if any(p.min_p > 0.0 for p in params):
+        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
+        probs.masked_fill_(probs < probs.amax(dim=-1, keepdim=True) * min_p[:, None], 0.0)
+    return probs
+
+
+ChooseOnDevice = Callable[..., torch.Tensor]
+"""As :class:`baton_kernels.gpu.sampling.TritonSampler` is called."""
+
+
+class ChooseTokens(Protocol):
+    """As :class:`baton_kernels.sampling.CpuSampler` is called."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        draws: Draws,
+        masks: Sequence[TokenMask | None],
+        *,
+        at: Sequence[int] | None = None,
+        again: bool = False,
+        kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
+    ) -> list[int]:
+        """Return a token per row."""
+
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _library() -> CpuLibrary | None:
+    variants = runnable_variants()
+    if not variants:
+        return None
+    try:
+        return load_library(variants[0])
+    except OperatorsMissingError as error:
+        _log.warning("tokens are sampled in torch, several times slower: %s", error)
+        return None
+
+
+@functools.cache
+def cpu_sampler() -> CpuSampler | None:
+    """Return the operator of this processor that samples, or ``None`` where it was not built."""
+    library = _library()
+    return None if library is None else CpuSampler(library)
+
+
+@functools.cache
+def gpu_sampler(device: torch.device) -> ChooseOnDevice | None:
+    """Return the operator of a GPU that samples, or ``None`` without Triton. Its tokens are on the device."""
+    try:
+        from baton_kernels.gpu.sampling import TritonSampler
+    except ImportError as error:
+        _log.warning("tokens are sampled in torch, several times slower: %s", error)
+        return None
+    return TritonSampler(device)
+
+
+def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens | None:
+    """Return the operator that samples where logits are, or ``None``.
+
+    Args:
+        device: Of the logits.
+        on_gpu: Whether it is to be that of a GPU, which Triton's interpreter runs where logits are on a CPU.
+    """
+    if not on_gpu and device.type == "cpu":
+        return cpu_sampler()
+    sampler = gpu_sampler(device)
+    if sampler is None:
+        return None
+
+    def choose(
+        logits: torch.Tensor,
+        filters: Sequence[RowFilter],
+        draws: Draws,
+        masks: Sequence[TokenMask | None],
+        *,
+        at: Sequence[int] | None = None,
+        again: bool = False,
+        kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
+    ) -> list[int]:
+        keys = draws.keys(at, [again and one.unfiltered for one in filters])
+        if at is not None:
+            logits = logits[torch.tensor(at, device=logits.device)]
+        tokens: list[int] = sampler(logits, filters, keys, masks).tolist()
+        if watch is not None:
+            watch.ready(0, len(watch.rows), tokens)
+        return tokens
+
+    return choose
+
+
+@functools.cache
+def cpu_token_mask() -> CpuTokenMask | None:
+    """Return the operator of this processor that masks logits, or ``None`` where it was not built."""
+    library = _library()
+    return None if library is None else CpuTokenMask(library)
+
+
+def crowded_team(config: EngineConfig) -> ThreadTeam | None:
+    """Return the threads of forward passes, if these leave no processor to another thread; ``None``: they do."""
+    used = config.threads * config.tp * config.pp
+    if not config.device.startswith("cpu") or used < len(os.sched_getaffinity(0)) or _library() is None:
+        return None
+    return ThreadTeam(config.threads)
+
 
 SAMPLER_VERSION = "race-2"
 """Changes whenever another token may be drawn from the same logits with the same seed."""
@@ -390,3 +539,78 @@ def join_figures(
             token_ids, num_top, *(part.tolist() for part in figures), strict=True
         )
     ]
+
+
+class HostLink(Protocol):
+    """Takes numbers to a device and back, without that the host waits."""
+
+    def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        """Return arrays as tensors on the device; they may be changed at once."""
+
+    def download(self, *tensors: torch.Tensor) -> Callable[[], list[npt.NDArray[Any]]]:
+        """Queue copies to the host; returns what waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedSample:
+    """One token per row, chosen as soon as the device gets there.
+
+    Attributes:
+        token_ids: int64 [R], where the logits are; of bad rows any number.
+        read: Waits for the tokens.
+    """
+
+    token_ids: torch.Tensor
+    read: Callable[[], SamplerOutput]
+
+
+@torch.inference_mode()
+def queue_sample(
+    logits: torch.Tensor, rows: Sequence[SamplerRow], operator: ChooseOnDevice, link: HostLink
+) -> QueuedSample:
+    """Have one token per row chosen, as :func:`~baton.engine.sampler.sample` does.
+
+    Args:
+        logits: [R, vocab] in any float dtype; may be changed. Not needed any more by what is queued later.
+        rows: R rows.
+        operator: Of the device.
+        link: To it.
+    """
+    logits, draws = edit_logits(logits.detach(), rows, link.upload), row_draws(rows)
+    filters = [row.filter for row in rows]
+    masks = [None if row.unfiltered else row.mask for row in rows]
+    tokens = operator(logits, filters, draws.keys(), masks, upload=link.upload)
+    again = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
+    shown = [i for i, row in enumerate(rows) if row.mask is not None and row.params.logprobs is not None]
+    if forbidden := sorted({*again, *shown}):
+        mask_tokens(logits, forbidden, [mask for i in forbidden if (mask := rows[i].mask) is not None], link.upload)
+    if again:
+        (at,) = link.upload(np.array(again, np.int64))
+        masked, first = logits[at], tokens[at]
+        keys = draws.keys(again, [True] * len(again))
+        second = operator(masked, [filters[i] for i in again], keys, upload=link.upload)
+        allowed = masked.gather(1, first.clamp(min=0)[:, None])[:, 0] > float("-inf")
+        tokens[at] = torch.where((first >= 0) & allowed, first, second)
+    scored = [(i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None]
+    index, num_top = [i for i, _ in scored], [count for _, count in scored]
+    figures: tuple[torch.Tensor, ...] = ()
+    if scored:
+        chosen = tokens.clamp(min=0)
+        if len(index) < len(rows):
+            (at,) = link.upload(np.array(index, np.int64))
+            logits, chosen = logits[at], chosen[at]
+        figures = logprob_figures(logits, chosen, max(num_top))
+    read = link.download(tokens, *figures)
+
+    def finish() -> SamplerOutput:
+        found, *parts = read()
+        bad = tuple(np.flatnonzero(found < 0).tolist())
+        token_ids: list[int] = found.tolist()
+        if not scored:
+            return SamplerOutput(token_ids, None, bad)
+        logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        for i, one in zip(index, join_figures([token_ids[i] for i in index], num_top, *parts), strict=True):
+            logprobs[i] = None if i in bad else one
+        return SamplerOutput(token_ids, logprobs, bad)
+
+    return QueuedSample(tokens, finish)

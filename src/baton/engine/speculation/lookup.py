@@ -1,8 +1,11 @@
-"""Suffix decoding: what followed a sequence's end before, in itself and in earlier answers of its tenant.
+"""Drafters that look up earlier text: prompt lookup (``ngram``) and suffix decoding (``suffix``).
 
-After Oliaro et al., "SuffixDecoding" (NeurIPS 2025), with hash chains over a ring of tokens in place of suffix trees:
-memory is bounded by construction, and the oldest answers go by themselves. How far a match can be trusted is learnt per
-length of match.
+``ngram`` (Saxena, "Prompt Lookup Decoding", 2023) proposes what followed the sequence's last tokens earlier in the same
+sequence. The longest match wins; among matches of one length the latest one.
+
+``suffix`` (Oliaro et al., "SuffixDecoding", NeurIPS 2025) also searches earlier answers of the same tenant. It keeps
+hash chains over a ring of tokens in place of suffix trees, so memory is bounded and the oldest answers are overwritten.
+How far a match can be trusted is learnt per match length.
 """
 
 from __future__ import annotations
@@ -22,6 +25,43 @@ from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.tree import MAX_NODES, first_path
 from baton.native import address_of, function
 
+MIN_MATCH = 1
+MAX_MATCH = 5
+"""Fewest and most tokens of an n-gram match."""
+
+_draft_ngram = function("ngram_draft", ctypes.c_int64, *[ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p])
+
+
+class NgramDrafter:
+    """A :class:`~baton.engine.speculation.drafter.Drafter` without any state."""
+
+    name = "ngram"
+    sequential = False
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        """Nothing has to be loaded."""
+
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
+        """Return what followed before; see the protocol."""
+        return [Proposal(look_up(sequence, limit)) for sequence, limit in wanted]
+
+    def ended(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def look_up(sequence: Sequence, limit: int) -> list[int]:
+    """Return at most ``limit`` tokens that may follow a sequence's last one."""
+    draft = np.empty(max(1, limit), np.uint32)
+    count = _draft_ngram(
+        address_of(sequence.buffer), sequence.num_tokens, MIN_MATCH, MAX_MATCH, limit, address_of(draft)
+    )
+    found: list[int] = draft[:count].tolist()
+    return found
+
+
 DEPTH = 32
 """Tokens of a match that are looked at."""
 SHARED_TOKENS = 1 << 17
@@ -39,7 +79,7 @@ _NEWS = 0.02
 _new = function("suffix_new", ctypes.c_void_p, ctypes.c_int64)
 _free = function("suffix_free", None, ctypes.c_void_p)
 _add = function("suffix_add", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-_draft = function(
+_draft_suffix = function(
     "suffix_draft",
     ctypes.c_int64,
     *[ctypes.c_void_p] * 3,
@@ -124,7 +164,7 @@ class SuffixDrafter:
         own.history.add(sequence.buffer[own.num_tokens : count])
         own.num_tokens = count
         shared = self._shared.get(_owner(sequence))
-        found = _draft(
+        found = _draft_suffix(
             own.history.address,
             None if shared is None else shared.address,
             address_of(sequence.buffer) + 4 * count,

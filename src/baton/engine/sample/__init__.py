@@ -1,1 +1,0 @@
-"""From logits to tokens: penalties, filters, stateless random numbers, log probabilities."""
