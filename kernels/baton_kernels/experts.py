@@ -104,7 +104,8 @@ class CpuRouting:
     def __init__(self, library: CpuLibrary, routing: Routing, experts: int) -> None:
         routing.check(experts)
         self._run = library.route
-        self._top_k, self._experts = routing.top_k, experts
+        self._top_k = routing.top_k
+        self._experts = experts
         self._bias = None if routing.bias is None else routing.bias.detach().float().contiguous()
         self._call = RoutingCall(
             bias=None if self._bias is None else self._bias.data_ptr(),
@@ -119,11 +120,16 @@ class CpuRouting:
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take contiguous logits [T, experts] in float32 or bfloat16; see :func:`routing_reference`."""
-        tokens, call = len(logits), self._call
+        tokens = len(logits)
+        call = self._call
         ids = torch.empty(tokens, self._top_k, dtype=torch.int32)
         weights = torch.empty(tokens, self._top_k)
-        call.logits, call.ids, call.weights = logits.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        call.tokens, call.dtype, call.threads = tokens, DTYPE_CODES[logits.dtype], torch.get_num_threads()
+        call.logits = logits.data_ptr()
+        call.ids = ids.data_ptr()
+        call.weights = weights.data_ptr()
+        call.tokens = tokens
+        call.dtype = DTYPE_CODES[logits.dtype]
+        call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return ids, weights
 
@@ -147,7 +153,8 @@ class ExpertWeights:
 
     def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one expert's gate_up [2 * inner, hidden], gates first, and down [hidden, inner], contiguous."""
-        gate_up, down = self.gate_up[index].detach(), self.down[index].detach()
+        gate_up = self.gate_up[index].detach()
+        down = self.down[index].detach()
         if self.interleaved:
             return torch.cat([gate_up[:, ::2].T, gate_up[:, 1::2].T]).contiguous(), down.T.contiguous()
         return gate_up.contiguous(), down.contiguous()
@@ -222,9 +229,11 @@ class CpuExperts:
         dtype = experts.gate_up.dtype
         if dtype not in {torch.float32, torch.bfloat16}:
             raise ValueError(f"weights must be float32 or bfloat16, got {dtype}")
-        self._run, count = library.experts.run, len(experts.gate_up)
+        self._run = library.experts.run
+        count = len(experts.gate_up)
         (double, hidden), _ = (part.shape for part in experts.expert(0))
-        inner, code = double // 2, DTYPE_CODES[dtype]
+        inner = double // 2
+        code = DTYPE_CODES[dtype]
         sizes = (ctypes.c_int64 * 4)()
         library.experts.sizes(code, hidden, inner, sizes)
         gate_up_bytes, down_bytes, inner_columns, hidden_columns = sizes
@@ -263,12 +272,18 @@ class CpuExperts:
         """
         out = x.new_empty(len(x), self.hidden)
         call = self._call
-        call.x, call.ids, call.weights, call.out = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        call.tokens, call.x_stride, call.top_k = len(x), x.stride(0), ids.shape[1]
+        call.x = x.data_ptr()
+        call.ids = ids.data_ptr()
+        call.weights = weights.data_ptr()
+        call.out = out.data_ptr()
+        call.tokens = len(x)
+        call.x_stride = x.stride(0)
+        call.top_k = ids.shape[1]
         if residual is None:
             call.residual = None
         else:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out

@@ -20,7 +20,9 @@ def check_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> N
     Raises:
         ValueError: A span is not within a block, or the buffer has not as many elements as all of them.
     """
-    blocks, firsts, counts = spans[:, 0], spans[:, 1], spans[:, 2]
+    blocks = spans[:, 0]
+    firsts = spans[:, 1]
+    counts = spans[:, 2]
     inside = (blocks >= 0) & (blocks < pool.shape[0]) & (firsts >= 0) & (counts >= 0)
     if not (inside & (firsts + counts <= pool.shape[1])).all():
         raise ValueError(f"a span is not within the blocks of a pool {list(pool.shape)}")

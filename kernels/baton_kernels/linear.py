@@ -72,24 +72,29 @@ class CpuLinear:
         return library.linear
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`PackedLinear`."""
         out = x.new_empty(x.shape[0], self.out_features)
         call = self._call
-        call.x, call.out, call.rows, call.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+        call.x = x.data_ptr()
+        call.out = out.data_ptr()
+        call.rows = x.shape[0]
+        call.x_stride = x.stride(0)
         if residual is None:
             call.residual = None
         else:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.library.BindableOperator`."""
         call = LinearCall.from_buffer_copy(self._call)
-        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        call.x = x.data_ptr()
+        call.out = out.data_ptr()
+        call.x_stride = x.stride(0)
         if residual is not None:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         return BoundCall(self._run, call, (x, out, residual, self._packed, self._bias))
 
 
@@ -129,7 +134,6 @@ class OneDnnLinear:
         self._run_binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`PackedLinear`."""
         out: torch.Tensor
         if residual is None:
             out = self._run(x, self._weight, self._bias, "none", [], "")
@@ -147,6 +151,5 @@ class PlainLinear:
         self._bias = None if bias is None else bias.detach()
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`PackedLinear`."""
         out = F.linear(x, self._weight, self._bias)
         return out if residual is None else out.add_(residual)

@@ -186,7 +186,8 @@ class QuantizedWeight(ABC):
         """Return the groups of columns ``start`` to ``stop``; a group of all columns goes with every part."""
         if (start, stop) == (0, self.columns):
             return slice(None)
-        each, group = self.VALUES_PER_ELEMENT, self.group
+        each = self.VALUES_PER_ELEMENT
+        group = self.group
         if start % each or stop % each:
             raise ValueError(f"columns {start} to {stop} cut a byte of {each} values")
         if group == self.columns:

@@ -99,13 +99,15 @@ class PlainQuantizedExperts:
     def __init__(
         self, experts: QuantizedExpertWeights, activation: Activation, activations: ActivationScheme = EXACT
     ) -> None:
-        self.name, self.hidden = "torch", experts.down[0].rows
-        self._experts, self._activation, self._activations = experts, activation, activations
+        self.name = "torch"
+        self.hidden = experts.down[0].rows
+        self._experts = experts
+        self._activation = activation
+        self._activations = activations
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`baton_kernels.experts.CpuExperts`."""
         given = (self._experts, self._activation, x, ids, weights, residual, self._activations)
         return quantized_experts_reference(*given, dtype=torch.float32).to(x.dtype)
 
@@ -176,16 +178,21 @@ class CpuQuantizedExperts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`baton_kernels.experts.CpuExperts`."""
         out = x.new_empty(len(x), self.hidden)
         call = self._call
-        call.x, call.ids, call.weights, call.out = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        call.tokens, call.x_stride, call.top_k = len(x), x.stride(0), ids.shape[1]
+        call.x = x.data_ptr()
+        call.ids = ids.data_ptr()
+        call.weights = weights.data_ptr()
+        call.out = out.data_ptr()
+        call.tokens = len(x)
+        call.x_stride = x.stride(0)
+        call.top_k = ids.shape[1]
         call.dtype = DTYPE_CODES[x.dtype]
         if residual is None:
             call.residual = None
         else:
-            call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+            call.residual = residual.data_ptr()
+            call.residual_stride = residual.stride(0)
         call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out

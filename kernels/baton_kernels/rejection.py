@@ -55,7 +55,8 @@ def rejection_sample(
         some = np.flatnonzero(counts[going] > at)
         if len(some):
             drafted = drafts[going[some], at]
-            likely, numbers = p[some, drafted], uniforms(keys[going[some], at], np.array([ACCEPT], np.uint64))[:, 0]
+            likely = p[some, drafted]
+            numbers = uniforms(keys[going[some], at], np.array([ACCEPT], np.uint64))[:, 0]
             q = np.ones(len(some)) if draft is None else draft[going[some], at, drafted].astype(np.float64)
             right = (numbers * q <= likely) & (likely > 0)
             kept[some] = right

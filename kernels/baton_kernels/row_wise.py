@@ -25,7 +25,10 @@ class RowCall(ctypes.Structure):
 
     def run(self, function: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Call a function of the library for x [rows, ...], with rows of any stride; returns ``out``."""
-        self.x, self.out, self.rows, self.x_stride = x.data_ptr(), out.data_ptr(), x.shape[0], x.stride(0)
+        self.x = x.data_ptr()
+        self.out = out.data_ptr()
+        self.rows = x.shape[0]
+        self.x_stride = x.stride(0)
         self.threads = torch.get_num_threads()
         function(ctypes.byref(self))
         return out
@@ -35,7 +38,9 @@ class RowCall(ctypes.Structure):
     ) -> BoundCall:
         """Return a call of a function for rows of x, as :class:`~baton_kernels.cpu.library.BindableOperator` says."""
         call = RowCall.from_buffer_copy(self)
-        call.x, call.out, call.x_stride = x.data_ptr(), out.data_ptr(), x.stride(0)
+        call.x = x.data_ptr()
+        call.out = out.data_ptr()
+        call.x_stride = x.stride(0)
         call.residual = None if residual is None else residual.data_ptr()
         return BoundCall(function, call, (x, out, residual, *keeps))
 
@@ -67,7 +72,6 @@ class CpuRmsNorm:
         return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.library.BindableOperator`."""
         return self._call.bound(self._run, x, out, residual, self._weight)
 
 
@@ -102,7 +106,8 @@ def gated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return ``activation(gate) * up`` of x [..., 2 dim], gates first, in float32 or wider, in x's dtype [..., dim]."""
     gate, up = (x if x.dtype is torch.float64 else x.float()).chunk(2, dim=-1)
     if activation.kind is ActivationKind.CLIPPED_SWISH:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
         out = gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
     elif activation.kind is ActivationKind.GELU_TANH:
         out = F.gelu(gate, approximate="tanh") * up

@@ -54,7 +54,8 @@ def mask_tokens(
         upload: To the logits' device; default: copies that the host waits for.
     """
     # Words go to the device, a 32nd of what there is of tokens, and become bits there.
-    packed, places = np.stack(masks).view(np.int32), np.array(rows, np.int64)
+    packed = np.stack(masks).view(np.int32)
+    places = np.array(rows, np.int64)
     if upload is None:
         words, at = (torch.from_numpy(array).to(logits.device) for array in (packed, places))
     else:

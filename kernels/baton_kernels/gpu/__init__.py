@@ -28,7 +28,8 @@ def _interpret_one_at_a_time() -> None:
     """
     from triton.runtime.interpreter import GridExecutor
 
-    lock, launch = threading.RLock(), GridExecutor.__call__
+    lock = threading.RLock()
+    launch = GridExecutor.__call__
 
     @functools.wraps(launch)
     def launch_alone(self: Any, *args: Any, **kwargs: Any) -> Any:

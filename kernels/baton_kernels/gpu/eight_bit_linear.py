@@ -91,8 +91,10 @@ class TritonEightBitLinear:
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme) -> None:
         self.name = "triton"
-        self.out_features, self.in_features = weight.rows, weight.columns
-        self._values, self._scales = weight.values.contiguous(), weight.scales.contiguous()
+        self.out_features = weight.rows
+        self.in_features = weight.columns
+        self._values = weight.values.contiguous()
+        self._scales = weight.scales.contiguous()
         zeros = getattr(weight, "zeros", None)
         self._zeros: torch.Tensor | None = None if zeros is None else zeros.contiguous()
         self._height = min(weight.block[0], weight.rows) if isinstance(weight, Fp8Weight) else 1
@@ -104,7 +106,9 @@ class TritonEightBitLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual have any stride."""
         residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
-        tokens, rows, columns = len(x), self.out_features, self.in_features
+        tokens = len(x)
+        rows = self.out_features
+        columns = self.in_features
         out = x.new_empty(tokens, rows)
         if not tokens:
             return out

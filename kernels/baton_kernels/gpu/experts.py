@@ -131,7 +131,10 @@ class GroupedExperts(ABC):
     """
 
     def __init__(self, operator: str, experts: int, hidden: int, inner: int) -> None:
-        self._operator, self._experts, self.hidden, self.inner = operator, experts, hidden, inner
+        self._operator = operator
+        self._experts = experts
+        self.hidden = hidden
+        self.inner = inner
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
@@ -204,16 +207,22 @@ class TritonExperts(GroupedExperts):
     """
 
     def __init__(self, experts: ExpertWeights, activation: Activation) -> None:
-        self._gate_up_weights, self._down_weights = experts.gate_up.detach(), experts.down.detach()
-        self._gate_up_bias, self._down_bias = experts.gate_up_bias, experts.down_bias
-        self._activation, self._interleaved = activation, experts.interleaved
+        self._gate_up_weights = experts.gate_up.detach()
+        self._down_weights = experts.down.detach()
+        self._gate_up_bias = experts.gate_up_bias
+        self._down_bias = experts.down_bias
+        self._activation = activation
+        self._interleaved = experts.interleaved
         shape = self._down_weights.shape
         inner, hidden = (shape[1], shape[2]) if experts.interleaved else (shape[2], shape[1])
         super().__init__("experts", len(self._gate_up_weights), hidden, inner)
 
     def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
-        """See :meth:`GroupedExperts._gate_up`."""
-        x, w, bias, inner, how = rows.x, self._gate_up_weights, self._gate_up_bias, self.inner, self._activation
+        x = rows.x
+        w = self._gate_up_weights
+        bias = self._gate_up_bias
+        inner = self.inner
+        how = self._activation
         out = x.new_empty(rows.count, inner)
         n, k, up = (2, w.stride(1), 1) if self._interleaved else (w.stride(1), 1, inner * w.stride(1))
         bias_n, bias_up = (2, 1) if self._interleaved else (1, inner)
@@ -228,8 +237,8 @@ class TritonExperts(GroupedExperts):
         return out
 
     def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See :meth:`GroupedExperts._down`."""
-        w, bias = self._down_weights, self._down_bias
+        w = self._down_weights
+        bias = self._down_bias
         n, k = (1, w.stride(1)) if self._interleaved else (w.stride(1), 1)
         _down_kernel[rows.grid(self.hidden)](
             *(x, w, w if bias is None else bias, rows.factors, out, *rows.groups),

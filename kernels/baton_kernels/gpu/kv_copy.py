@@ -52,12 +52,10 @@ def gather_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> 
 
 
 def scatter_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
-    """See :func:`baton_kernels.kv_copy.scatter_spans`."""
     _copy(pool, spans, buffer, gather=False)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: npt.NDArray[np.int64]) -> None:
-    """See :func:`baton_kernels.kv_copy.copy_blocks`."""
     if not len(pairs):
         return
     words, _ = _as_words(pool, math.gcd(pool.shape[1], pool.stride(0)))

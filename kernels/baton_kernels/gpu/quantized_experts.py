@@ -126,16 +126,20 @@ class TritonQuantizedExperts(GroupedExperts):
         activation: Activation,
         activations: tuple[ActivationScheme, ActivationScheme] = (EXACT, EXACT),
     ) -> None:
-        self.name, self._activation, self._activations = "triton", activation, activations
-        self._gate_up_weights, self._down_weights = device_weights(experts.gate_up), device_weights(experts.down)
+        self.name = "triton"
+        self._activation = activation
+        self._activations = activations
+        self._gate_up_weights = device_weights(experts.gate_up)
+        self._down_weights = device_weights(experts.down)
         biases = (experts.gate_up_bias, experts.down_bias)
         self._gate_up_bias, self._down_bias = (None if each is None else each.detach().contiguous() for each in biases)
         self.nbytes = self._gate_up_weights.nbytes + self._down_weights.nbytes
         super().__init__("quantized_experts", len(experts.down), self._down_weights.rows, self._down_weights.columns)
 
     def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
-        """See :meth:`GroupedExperts._gate_up`."""
-        w, bias, how = self._gate_up_weights, self._gate_up_bias, self._activation
+        w = self._gate_up_weights
+        bias = self._gate_up_bias
+        how = self._activation
         x, scales = rounded_inputs(rows.x, self._activations[0])
         out = rows.x.new_empty(rows.count, self.inner)
         quantized_gate_up_kernel[rows.grid(self.inner)](
@@ -149,8 +153,8 @@ class TritonQuantizedExperts(GroupedExperts):
         return out
 
     def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See :meth:`GroupedExperts._down`."""
-        w, bias = self._down_weights, self._down_bias
+        w = self._down_weights
+        bias = self._down_bias
         x, scales = rounded_inputs(x, self._activations[1])
         quantized_down_kernel[rows.grid(self.hidden)](
             *_inputs(x, w, scales, bias),

@@ -90,7 +90,9 @@ class TritonQuantizedLinear:
     ) -> None:
         self.name = "triton"
         self._weights = device_weights([weight])
-        self.out_features, self.in_features, self.nbytes = weight.rows, weight.columns, self._weights.nbytes
+        self.out_features = weight.rows
+        self.in_features = weight.columns
+        self.nbytes = self._weights.nbytes
         self._bias = None if bias is None else bias.detach().contiguous()
         self._activations = activations
 
@@ -148,7 +150,8 @@ class TritonQuantizedLinear:
         out: torch.Tensor,
     ) -> None:
         """Unpack into memory, some rows of the weight at a time; sums are in float32, rounded before what is added."""
-        weights, columns = self._weights, self.in_features
+        weights = self._weights
+        columns = self.in_features
         step = min(self.out_features, max(1, SLAB_BYTES // (columns * x.element_size())))
         slab = x.new_empty(step, columns)
         for start in range(0, self.out_features, step):

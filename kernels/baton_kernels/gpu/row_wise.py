@@ -55,7 +55,8 @@ class TritonRmsNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self._weight = weight.detach().contiguous()
-        self._eps, self._offset = eps, offset
+        self._eps = eps
+        self._offset = offset
         self._padded = triton.next_power_of_2(len(weight))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,7 +83,8 @@ class TritonGatedMul:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Take x [rows, 2 dim], gates first, rows of any stride -> contiguous [rows, dim]."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        dim, how = x.shape[1] // 2, self._activation
+        dim = x.shape[1] // 2
+        how = self._activation
         out = x.new_empty(len(x), dim)
         if len(x):
             _gated_kernel[len(x), triton.cdiv(dim, TILE)](

@@ -177,7 +177,8 @@ class TritonSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._constants = device, RandomConstants(device)
+        self._device = device
+        self._constants = RandomConstants(device)
 
     def _upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device) for array in arrays]

@@ -23,11 +23,14 @@ def cut_into_chunks(batch: RaggedBatch, chunk: int) -> RaggedBatch:
         chunk: A multiple of the block size.
     """
     blocks = chunk // batch.block_size
-    starts, lens, tables = [0], [], []
+    starts = [0]
+    lens = []
+    tables = []
     for row, context in enumerate(batch.context_lens.tolist()):
         first = context - int(batch.query_starts[row + 1] - batch.query_starts[row])
         for index in range(first // chunk, -(-context // chunk)):
-            begin, end = index * chunk, min((index + 1) * chunk, context)
+            begin = index * chunk
+            end = min((index + 1) * chunk, context)
             starts.append(starts[-1] + end - max(begin, first))
             lens.append(end - begin)
             tables.append(batch.block_tables[row, index * blocks : (index + 1) * blocks])
@@ -67,5 +70,4 @@ class ChunkedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """See :meth:`PagedAttention.run`."""
         return self._inner.run(plan[spec.chunk], spec, pool, q, k, v)

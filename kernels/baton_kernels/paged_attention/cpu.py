@@ -79,12 +79,14 @@ class BoundAttention:
     """
 
     def __init__(self, call: BoundCall, spec: AttentionSpec) -> None:
-        self.call, self._spec = call, spec
+        self.call = call
+        self._spec = spec
         self._pool: LayerPool | None = None
 
     def attend(self, plan: CpuPlan, pool: LayerPool) -> None:
         """Take a batch and the layer's pool; both are used until the next call of this."""
-        call, shared = self.call.structure, plan.call
+        call = self.call.structure
+        shared = plan.call
         if pool is not self._pool:
             fill_layer(call, self._spec, pool)
             self._pool = pool
@@ -101,8 +103,10 @@ class CpuPagedAttention:
     stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def __init__(self, library: CpuLibrary) -> None:
-        self.library, self._run = library, library.paged_attention
-        self._pairs, self._amx = library.pairs_are_faster, library.amx
+        self.library = library
+        self._run = library.paged_attention
+        self._pairs = library.pairs_are_faster
+        self._amx = library.amx
 
     def prepare(self, batch: RaggedBatch) -> CpuPlan:
         """Fill in what all layers share."""
@@ -124,7 +128,6 @@ class CpuPagedAttention:
     def run(
         self, plan: CpuPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`PagedAttention.run`."""
         return self.run_rotated(plan, spec, pool, (q, k, v), None)
 
     def run_rotated(
@@ -173,7 +176,6 @@ class CpuPagedAttention:
         projections: LatentProjections,
         inputs: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """See :class:`LatentPagedAttention`."""
         parts = plan.parts.get(projections.shape)
         if parts is None:
             parts = plan.parts[projections.shape] = self._divide(plan, projections, spec.window)
@@ -204,11 +206,15 @@ class CpuPagedAttention:
         out = q.new_empty(len(q), spec.num_heads, projections.v_dim)
         fill_layer(call, spec, pool)
         call.block_tables = part.plan.tables + pool.group * part.plan.table_bytes
-        call.q, call.k, call.out = q.data_ptr(), keys.data_ptr(), out.data_ptr()
+        call.q = q.data_ptr()
+        call.k = keys.data_ptr()
+        call.out = out.data_ptr()
         call.q_token, call.q_head, _ = q.stride()
         call.k_token, call.k_head, _ = keys.stride()
-        call.key_up, call.value_up = projections.key_up.data_ptr(), projections.value_up.data_ptr()
-        call.nope, call.up_dim = projections.nope, projections.v_dim
+        call.key_up = projections.key_up.data_ptr()
+        call.value_up = projections.value_up.data_ptr()
+        call.nope = projections.nope
+        call.up_dim = projections.v_dim
         self._call(call, q.dtype)
         return out
 
@@ -236,7 +242,8 @@ class CpuPagedAttention:
                 groups=batch.groups,
                 trees=None if batch.trees is None else batch.trees.of(rows, chosen),
             )
-            first, last = int(rows[0]), int(rows[-1]) + 1
+            first = int(rows[0])
+            last = int(rows[-1]) + 1
             where = slice(first, last) if last - first == len(rows) else torch.from_numpy(rows)
             parts.append(LatentPart(way, where, self.prepare(part)))
         return tuple(parts)
@@ -250,9 +257,16 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
     """
     if pool.k.stride(0) != pool.v.stride(0):
         raise ValueError("K and V must be views of one pool, with the same stride from block to block")
-    call.k_pool, call.v_pool, call.block_stride = pool.k.data_ptr(), pool.v.data_ptr(), pool.k.stride(0)
-    call.num_heads, call.kv_heads, call.k_dim, call.v_dim = spec.num_heads, spec.kv_heads, spec.k_dim, spec.v_dim
-    call.scale, call.softcap, call.window = spec.scale, spec.softcap, spec.window
+    call.k_pool = pool.k.data_ptr()
+    call.v_pool = pool.v.data_ptr()
+    call.block_stride = pool.k.stride(0)
+    call.num_heads = spec.num_heads
+    call.kv_heads = spec.kv_heads
+    call.k_dim = spec.k_dim
+    call.v_dim = spec.v_dim
+    call.scale = spec.scale
+    call.softcap = spec.softcap
+    call.window = spec.window
     call.latent = pool.is_latent
     if call.latent and (spec.kv_heads != 1 or spec.v_dim > spec.k_dim):
         raise ValueError("a latent has one KV head, and values that are part of its keys")
@@ -260,13 +274,17 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
     call.storage = _STORAGE_CODES[pool.k.dtype]
     call.k_scales = call.v_scales = None
     if pool.k_scales is not None and pool.v_scales is not None:
-        call.k_scales, call.v_scales = pool.k_scales.data_ptr(), pool.v_scales.data_ptr()
+        call.k_scales = pool.k_scales.data_ptr()
+        call.v_scales = pool.v_scales.data_ptr()
         call.scale_stride = pool.k_scales.stride(0)
 
 
 def fill_tensors(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
     """Set what is attended from and stored, and where results go."""
-    call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    call.q = q.data_ptr()
+    call.k = k.data_ptr()
+    call.v = v.data_ptr()
+    call.out = out.data_ptr()
     call.q_token, call.q_head, _ = q.stride()
     call.k_token, call.k_head, _ = k.stride()
     call.v_token, call.v_head, _ = v.stride()
@@ -277,10 +295,13 @@ def fill_rotation(call: AttentionCall, rotation: Rotation | None) -> None:
     if rotation is None:
         call.cos = call.sin = call.q_norm = call.k_norm = None
         return
-    call.cos, call.sin, call.rotary = rotation.cos.data_ptr(), rotation.sin.data_ptr(), 2 * rotation.cos.shape[1]
+    call.cos = rotation.cos.data_ptr()
+    call.sin = rotation.sin.data_ptr()
+    call.rotary = 2 * rotation.cos.shape[1]
     call.q_norm = None if rotation.q_norm is None else rotation.q_norm.data_ptr()
     call.k_norm = None if rotation.k_norm is None else rotation.k_norm.data_ptr()
-    call.norm_eps, call.norm_offset = rotation.norm_eps, rotation.norm_offset
+    call.norm_eps = rotation.norm_eps
+    call.norm_offset = rotation.norm_offset
     call.rotate_pairs = rotation.pairs
 
 
@@ -300,7 +321,8 @@ def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:
 def _checked_trees(batch: RaggedBatch) -> tuple[Any, Any]:
     """The arrays of a batch's trees, after a check that C code may count on them."""
     assert batch.trees is not None
-    ancestors, starts = batch.trees.ancestors, batch.trees.starts
+    ancestors = batch.trees.ancestors
+    starts = batch.trees.starts
     for array, dtype, count in ((ancestors, "uint64", batch.query_starts[-1]), (starts, "int32", len(starts))):
         if array.dtype != dtype or array.shape != (count,) or not array.flags.c_contiguous:
             raise ValueError("ancestors must be contiguous uint64 [T], starts of trees contiguous int32 [S]")

@@ -37,7 +37,8 @@ class TokenTrees:
 
     def branch(self, row: int, sequence: int) -> list[int]:
         """Return the slots of a token's ancestors and itself, from the root on; none: it is in no tree."""
-        bits, start = int(self.ancestors[row]), int(self.starts[sequence])
+        bits = int(self.ancestors[row])
+        start = int(self.starts[sequence])
         return [start + j for j in range(bits.bit_length()) if bits >> j & 1]
 
 
@@ -228,14 +229,17 @@ def paged_attention_reference(
 
     Slow on purpose. Arguments as in :meth:`PagedAttention.run`; returns float64 [T, num_heads, v_dim].
     """
-    group, slots = spec.num_heads // spec.kv_heads, batch.slots()
+    group = spec.num_heads // spec.kv_heads
+    slots = batch.slots()
     out = torch.zeros(q.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float64)
     for seq, context in enumerate(batch.context_lens.tolist()):
-        first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
+        first = int(batch.query_starts[seq])
+        last = int(batch.query_starts[seq + 1])
         table = batch.table(pool.group)[seq]
         for row in range(first, last):
             slot = int(slots[row])
-            block, offset = int(table[slot // batch.block_size]), slot % batch.block_size
+            block = int(table[slot // batch.block_size])
+            offset = slot % batch.block_size
             where = torch.tensor([block]), torch.tensor([offset])
             write_rows(pool.k, pool.k_scales, where, k[row][None])
             write_rows(pool.v, pool.v_scales, where, v[row][None])

@@ -109,7 +109,8 @@ class FlashInferPagedAttention:
     trees = True
 
     def __init__(self, device: torch.device, library: Any) -> None:
-        self._device, self._library = device, library
+        self._device = device
+        self._library = library
         self._triton = TritonPagedAttention(device)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Key, _Wrapper] = {}
@@ -129,7 +130,6 @@ class FlashInferPagedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """See :meth:`PagedAttention.run`."""
         return self.run_rotated(plan, spec, pool, (q, k, v), None)
 
     def run_rotated(
@@ -174,7 +174,8 @@ class FlashInferPagedAttention:
             return held.wrapper
         if held.taken is not None:
             held.taken.synchronize()  # planning writes pinned memory that the last plan's copies read from
-        pages, sizes = self._pages(plan, part, pool.group), (spec.num_heads, spec.kv_heads, spec.k_dim)
+        pages = self._pages(plan, part, pool.group)
+        sizes = (spec.num_heads, spec.kv_heads, spec.k_dim)
         numbers = {
             "pos_encoding_mode": "NONE",
             "window_left": spec.window - 1 if spec.window else -1,
@@ -204,8 +205,10 @@ class FlashInferPagedAttention:
         """Return the pages of a part's sequences; see :class:`FlashInferPlan`."""
         found = plan.pages.get((group, part.decodes))
         if found is None:
-            batch, size = plan.batch, plan.batch.block_size
-            lens, tables = batch.context_lens[part.sequences], batch.table(group)[part.sequences]
+            batch = plan.batch
+            size = plan.batch.block_size
+            lens = batch.context_lens[part.sequences]
+            tables = batch.table(group)[part.sequences]
             counts = -(-lens // size)
             pages = tables[np.arange(tables.shape[1]) < counts[:, None]]
             arrays = (_starts_of(counts), pages, lens - (counts - 1) * size)

@@ -101,7 +101,8 @@ class TritonPagedAttention:
 
         A sequence of length 0 is padding: nothing is written for it, and its output is 0.
         """
-        count, width = len(context_lens), tables.shape[1] // groups
+        count = len(context_lens)
+        width = tables.shape[1] // groups
         fixed = {"query_starts": np.arange(count + 1, dtype=np.int32), "token_seq": np.arange(count, dtype=np.int32)}
         return TritonPlan(
             arrays={**self._upload(fixed), "context_lens": context_lens, "tables": tables},
@@ -115,7 +116,6 @@ class TritonPagedAttention:
     def run(
         self, plan: TritonPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """See :meth:`PagedAttention.run`."""
         return self.run_rotated(plan, spec, pool, (q, k, v), None)
 
     def run_rotated(
@@ -191,7 +191,8 @@ class TritonPagedAttention:
     ) -> None:
         """Launch the tiles of the sequences with few new tokens, or of the others."""
         q, out = tensors
-        group, arrays = spec.num_heads // spec.kv_heads, plan.arrays
+        group = spec.num_heads // spec.kv_heads
+        arrays = plan.arrays
         main = 1 << (spec.k_dim.bit_length() - 1)
         operator = "attention_few" if few else "attention_many"
         chosen = tuning_for(operator, self._device, {"k_dim": spec.k_dim, "v_dim": spec.v_dim, "group": group})
@@ -206,7 +207,8 @@ class TritonPagedAttention:
         if splits > 1:
             sums = q.new_empty(splits, plan.num_tokens, spec.num_heads, dv, dtype=torch.float32)
             stats = q.new_empty(splits, plan.num_tokens, spec.num_heads, 2, dtype=torch.float32)
-        starts, k_and_v_scales = arrays["query_starts"], _scales_of(pool)
+        starts = arrays["query_starts"]
+        k_and_v_scales = _scales_of(pool)
         attend_kernel[len(tiles.seqs), columns, splits](
             *(q, pool.k, pool.v, *k_and_v_scales[:2], out, sums, stats, q if spec.sinks is None else spec.sinks),
             *(starts, arrays["context_lens"]),

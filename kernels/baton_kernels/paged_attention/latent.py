@@ -38,8 +38,11 @@ class LatentProjections:
 
     def __init__(self, weight: torch.Tensor, num_heads: int, v_dim: int) -> None:
         key, value = weight.view(num_heads, -1, weight.shape[1]).tensor_split([-v_dim], dim=1)
-        self.key_up, self.value_up = key.clone(memory_format=torch.contiguous_format), value.mT.contiguous()
-        self.rank, self.nope, self.v_dim = weight.shape[1], key.shape[1], v_dim
+        self.key_up = key.clone(memory_format=torch.contiguous_format)
+        self.value_up = value.mT.contiguous()
+        self.rank = weight.shape[1]
+        self.nope = key.shape[1]
+        self.v_dim = v_dim
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -77,7 +77,6 @@ class TorchPagedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """See :meth:`PagedAttention.run`."""
         mine = plan[pool.group]
         where = mine.blocks, mine.offsets
         write_rows(pool.k, pool.k_scales, where, k)
@@ -98,7 +97,6 @@ class TorchPagedAttention:
         projections: LatentProjections,
         inputs: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """See :class:`LatentPagedAttention`."""
         q, rows = inputs
         mine = plan[pool.group]
         write_rows(pool.k, pool.k_scales, (mine.blocks, mine.offsets), rows[:, None])
@@ -110,7 +108,8 @@ class TorchPagedAttention:
             self._decode(decodes, spec, pool, projections.queries(q[at]), latents)
             out[at] = projections.outputs(latents)
         for chunk in mine.chunks:
-            span, count = slice(chunk.first, chunk.last), chunk.last - chunk.first
+            span = slice(chunk.first, chunk.last)
+            count = chunk.last - chunk.first
             alone = replace(chunk, first=0, last=count)
             if projections.expanding_pays(count, chunk.context, spec.window):
                 self._chunk_expanded(alone, spec, pool, projections, (q[span], out[span]))
@@ -216,7 +215,8 @@ def _plan(batch: RaggedBatch, tables: npt.NDArray[np.int32]) -> TorchPlan:
     for seq in np.flatnonzero((counts > 0) & ~single).tolist():
         context = int(batch.context_lens[seq])
         table = tables[seq, : -(-context // size)].astype(np.int64)
-        first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
+        first = int(batch.query_starts[seq])
+        last = int(batch.query_starts[seq + 1])
         branches: tuple[list[int], ...] = ()
         if batch.trees is not None and batch.trees.ancestors[first]:
             branches = tuple(batch.trees.branch(row, seq) for row in range(first, last))
@@ -236,7 +236,8 @@ def _tree_mask(branches: tuple[list[int], ...], stop: int, window: int) -> torch
     """Which of ``stop`` slots tokens of a tree see, bool [tokens, stop]; ``branches``: of each, from the root on."""
     mask = torch.zeros(len(branches), stop, dtype=torch.bool)
     for row, branch in enumerate(branches):
-        root, depth = branch[0], len(branch) - 1
+        root = branch[0]
+        depth = len(branch) - 1
         mask[row, max(0, root + depth + 1 - window) if window else 0 : root] = True
         mask[row, branch[-window:] if window else branch] = True
     return mask

@@ -71,7 +71,9 @@ _SANDWICH_NORMS = {
 _NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z0-9_]+)\.(weight|bias)")
 _LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose queries are scaled by another size than a head's."""
-_LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+_LLAMA3_ORIGINAL = 8192
+_LLAMA3_LOW = 1.0
+_LLAMA3_HIGH = 4.0
 """Llama 3.1 and 3.2: original context, and the frequency factors; only the factor of scaling differs among them."""
 
 
@@ -106,7 +108,8 @@ def tensor_rules(file: GgufFile) -> dict[str, TensorRule]:
     Raises:
         ConfigError: A tensor that the architecture does not have, or see :func:`model_config`.
     """
-    config, kind = model_config(file), architecture(file)
+    config = model_config(file)
+    kind = architecture(file)
     layers = config["num_hidden_layers"]
     names = {**_LAYER, **(_SANDWICH_NORMS if kind.sandwich else _PLAIN_NORMS)}
     rules = {}
@@ -211,7 +214,8 @@ class _Config:
         config["hidden_activation" if self._kind.sandwich else "hidden_act"] = "gelu_pytorch_tanh"
         if not self._kind.sandwich:
             return
-        layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+        layers = config["num_hidden_layers"]
+        head_dim = config["head_dim"]
         large = layers == _LARGE_GEMMA.get(self._prefix)
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"] if large else head_dim
         config["sliding_window"] = self._integer("attention.sliding_window", 1, 1 << 31)

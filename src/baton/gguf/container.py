@@ -85,7 +85,10 @@ _SCALARS: Mapping[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_FLOAT32 = 6
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 
 Value = bool | int | float | str | list[str] | npt.NDArray[Any]
 """A value of the metadata; arrays of numbers are numpy's, of their own type."""
@@ -150,7 +153,9 @@ class _Reader:
     """Reads one file from front to back; :attr:`_at` never passes its end."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
-        self._path, self._data, self._size = path, data, size
+        self._path = path
+        self._data = data
+        self._size = size
         self._at = 0
         self._strings_left = MAX_STRINGS
         self._where = "its header"
@@ -163,7 +168,8 @@ class _Reader:
             swapped = int.from_bytes(self._data[4:8], "big") in VERSIONS
             self._refuse("a big-endian GGUF file" if swapped else f"GGUF version {version}; Baton reads 2 and 3")
         self._at = 8
-        num_tensors, num_pairs = self._number("<Q"), self._number("<Q")
+        num_tensors = self._number("<Q")
+        num_pairs = self._number("<Q")
         if num_pairs > MAX_PAIRS or num_tensors > MAX_TENSORS:
             self._refuse(f"{num_tensors} tensors and {num_pairs} metadata pairs are more than a model has")
         metadata: dict[str, Value] = {}
@@ -194,12 +200,14 @@ class _Reader:
             if offset + info.nbytes > self._size:
                 self._refuse(f"truncated: its data ends at byte {offset + info.nbytes} of {self._size}")
             placed[info.name] = TensorInfo(info.name, info.shape, info.type, offset, info.nbytes)
-        end, before = start, ""
+        end = start
+        before = ""
         for info in sorted(placed.values(), key=lambda each: each.offset):
             if info.offset < end:
                 self._where = f"tensor {shown(info.name)}"
                 self._refuse(f"overlaps {shown(before)}")
-            end, before = info.offset + info.nbytes, info.name
+            end = info.offset + info.nbytes
+            before = info.name
         return placed
 
     def _tensor(self, index: int) -> TensorInfo:
@@ -210,7 +218,8 @@ class _Reader:
         if not 1 <= dims <= MAX_DIMS:
             self._refuse(f"has {dims} dimensions, not 1 to {MAX_DIMS}")
         shape = [self._number("<Q") for _ in range(dims)]
-        number, offset = self._number("<I"), self._number("<Q")
+        number = self._number("<I")
+        offset = self._number("<Q")
         kind = TENSOR_TYPES.get(number)
         if kind is None:
             self._refuse(f"is of type {_OTHER_TYPES.get(number, number)}, which Baton does not read")
@@ -241,7 +250,8 @@ class _Reader:
         return bool(value)
 
     def _array(self) -> Value:
-        kind, count = self._number("<I"), self._number("<Q")
+        kind = self._number("<I")
+        count = self._number("<Q")
         if kind == _ARRAY:
             self._refuse("arrays of arrays are not supported")
         if kind == _STRING:

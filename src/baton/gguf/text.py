@@ -27,7 +27,8 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+%s|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*%s|"
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED % ("", "") + r"\p{N}" + _SLASHED
@@ -83,7 +84,8 @@ class GgufText:
         if name == "gpt2":
             built, begins = self._byte_level()
         elif name == "llama":
-            built, begins = self._sentencepiece(), True
+            built = self._sentencepiece()
+            begins = True
         else:
             self._refuse("model", f"the tokenizer {shown(kind)} is not supported (supported: gpt2, llama)")
         self._add_tokens(built)
@@ -163,18 +165,21 @@ class GgufText:
 
     def _merges(self, scores: list[float]) -> list[tuple[float, tuple[int, int], str, str]]:
         """Return all pairs of tokens that make a third: by its score, the best first."""
-        ids, found = self._ids, []
+        ids = self._ids
+        found = []
         for token, score, kind in zip(self._tokens, scores, self._types.tolist(), strict=True):
             if kind not in (_NORMAL, _USER_DEFINED) or not 2 <= len(token) <= _MAX_MERGED:
                 continue
             for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
+                left = token[:cut]
+                right = token[cut:]
                 if left in ids and right in ids:
                     found.append((-score, (ids[left], ids[right]), left, right))
         return found
 
     def _add_tokens(self, built: tokenizers.Tokenizer) -> None:
-        special, plain = [], []
+        special = []
+        plain = []
         for token, kind in zip(self._tokens, self._types.tolist(), strict=True):
             if token and kind in (_CONTROL, _UNKNOWN):
                 special.append(AddedToken(token, normalized=False, special=True))

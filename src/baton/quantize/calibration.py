@@ -54,7 +54,8 @@ class LayeredModel:
         count = config.get_text_config(decoder=True).num_hidden_layers
         lists = [(name, each) for name, each in self._module.named_modules() if isinstance(each, nn.ModuleList)]
         found = next(((name, each) for name, each in lists if len(each) == count), ("", nn.ModuleList()))
-        self.prefix, self._layers = (f"{found[0]}." if found[0] else ""), found[1]
+        self.prefix = f"{found[0]}." if found[0] else ""
+        self._layers = found[1]
 
     def linear_names(self) -> list[str]:
         """Return the names of all linear modules."""
@@ -73,7 +74,8 @@ class LayeredModel:
             ConfigError: The model is of a shape that cannot be run layer by layer.
         """
         base = self._module.base_model
-        layers, notes = list(self._layers), _Notes([])
+        layers = list(self._layers)
+        notes = _Notes([])
         if not layers or base is self._module:
             raise ConfigError("calibration needs a model with a list of decoder layers", field="calibration")
         embedding = base.get_input_embeddings()
@@ -81,7 +83,8 @@ class LayeredModel:
         for module in outside:
             self._make_buffers(module)
         self._fill(embedding, f"{self._name_of(embedding)}.")
-        first, calls = [], []
+        first = []
+        calls = []
         try:
             for index, layer in enumerate(layers):
                 self._layers[index] = _Noted(layer, notes, last=index == len(layers) - 1)
@@ -157,7 +160,9 @@ class _Noted(nn.Module):
 
     def __init__(self, layer: nn.Module, notes: _Notes, *, last: bool) -> None:
         super().__init__()
-        self._replaced, self._notes, self._last = [layer], notes, last
+        self._replaced = [layer]
+        self._notes = notes
+        self._last = last
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -264,7 +269,8 @@ def fold_scales(layer: nn.Module, inputs: dict[str, Inputs], how: Folding) -> in
     Returns:
         How many scales were folded.
     """
-    expected, count = run_layer(layer, [how.hidden], how.call)[0], 0
+    expected = run_layer(layer, [how.hidden], how.call)[0]
+    count = 0
     for source, linears in list(_sources(layer, inputs, how.names)):
         modules: list[Any] = [layer.get_submodule(name) for name in linears]
         scales = _best_scales([module.weight.detach() for module in modules], inputs[linears[0]].sample, how)
@@ -313,13 +319,15 @@ def _best_scales(weights: list[torch.Tensor], sample: torch.Tensor, how: Folding
             total += float((sample @ (rounded - weight).T).square().sum())
         return total
 
-    best, least = None, error(torch.ones_like(magnitudes))
+    best = None
+    least = error(torch.ones_like(magnitudes))
     for power in POWERS:
         scales = magnitudes.pow(power)
         scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(1e-4, 1e4)
         found = error(scales)
         if found < least:
-            best, least = scales, found
+            best = scales
+            least = found
     return best
 
 

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     with progress() as step, quiet_transformers():
         written = quantize_checkpoint(options, step)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    before, after = format_bytes(written.bytes_before), format_bytes(written.bytes_after)
+    before = format_bytes(written.bytes_before)
+    after = format_bytes(written.bytes_after)
     print(f"{args.out}: {written.weights} weights in {args.scheme}, {before} -> {after}")
     if args.calibration:
         print(f"scales folded into {written.folded} norms and projections")

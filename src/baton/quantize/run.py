@@ -50,7 +50,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, num_tensors: int) -> None:
-        self._folder, self._reserved = folder, _HEADER_BYTES_PER_TENSOR * (num_tensors + 1)
+        self._folder = folder
+        self._reserved = _HEADER_BYTES_PER_TENSOR * (num_tensors + 1)
         self._file: BinaryIO | None = None
         self._header: dict[str, Any] = {}
         self._at = 0
@@ -73,7 +74,9 @@ class CheckpointWriter:
             self._end()
             path = self._folder / f"{len(self._paths)}.partial"
             self._paths.append(path)
-            self._file, self._at, self._header = path.open("wb"), 0, {}
+            self._file = path.open("wb")
+            self._at = 0
+            self._header = {}
             self._file.seek(8 + self._reserved)
         self._header[name] = {
             "dtype": _TYPES[tensor.dtype],
@@ -183,7 +186,8 @@ def quantize_checkpoint(options: QuantizeOptions, step: Step) -> Written:
         raise ConfigError(f"{folder} is no folder with a plain checkpoint", field="model")
     if raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config"):
         raise ConfigError(f"{folder} is quantized already: give the plain checkpoint", field="model")
-    out, draft = Path(options.out), Path(f"{options.out}.partial")
+    out = Path(options.out)
+    draft = Path(f"{options.out}.partial")
     for path in (out, draft):
         if path.exists():
             raise ConfigError(f"{path} exists already: give a new folder", field="out")
@@ -205,7 +209,10 @@ class _Run:
     """One run of the command."""
 
     def __init__(self, options: QuantizeOptions, folder: Path, raw: dict[str, Any], out: Path) -> None:
-        self._options, self._folder, self._raw, self._out = options, folder, raw, out
+        self._options = options
+        self._folder = folder
+        self._raw = raw
+        self._out = out
         self._scheme: Scheme = SCHEMES[options.scheme]
         files = weight_files(folder)
         self._source = TensorFiles(files)
@@ -253,7 +260,8 @@ class _Run:
         for name in self._names:
             if name not in linears and not _EXPERT.fullmatch(name):
                 continue
-            module, shape = name.removesuffix(".weight"), self._source.shape(name)
+            module = name.removesuffix(".weight")
+            shape = self._source.shape(name)
             if len(shape) != 2 or any(pattern.fullmatch(module) for pattern in patterns):
                 continue
             why = check_columns(name, shape[1], self._scheme, self._options.group_size)
@@ -308,7 +316,8 @@ class _Run:
                 if parameter is None:  # a buffer that the checkpoint has
                     writer.add(name, self._source.read(name))
                     continue
-                value, found = parameter.detach(), inputs.get(local.removesuffix(".weight"))
+                value = parameter.detach()
+                found = inputs.get(local.removesuffix(".weight"))
                 if name not in self._weights:
                     writer.add(name, value.to(self._source.dtype(name)))
                     continue

@@ -78,7 +78,8 @@ def quantize(
     columns = weight.shape[1]
     size = group if scheme.grouped else columns
     importance = None if energy is None else energy.view(1, -1, size)
-    values, scales = [], []
+    values = []
+    scales = []
     step = max(1, _TILE_ELEMENTS // columns)
     for at in range(0, len(weight), step):
         part = weight[at : at + step]

@@ -23,7 +23,7 @@ from baton.config import EngineConfig
 from baton.engine.executor import self_check
 from baton.engine.llm import LLM
 from baton.engine.models.layer_operators import GpuOperators
-from baton.engine.quantization.modules import held_weights
+from baton.engine.quantization.modules import reloadable_weights
 from baton.errors import ConfigError
 from baton.types import SamplingParams
 from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear
@@ -124,7 +124,7 @@ def test_packed_weights_and_kv_of_8_bits_give_the_tokens_of_the_cpu(
     assert executor.description.startswith("fused decoder, attention triton")
     assert f"quantized weights {form} by triton, inputs exact" in executor.description
     assert ("graphs of 2" in executor.description) is (graphs == "2")
-    assert not any(held.nbytes for held in held_weights(executor.model.module))
+    assert not any(held.nbytes for held in reloadable_weights(executor.model.module))
     layer = executor._runner._decoder._layers[0]
     # Columns of act order differ between projections, which stay side by side then.
     joined = [layer.attention.qkv, layer.mlp.gate_up]

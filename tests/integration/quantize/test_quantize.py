@@ -85,7 +85,7 @@ def test_weights_are_close_and_all_else_is_as_it_was(plain: Path, written: Calla
     loaded = load_model(EngineConfig(model=str(written(scheme)), dtype="float32")).module
     for name, tensor in before.items():
         if "layers" in name and tensor.ndim == 2:
-            weight = loaded.get_submodule(name.removesuffix(".weight")).held.get().dequantize()
+            weight = loaded.get_submodule(name.removesuffix(".weight")).reloadable.get().dequantize()
             assert float((weight - tensor.float()).norm() / tensor.float().norm()) < MOST_ERROR[scheme]
         else:
             assert torch.equal(after[name], tensor)
@@ -108,7 +108,7 @@ def test_compressed_tensors_decompresses_the_same_weights(written: Callable[...,
     compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
     found = compressor.decompress(state, parsed.config_groups["group_0"])["weight"]
     loaded = load_model(EngineConfig(model=str(path), dtype="float32")).module
-    expected = loaded.get_submodule(name).held.get().dequantize()
+    expected = loaded.get_submodule(name).reloadable.get().dequantize()
     torch.testing.assert_close(found.float(), expected.to(found.dtype).float(), rtol=1e-2, atol=1e-3)
 
 
@@ -120,7 +120,7 @@ def test_bitsandbytes_dequantizes_the_same_weights(written: Callable[..., Path])
     state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
     found = functional.dequantize_4bit(tensors[f"{name}.weight"], quant_state=state)
     loaded = load_model(EngineConfig(model=str(path), dtype="float32")).module
-    expected = loaded.get_submodule(name).held.get().dequantize(torch.bfloat16)
+    expected = loaded.get_submodule(name).reloadable.get().dequantize(torch.bfloat16)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
@@ -132,8 +132,8 @@ def test_tokens_are_those_of_the_dequantized_model(written: Callable[..., Path],
     model: Any = AutoModelForCausalLM.from_pretrained(plain)
     state = {name: tensor for name, tensor in loaded.module.state_dict().items() if name in model.state_dict()}
     for name, module in loaded.module.named_modules():
-        if hasattr(module, "held"):
-            state[f"{name}.weight"] = module.held.get().dequantize()
+        if hasattr(module, "reloadable"):
+            state[f"{name}.weight"] = module.reloadable.get().dequantize()
     assert state.keys() == model.state_dict().keys()
     model.load_state_dict(state)
     model.save_pretrained(plain)

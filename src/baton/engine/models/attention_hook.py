@@ -164,7 +164,8 @@ class _Recorder:
 
     def _until_hidden(self, visible: Callable[[int], torch.Tensor]) -> int:
         """Return the first query that does not see the first key, or the longest sequence."""
-        low, high = 1, self.max_len
+        low = 1
+        high = self.max_len
         while low < high:
             middle = (low + high) // 2
             if bool(visible(middle)[0]):
@@ -195,7 +196,8 @@ class _Recorder:
             reach = self._reaches.get(attention_mask.untyped_storage().data_ptr(), own)
         if isinstance(reach, str):
             raise self.refuse(reach)
-        scaling, sinks = kwargs.get("scaling"), attention_sinks(module, kwargs.get("s_aux"))
+        scaling = kwargs.get("scaling")
+        sinks = attention_sinks(module, kwargs.get("s_aux"))
         self.specs[id(module)] = AttentionSpec(
             num_heads=query.shape[1],
             kv_heads=key.shape[1],
@@ -314,7 +316,8 @@ def _latent_attention(model: LoadedModel, module: Any, spec: AttentionSpec) -> A
     expand: Any = getattr(module, LATENT_EXPANSION, None)
     if type(up) is not nn.Linear or expand is None or getattr(module, "v_head_dim", None) != spec.v_dim:
         return spec
-    rank, nope = up.in_features, up.out_features // spec.num_heads - spec.v_dim
+    rank = up.in_features
+    nope = up.out_features // spec.num_heads - spec.v_dim
     rope = spec.k_dim - nope
     bias: Any = up.bias
     if bias is not None or spec.kv_heads != spec.num_heads or rope < 0 or nope < 1:

@@ -306,10 +306,13 @@ class TensorFiles:
             ConfigError: The file ended before its header says.
         """
         entry = self._entries[name]
-        begin, size, shape = entry.begin, entry.size, entry.shape
+        begin = entry.begin
+        size = entry.size
+        shape = entry.shape
         if index is not None:
             size //= shape[0]
-            begin, shape = begin + index * size, shape[1:]
+            begin = begin + index * size
+            shape = shape[1:]
         data = np.empty(size, dtype=np.uint8)
         with entry.file.path.open("rb", buffering=0) as file:
             done = 0
@@ -320,7 +323,7 @@ class TensorFiles:
                 done += count
         return torch.from_numpy(data).view(entry.dtype).view(shape) if size else torch.empty(shape, dtype=entry.dtype)
 
-    def keep(self, name: str) -> torch.Tensor:
+    def read_or_map(self, name: str) -> torch.Tensor:
         """Return a tensor that stays as it is: pages of the file if it is large. It must not be written to.
 
         Raises:
@@ -346,7 +349,7 @@ class TensorFiles:
         return data.view(entry.dtype).view(entry.shape)
 
     def drop_pages(self) -> None:
-        """Have no page of what :meth:`keep` mapped in memory, until it is looked at again."""
+        """Have no page of what :meth:`read_or_map` mapped in memory, until it is looked at again."""
         for mapping in self._mappings:
             mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -355,7 +358,8 @@ def _entry(file: WeightFile, name: str, item: dict[str, object]) -> _Entry:
     dtype = DTYPES.get(str(item.get("dtype")))
     if dtype is None:
         raise ConfigError(f"{file.path.name}: {name}: dtype {item.get('dtype')} is not known", field="model")
-    shape, offsets = item.get("shape"), item.get("data_offsets")
+    shape = item.get("shape")
+    offsets = item.get("data_offsets")
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         raise ConfigError(f"{file.path.name}: {name}: has no shape or data_offsets", field="model")
     begin, end = offsets

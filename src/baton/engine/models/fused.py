@@ -59,7 +59,8 @@ class FusedDecoder:
         stack, layers, family = known_stack(model, share)
         self.on_layer: Callable[[int], None] | None = None
         self._attention = attention
-        self._communicator, self._first_layer = ranks, share.first_layer
+        self._communicator = ranks
+        self._first_layer = share.first_layer
         self._dtype = TORCH_DTYPES[model.dtype]
         self._embedding = stack.embed_tokens.weight.detach() if ranks.is_first_stage else None
         scale = getattr(stack.embed_tokens, "embed_scale", None)
@@ -130,7 +131,9 @@ class FusedDecoder:
         kept: dict[int, torch.Tensor],
     ) -> torch.Tensor:
         """Run the layers operator by operator; keep the inputs of those in ``hidden_of``."""
-        backend, on_layer, add = self._attention, self.on_layer, self._add
+        backend = self._attention
+        on_layer = self.on_layer
+        add = self._add
         splits_heads = self._communicator.splits_heads
         for index, (layer, pool) in enumerate(zip(self._layers, pools, strict=True), self._first_layer):
             if index in hidden_of:

@@ -106,7 +106,6 @@ class LatentAttention:
     def __call__(
         self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """See :class:`HeadAttention`."""
         spec = self.spec
         made = self.down(x)
         queries, latents, rotary = made.split_with_sizes(
@@ -126,7 +125,8 @@ class LatentAttention:
         rope = rotary.shape[1]
         both = torch.cat([q[..., -rope:], rotary[:, None]], dim=1).float()
         first, second = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        cos = self.cos[positions][:, None]
+        sin = self.sin[positions][:, None]
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(q.dtype)
         return torch.cat([q[..., :-rope], turned[:, :-1]], dim=-1), turned[:, -1]
 
@@ -193,9 +193,11 @@ class LayerMaker:
         family: Family,
         operators: LayerOperators,
     ) -> None:
-        self._family, self._operators = family, operators
+        self._family = family
+        self._operators = operators
         self._dtype = TORCH_DTYPES[model.dtype]
-        self._specs, self._latents = list(share.specs.values()), share.latents
+        self._specs = list(share.specs.values())
+        self._latents = share.latents
         self._first_layer = share.first_layer
         self._layer_types: list[str] | None = getattr(model.text_config, "layer_types", None)
         rotary: Any = model.module.model.rotary_emb
@@ -217,7 +219,8 @@ class LayerMaker:
         Raises:
             NotFusableError: It has another shape.
         """
-        norms, attention = self._family.norms, layer.self_attn
+        norms = self._family.norms
+        attention = layer.self_attn
         latent = self._latents.get(id(attention))
         made = FusedLayer(
             attention_norm=self._named_norm(layer, norms.before_attention),
@@ -416,7 +419,8 @@ def _rotary_rows(
 def split_heads(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
     rows, width = qkv.shape
-    queries, keys = spec.num_heads * spec.k_dim, spec.kv_heads * spec.k_dim
+    queries = spec.num_heads * spec.k_dim
+    keys = spec.kv_heads * spec.k_dim
     return (
         qkv.as_strided((rows, spec.num_heads, spec.k_dim), (width, spec.k_dim, 1)),
         qkv.as_strided((rows, spec.kv_heads, spec.k_dim), (width, spec.k_dim, 1), queries),

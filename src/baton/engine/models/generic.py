@@ -18,7 +18,7 @@ from baton.engine.models.layer_operators import LayerOperators, MakeLinear, Pack
 from baton.engine.models.loader import LoadedModel
 from baton.engine.models.parallel import Share
 from baton.engine.models.quirks import COUNTS_ON_FROM_CACHE
-from baton.engine.quantization.modules import QuantizedModule, held_weights
+from baton.engine.quantization.modules import QuantizedModule, reloadable_weights
 from baton.errors import InternalError
 from baton_kernels.cpu import CpuLibrary
 from baton_kernels.linear import AmxLinear, CpuLinear, OneDnnLinear, PackedLinear, PairsLinear, PlainLinear
@@ -38,7 +38,8 @@ class GenericDecoder:
         self.module = model.module
         self._architecture = model.architecture
         self.on_layer: Callable[[int], None] | None = None
-        self._specs, self._latents = list(share.specs.values()), share.latents
+        self._specs = list(share.specs.values())
+        self._latents = share.latents
         self._layer_of = {module: index for index, module in enumerate(share.specs)}
         self._first_layer = share.first_layer
         self._attention = attention
@@ -89,7 +90,8 @@ class GenericDecoder:
             found = [self._hidden.get(each) for each in hidden_of]
             hidden = tuple(each[0] for each in found if each is not None)
         finally:
-            self._step, self._hidden = None, {}
+            self._step = None
+            self._hidden = {}
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[rows]), hidden if len(hidden) == len(hidden_of) else ()
 
@@ -112,7 +114,9 @@ class GenericDecoder:
         check_inputs(self._architecture, attention_mask, kwargs)
         plan, pools = self._step
         layer = self._layer_of[id(module)]
-        spec, pool, latents = self._specs[layer], pools[layer], self._latents.get(id(module))
+        spec = self._specs[layer]
+        pool = pools[layer]
+        latents = self._latents.get(id(module))
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if latents is None:
             out = self._attention.run(plan, spec, pool, q, k, v)[None]
@@ -208,7 +212,8 @@ class PackedModule(nn.Module):
 
     def __init__(self, linear: PackedLinear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self._linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -244,5 +249,5 @@ def restore_modules(module: nn.Module, replaced: dict[str, nn.Module]) -> None:
     """Undo :func:`pack_modules`; quantized weights that are not in memory are read again."""
     for name, child in replaced.items():
         module.set_submodule(name, child)
-    for held in held_weights(module):
-        held.hold()
+    for held in reloadable_weights(module):
+        held.load()

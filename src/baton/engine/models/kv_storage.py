@@ -39,7 +39,8 @@ def kv_type(config: EngineConfig, model: LoadedModel, specs: Sequence[AttentionS
     Raises:
         ConfigError: The model has no KV of that type; names ``kv_dtype`` or ``kv_skip_layers``.
     """
-    own, wanted = model.dtype, config.kv_dtype
+    own = model.dtype
+    wanted = config.kv_dtype
     if wanted == "auto":
         wanted = own
     if wanted == own and not config.kv_skip_layers:

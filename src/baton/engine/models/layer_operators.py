@@ -60,7 +60,8 @@ def gated_activation(module: nn.Module) -> Activation | None:
 
 def knows_experts(module: nn.Module) -> bool:
     """Whether a module is one of experts, gated MLPs, whose weights are laid out as the operators take them."""
-    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    gate_up = getattr(module, "gate_up_proj", None)
+    down = getattr(module, "down_proj", None)
     if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.dim() != 3:
         return False
     interleaved = has_interleaved_experts(module)
@@ -78,7 +79,8 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
     if not knows_experts(module):
         return None
     experts: Any = module
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up = experts.gate_up_proj
+    down = experts.down_proj
     if has_interleaved_experts(module):
         return ExpertWeights(gate_up, down, experts.gate_up_proj_bias, experts.down_proj_bias, interleaved=True)
     return ExpertWeights(gate_up, down)
@@ -93,7 +95,6 @@ class ExpertsByDefinition:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`baton_kernels.experts.CpuExperts`."""
         out: torch.Tensor = self._module(x, ids, weights)
         return out if residual is None else out.add_(residual)
 
@@ -118,7 +119,8 @@ def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
     """Return the C++ operator for a module of experts; ``None``: it is none that the operator can run."""
     if isinstance(module, QuantizedExpertsModule):
         return pack_quantized_experts(module, partial(_cpu_quantized_experts, library))
-    weights, activation = expert_weights(module), gated_activation(module)
+    weights = expert_weights(module)
+    activation = gated_activation(module)
     if weights is None or activation is None or weights.gate_up.dtype not in CPU_DTYPES:
         return None
     return CpuExperts(library, weights, activation)
@@ -151,7 +153,10 @@ class Mixture:
     def __init__(
         self, router: PackedLinear, routing: Route, experts: RunExperts, shared: Any, *, wide_router: bool
     ) -> None:
-        self._router, self._routing, self._experts, self._shared = router, routing, experts, shared
+        self._router = router
+        self._routing = routing
+        self._experts = experts
+        self._shared = shared
         self._wide_router = wide_router
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,7 +188,8 @@ def make_mixture(
     Raises:
         ValueError: The router's numbers contradict each other.
     """
-    weight, bias = router.weight.detach(), getattr(router, "bias", None)
+    weight = router.weight.detach()
+    bias = getattr(router, "bias", None)
     wide = family.scoring is Scoring.SIGMOID
     routing = Routing(
         top_k=int(router.top_k),
@@ -260,34 +266,29 @@ class CpuOperators:
     """
 
     def __init__(self, library: CpuLibrary | None, linear: MakeLinear) -> None:
-        self._library, self.linear = library, linear
+        self._library = library
+        self.linear = linear
         self.quantized = "" if library is None else library.instructions
 
     def quantized_linear(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
     ) -> PackedLinear:
-        """See :class:`LayerOperators`."""
         return make_quantized_linear(self._library, weight, bias, activations)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
-        """See :class:`LayerOperators`."""
         return CpuRmsNorm(self._required, weight, eps, offset)
 
     def gated_product(self, dtype: torch.dtype, activation: Activation) -> GatedProduct:
-        """See :class:`LayerOperators`."""
         return CpuGatedMul(self._required, dtype, activation)
 
     def routing(self, routing: Routing, experts: int) -> Route:
-        """See :class:`LayerOperators`."""
         return CpuRouting(self._required, routing, experts)
 
     def takes_experts(self, module: nn.Module) -> bool:
-        """See :class:`LayerOperators`."""
         weights = None if self._library is None else expert_weights(module)
         return weights is not None and weights.gate_up.dtype in CPU_DTYPES
 
     def experts(self, module: nn.Module) -> RunExperts | None:
-        """See :class:`LayerOperators`."""
         return None if self._library is None else pack_experts(module, self._library)
 
     @property
@@ -307,7 +308,6 @@ class GpuOperators:
     def quantized_linear(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
     ) -> PackedLinear:
-        """See :class:`LayerOperators`."""
         from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear, takes_eight_bits
         from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
 
@@ -316,13 +316,11 @@ class GpuOperators:
         return TritonQuantizedLinear(weight, bias, activations)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float) -> RowNorm:
-        """See :class:`LayerOperators`."""
         from baton_kernels.gpu.row_wise import TritonRmsNorm
 
         return TritonRmsNorm(weight, eps, offset)
 
     def gated_product(self, dtype: torch.dtype, activation: Activation) -> GatedProduct:
-        """See :class:`LayerOperators`."""
         from baton_kernels.gpu.row_wise import TritonGatedMul
 
         return TritonGatedMul(activation)
@@ -333,17 +331,16 @@ class GpuOperators:
         return partial(routing_reference, routing)
 
     def takes_experts(self, module: nn.Module) -> bool:
-        """See :class:`LayerOperators`."""
         return expert_weights(module) is not None and gated_activation(module) is not None
 
     def experts(self, module: nn.Module) -> RunExperts | None:
-        """See :class:`LayerOperators`."""
         from baton_kernels.gpu.experts import TritonExperts
         from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
 
         if isinstance(module, QuantizedExpertsModule):
             return pack_quantized_experts(module, TritonQuantizedExperts)
-        weights, activation = expert_weights(module), gated_activation(module)
+        weights = expert_weights(module)
+        activation = gated_activation(module)
         return None if weights is None or activation is None else TritonExperts(weights, activation)
 
 
@@ -351,11 +348,11 @@ class SideBySide:
     """Layers of one input that cannot be one: their outputs stand one after the other."""
 
     def __init__(self, parts: list[PackedLinear]) -> None:
-        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
         self._parts = parts
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`baton_kernels.linear.PackedLinear`."""
         out = torch.cat([part(x) for part in self._parts], dim=1)
         return out if residual is None else out.add_(residual)
 
@@ -370,17 +367,17 @@ def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> Packe
     if any(module.activations != activations for module in quantized):
         return None
     try:
-        weight = join_weights([module.held.get() for module in quantized])
+        weight = join_weights([module.reloadable.get() for module in quantized])
     except ValueError as error:
         log.info("quantized layers stay apart: %s", error)
         return None
     for module in quantized:
-        module.held.release()
+        module.reloadable.release()
     return operators.quantized_linear(weight, torch.cat(biases) if biases else None, activations)
 
 
 def pack_quantized(module: QuantizedModule, operators: LayerOperators) -> PackedLinear:
     """Return the operator of a quantized layer, which from then on keeps no weight of its own."""
-    packed = operators.quantized_linear(module.held.get(), module.bias, module.activations)
-    module.held.release()
+    packed = operators.quantized_linear(module.reloadable.get(), module.bias, module.activations)
+    module.reloadable.release()
     return packed

@@ -4,7 +4,7 @@ Weights are safetensors files, which are checked to be whole before transformers
 
 A model with quantized weights is made on ``meta``. Its linear layers and experts whose weights are quantized are
 replaced there, transformers loads what is left, and the quantized weights are read one by one when they are asked for
-(:meth:`.HeldWeight.load`): at no time is there a plain copy of the model.
+(:meth:`.ReloadableWeight.load`): at no time is there a plain copy of the model.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ from baton.engine.models.layer_operators import gated_activation, knows_experts
 from baton.engine.models.quirks import DRAFT_MODELS, LATENT_PROJECTION, has_interleaved_experts, unserved_layers
 from baton.engine.quantization.base import StoredWeight, TensorSource, need_shape, tensor_error
 from baton.engine.quantization.checkpoint import (
-    identity,
+    apply_activations,
+    find_quantized_weights,
     quantization_config,
-    quantized_at_load,
-    stored_weights,
-    with_activations,
+    quantization_identity,
 )
 from baton.engine.quantization.formats.gguf import GgufSource
 from baton.engine.quantization.modules import (
     QuantizedExpertsModule,
     QuantizedModule,
     ReadWeight,
-    deinterleaved,
+    deinterleave_rows,
     place_weights,
     return_free_memory,
     rounds_inputs,
@@ -69,7 +68,23 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode, and where it came from."""
+    """A model in evaluation mode.
+
+    Attributes:
+        module: transformers' model.
+        text_config: transformers' configuration of the text model.
+        architecture: Name of the model's class.
+        folder: The checkpoint's folder, or GGUF file.
+        files: The checkpoint's files of weights.
+        dtype: Name of the dtype of plain weights, a key of ``TORCH_DTYPES``.
+        device: Device of the weights.
+        eos_token_ids: Tokens that end a sequence.
+        identity: Identity of quantization at load and of other activations than the checkpoint's; empty: none.
+        rounds_inputs: Whether inputs of some layers are rounded to 8 bits.
+        compute: Device that runs the model; its memory is ``device``, unless the model is to be divided first.
+        mapped_files: Files whose pages hold the plain weights of a quantized model; they need not be in memory where
+            operators have copies. ``None``: weights are not mapped.
+    """
 
     module: Any
     text_config: Any
@@ -78,29 +93,24 @@ class LoadedModel:
     files: list[WeightFile]
     dtype: str
     device: torch.device
-    """Where its weights are."""
     eos_token_ids: frozenset[int]
     identity: str = ""
-    """What decides its numbers beside the files: how it was quantized at load, and other activations than theirs."""
     rounds_inputs: bool = False
-    """Whether inputs of some layers are rounded to 8 bits."""
     compute: ComputeDevice = ComputeDevice(torch.device("cpu"), on_gpu=False)  # noqa: RUF009 - it is frozen
-    """What runs it; its memory is ``device``, but for a model that is to be divided first."""
-    kept: TensorFiles | None = None
-    """Whose pages plain weights are, where others are quantized: not needed in memory where operators have copies."""
+    mapped_files: TensorFiles | None = None
 
 
-def load_model(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> LoadedModel:
+def load_model(config: EngineConfig, *, in_memory: bool = True, rank: int = 0) -> LoadedModel:
     """Load a decoder-only model whose attention can be replaced.
 
     Args:
-        config: Of the engine.
-        hold: Whether quantized weights are in memory then; else they are read whenever they are used.
-        rank: Whose device the model, or a part of it, is for; one that is to be divided stays in host memory.
+        config: The engine's configuration.
+        in_memory: Whether quantized weights are read into memory now; else they are read whenever they are used.
+        rank: Rank whose device the model, or a part of it, is for; a model that is to be divided stays in host memory.
 
     Raises:
-        ConfigError: No such model, a damaged checkpoint, an architecture that is unknown or cannot be served, or a
-            device that is not there.
+        ConfigError: The model is missing or damaged, its architecture is unknown or cannot be served, or the device
+            does not exist.
     """
     ranks = config.tp * config.pp
     device = rank_device(config.device, rank, ranks)
@@ -114,7 +124,8 @@ def load_model(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Loa
     model_class = _model_class(hf_config, raw)
     architecture = model_class.__name__
     files = weight_files(folder)
-    quantized, kept = quantization_config(raw), None
+    quantized = quantization_config(raw)
+    mapped_files = None
     if quantized is not None and config.quantization != "none":
         why = f"the checkpoint is quantized already (quant_method {quantized.get('quant_method')!r})"
         raise ConfigError(f"quantization {config.quantization}: {why}", field="quantization")
@@ -123,14 +134,14 @@ def load_model(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Loa
     elif quantized is None and config.quantization == "none":
         module = _load_weights(folder, hf_config, config, architecture)
     else:
-        kept = TensorFiles(files)
-        module = _load_quantized(kept, folder, hf_config, config, model_class, quantized)
+        mapped_files = TensorFiles(files)
+        module = _load_quantized(mapped_files, folder, hf_config, config, model_class, quantized)
     if memory == device.memory:
         to_device(module, device, architecture)
     module = module.eval()
     module.requires_grad_(requires_grad=False)
     try:
-        place_weights(module, memory, hold=hold)
+        place_weights(module, memory, in_memory=in_memory)
     except ValueError as error:
         raise _not_loaded(error, folder, architecture) from error
     except torch.cuda.OutOfMemoryError as error:
@@ -156,18 +167,18 @@ def load_model(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Loa
         dtype,
         memory,
         eos_token_ids,
-        identity=identity(config),
+        identity=quantization_identity(config),
         rounds_inputs=rounds_inputs(module),
         compute=device,
-        kept=kept,
+        mapped_files=mapped_files,
     )
 
 
 def to_device(module: Any, device: ComputeDevice, architecture: str) -> None:
-    """Take a module's weights to the device, but for quantized ones.
+    """Move a module's weights to the device, except for quantized ones.
 
     Raises:
-        ConfigError: They do not fit; names ``device``.
+        ConfigError: The weights do not fit; names ``device``.
     """
     if not device.is_cuda:
         return
@@ -205,7 +216,7 @@ def _model_config(folder: Path, raw: dict[str, Any]) -> Any:
 
 def _model_class(hf_config: Any, raw: dict[str, Any]) -> Any:
     mapping: Any = AutoModelForCausalLM._model_mapping
-    # Asked for this one alone: ``in mapping.keys()`` imports the code of every architecture that transformers knows.
+    # ``in mapping.keys()`` would import the code of every architecture that transformers knows.
     model_class = mapping.get(type(hf_config), None)
     if model_class is None:
         name = (raw.get("architectures") or [hf_config.model_type])[0]
@@ -252,36 +263,39 @@ def _load_quantized(
     model_class: Any,
     quantized: dict[str, Any] | None,
 ) -> Any:
-    """Load a checkpoint that is quantized, or that is to be."""
+    """Load a checkpoint that is quantized, or that is to be quantized."""
     for holder in (hf_config, hf_config.get_text_config(decoder=True)):
         if hasattr(holder, "quantization_config"):
             del holder.quantization_config  # or transformers would ask for packages that read it
-    stored = quantized_at_load(config, source) if quantized is None else stored_weights(quantized, source)
-    stored = with_activations(stored, config.quantized_activations)
-    dtype = TORCH_DTYPES.get(config.dtype) or _stated_dtype(hf_config, source, stored)
-    try:
-        with quiet_transformers():
-            module, info = load_quantized(model_class, hf_config, source, stored, dtype)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _not_loaded(error, folder, model_class.__name__) from error
-    _check_complete(info, folder, model_class.__name__)
-    return module
+    stored = find_quantized_weights(config, quantized, source)
+    dtype = TORCH_DTYPES.get(config.dtype) or _plain_dtype(hf_config, source, stored)
+    return _load_stored(folder, hf_config, model_class, source, stored, dtype)
 
 
 def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: Any) -> Any:
     """Load a GGUF file, whose linear weights stay packed."""
     dtype = TORCH_DTYPES.get(config.dtype) or hf_config.dtype
     source = GgufSource(path, dtype)
-    stored = source.stored()
-    if config.quantization != "none":
-        if stored:
-            raise ConfigError(
-                f"quantization {config.quantization}: the GGUF file is quantized already", field="quantization"
-            )
-        stored = quantized_at_load(config, source)
-    stored = with_activations(stored, config.quantized_activations)
+    stored = source.stored_weights()
+    if not stored:
+        stored = find_quantized_weights(config, None, source)
+    elif config.quantization == "none":
+        stored = apply_activations(stored, config.quantized_activations)
+    else:
+        why = "the GGUF file is quantized already"
+        raise ConfigError(f"quantization {config.quantization}: {why}", field="quantization")
+    return _load_stored(path, hf_config, model_class, source, stored, dtype)
+
+
+def _load_stored(
+    path: Path,
+    hf_config: Any,
+    model_class: Any,
+    source: TensorSource,
+    stored: list[StoredWeight],
+    dtype: torch.dtype,
+) -> Any:
+    """Load a model with the quantized weights ``stored``; its other parameters are of ``dtype``."""
     try:
         with quiet_transformers():
             module, info = load_quantized(model_class, hf_config, source, stored, dtype)
@@ -293,8 +307,8 @@ def _load_gguf(path: Path, hf_config: Any, config: EngineConfig, model_class: An
     return module
 
 
-def _stated_dtype(hf_config: Any, source: TensorFiles, stored: list[StoredWeight]) -> torch.dtype:
-    """The dtype of what is not quantized: the configuration's, or that of the first such tensor."""
+def _plain_dtype(hf_config: Any, source: TensorFiles, stored: list[StoredWeight]) -> torch.dtype:
+    """Return the dtype of parameters that are not quantized: the configuration's, or that of the first of them."""
     stated = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(decoder=True), "dtype", None)
     if stated in TORCH_DTYPES.values():
         return cast(torch.dtype, stated)
@@ -309,7 +323,7 @@ def _not_loaded(error: Exception, folder: Path, architecture: str) -> ConfigErro
 
 
 def _check_complete(info: dict[str, Any], folder: Path, architecture: str) -> None:
-    """Refuse a checkpoint that lacks parameters, or has others."""
+    """Refuse a checkpoint that lacks parameters, or has parameters of other shapes."""
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
             names = sorted(str(name) for name in info[kind])
@@ -326,16 +340,17 @@ def _eos_token_ids(folder: Path, text_config: Any) -> frozenset[int]:
     value = generation.eos_token_id if generation.eos_token_id is not None else value
     ids = frozenset([value] if isinstance(value, int) else value or ())
     unknown = sorted(i for i in ids if not 0 <= i < text_config.vocab_size)
-    if unknown:  # no token is one of them, and a ban of them before ``min_tokens`` would hit another or none at all
+    if unknown:  # no such token is ever sampled, and to ban it before ``min_tokens`` would hit another token or none
         log.warning("eos_token_id has %s, of a vocabulary of %d: left out", unknown, text_config.vocab_size)
     return ids.difference(unknown)
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and loading reports out of a service's log, and what it imports on the way."""
+    """Keep transformers' progress bars, loading reports and import warnings out of a service's log."""
     logging_utils: Any = transformers.utils.logging
-    bars, level = logging_utils.is_progress_bar_enabled(), logging_utils.get_verbosity()
+    bars = logging_utils.is_progress_bar_enabled()
+    level = logging_utils.get_verbosity()
     logging_utils.disable_progress_bar()
     logging_utils.set_verbosity_error()
     try:
@@ -351,12 +366,13 @@ def quiet_transformers() -> Iterator[None]:
 
 
 READ_BY_OTHERS = {LATENT_PROJECTION, "gate", "router"}
-"""Layers whose weight is taken by other code: of MLA's latents, which becomes a part of attention, and routers."""
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Layers whose plain weight other code reads: MLA's projection, which becomes a part of attention, and routers."""
+GATE_UP = "gate_up_proj"
+DOWN = "down_proj"
 
 
 class LazyTensor:
-    """A tensor that is read when transformers takes it, by ``tensor[...]``."""
+    """A tensor that is read when transformers uses it, by ``tensor[...]``."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self._read = read
@@ -371,14 +387,14 @@ def load_quantized(
     """Load a model with quantized weights.
 
     Args:
-        model_class: Of transformers.
-        config: Its configuration, without ``quantization_config``.
+        model_class: transformers' class.
+        config: The model's configuration, without ``quantization_config``.
         source: The checkpoint's tensors.
-        stored: Those weights of it that are quantized, or shall be.
-        dtype: Of all others, and of what is computed.
+        stored: The weights that are quantized, or are to be quantized.
+        dtype: Dtype of all other weights, and of activations.
 
     Returns:
-        The model, which holds none of its quantized weights yet, and what transformers says about loading the rest.
+        The model, with none of its quantized weights in memory, and transformers' loading info about the other weights.
 
     Raises:
         ConfigError: A weight does not fit the model.
@@ -389,9 +405,9 @@ def load_quantized(
 
     def place(model: Any) -> None:
         with torch.device("cpu"):
-            plain.update(_Places(model, source, stored, dtype).fill())
+            plain.update(_QuantizedModules(model, source, stored, dtype).fill())
 
-    loading: Any = _that_places(model_class, place)
+    loading: Any = _class_with_hook(model_class, place)
     module, info = loading.from_pretrained(
         None,
         config=config,
@@ -404,8 +420,8 @@ def load_quantized(
     return module, info
 
 
-def _that_places(model_class: Any, place: Callable[[Any], None]) -> type:
-    """Return a model's class under its own name whose instances have quantized modules in place from the start."""
+def _class_with_hook(model_class: Any, place: Callable[[Any], None]) -> type:
+    """Return a subclass, under the same name, whose ``__init__`` ends with a call of ``place`` with the instance."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -416,25 +432,33 @@ def _that_places(model_class: Any, place: Callable[[Any], None]) -> type:
 
 @dataclasses.dataclass(slots=True)
 class _Experts:
-    """The quantized weights of one module of experts: per parameter, expert and slot (gate or up), and its readers."""
+    """The quantized weights of one module of experts.
+
+    Attributes:
+        slots: Per parameter, the number of weights that an expert's weight is joined of, such as gate and up.
+        weights: Per parameter, expert and slot, the stored weight and the expert's index in it.
+    """
 
     slots: dict[str, int] = dataclasses.field(default_factory=dict)
-    found: dict[tuple[str, int, int], tuple[StoredWeight, int]] = dataclasses.field(default_factory=dict)
+    weights: dict[tuple[str, int, int], tuple[StoredWeight, int]] = dataclasses.field(default_factory=dict)
 
-    def readers(self, parameter: str, count: int) -> list[list[tuple[StoredWeight, int]]] | None:
-        """What each expert's weight is joined of; ``None``: something is missing."""
+    def parts(self, parameter: str, count: int) -> list[list[tuple[StoredWeight, int]]] | None:
+        """Return, per expert, the weights that its parameter is joined of; ``None``: one is missing."""
         slots = self.slots.get(parameter, 0)
         keys = [[(parameter, expert, slot) for slot in range(slots)] for expert in range(count)]
-        if not slots or any(key not in self.found for row in keys for key in row):
+        if not slots or any(key not in self.weights for row in keys for key in row):
             return None
-        return [[self.found[key] for key in row] for row in keys]
+        return [[self.weights[key] for key in row] for row in keys]
 
 
-class _Places:
-    """Where the weights of a checkpoint go in a model."""
+class _QuantizedModules:
+    """Puts the quantized weights of a checkpoint into a model: replaces its linear layers and experts."""
 
     def __init__(self, model: Any, source: TensorSource, stored: list[StoredWeight], dtype: torch.dtype) -> None:
-        self._model, self._source, self._stored, self._dtype = model, source, stored, dtype
+        self._model = model
+        self._source = source
+        self._stored = stored
+        self._dtype = dtype
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -445,10 +469,10 @@ class _Places:
         self._placed: list[StoredWeight] = []
 
     def fill(self) -> dict[str, Any]:
-        """Replace modules; return the plain tensors, and those that have to be plain, by the checkpoint's names."""
+        """Replace modules; return the tensors that are or have to be plain, by the checkpoint's names."""
         for weight in self._stored:
             if not self._place(weight):
-                self._leave(weight)
+                self._load_plain(weight)
         for path, experts in self._experts.items():
             self._place_experts(path, experts)
         consumed = {name for weight in (*self._placed, *self._plain) for name in weight.tensors}
@@ -456,19 +480,23 @@ class _Places:
             if name not in consumed and name in self._state:
                 need_shape(self._source, name, tuple(self._state[name].shape))
         plain: dict[str, Any] = {
-            name: LazyTensor(partial(self._source.keep, name)) for name in self._source.names() if name not in consumed
+            name: LazyTensor(partial(self._source.read_or_map, name))
+            for name in self._source.names()
+            if name not in consumed
         }
         plain.update({weight.parameter: LazyTensor(partial(self._dequantized, weight)) for weight in self._plain})
         return plain
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        found = rename_source_key(name, self._renamings, self._converters, self._model.base_model_prefix, self._state)
-        if found[0] not in self._state and name in self._state:
+        """Return the model's parameter for a checkpoint's tensor, and the pattern of the converter that makes it."""
+        prefix = self._model.base_model_prefix
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
+        if target not in self._state and name in self._state:
             return name, None
-        return found
+        return target, pattern
 
     def _place(self, weight: StoredWeight) -> bool:
-        """Put a weight where it belongs; returns whether there is such a place."""
+        """Replace the module that a weight belongs to; return whether the model has one."""
         target, pattern = self._target(weight.parameter)
         path, _, leaf = target.rpartition(".")
         if target not in self._state or target in self._tied:
@@ -486,7 +514,7 @@ class _Places:
         return False
 
     def _collect(self, weight: StoredWeight, module: Any, path: str, leaf: str, pattern: str | None) -> bool:
-        """Note a weight of one expert, or of all; returns whether it is one of those."""
+        """Collect a weight of one expert, or of all; return whether it is a weight of experts."""
         count, inner, hidden = _sizes(module)
         rows, columns = (2 * inner, hidden) if leaf == GATE_UP else (hidden, inner)
         if weight.optional and has_interleaved_experts(module):  # plain ones are transposed
@@ -498,7 +526,7 @@ class _Places:
                 raise tensor_error(self._source, weight.tensors[0], why)
             self._check_shape(weight, (rows, columns))
             experts.slots[leaf] = 1
-            experts.found.update({(leaf, expert, 0): (weight, expert) for expert in range(count)})
+            experts.weights.update({(leaf, expert, 0): (weight, expert) for expert in range(count)})
             return True
         converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
         slots = len(converter.source_patterns)
@@ -508,33 +536,33 @@ class _Places:
             return False
         self._check_shape(weight, (rows // slots, columns))
         experts.slots[leaf] = slots
-        experts.found[leaf, int(number[1]), converter.source_patterns.index(pattern)] = (weight, 0)
+        experts.weights[leaf, int(number[1]), converter.source_patterns.index(pattern)] = (weight, 0)
         return True
 
     def _place_experts(self, path: str, experts: _Experts) -> None:
         module: Any = self._model.get_submodule(path)
         count, inner, _ = _sizes(module)
-        readers = [experts.readers(leaf, count) for leaf in (GATE_UP, DOWN)]
+        parts_of = [experts.parts(leaf, count) for leaf in (GATE_UP, DOWN)]
         activation = gated_activation(module)
-        weights = list({id(weight): weight for weight, _ in experts.found.values()}.values())
-        if None in readers or activation is None:
+        weights = list({id(weight): weight for weight, _ in experts.weights.values()}.values())
+        if None in parts_of or activation is None:
             for weight in weights:
-                self._leave(weight)
+                self._load_plain(weight)
             return
         self._placed += weights
         interleaved = has_interleaved_experts(module)
         biases = (module.gate_up_proj_bias, module.down_proj_bias) if interleaved else None
-        gate_up, down = ([_read_joined(parts) for parts in rows or ()] for rows in readers)
+        gate_up, down = ([_read_joined(parts) for parts in rows or ()] for rows in parts_of)
         if interleaved:
-            gate_up = [_read_changed(read, deinterleaved) for read in gate_up]
-        schemes = [_one_scheme(weight.activations for parts in rows or () for weight, _ in parts) for rows in readers]
-        made = QuantizedExpertsModule(
+            gate_up = [_read_changed(read, deinterleave_rows) for read in gate_up]
+        schemes = [_one_scheme(weight.activations for parts in rows or () for weight, _ in parts) for rows in parts_of]
+        replacement = QuantizedExpertsModule(
             gate_up, down, inner, activation, (schemes[0], schemes[1]), biases, interleaved=interleaved
         )
-        self._model.set_submodule(path, made)
+        self._model.set_submodule(path, replacement)
 
-    def _leave(self, weight: StoredWeight) -> None:
-        """Note that a weight is loaded in plain, for transformers has no layer that Baton could replace."""
+    def _load_plain(self, weight: StoredWeight) -> None:
+        """Have a weight dequantized at load, for the model has no layer for it that Baton could replace."""
         if weight.optional:
             return
         log.info("%s is dequantized: a plain weight is needed there", weight.parameter)
@@ -554,7 +582,7 @@ class _Places:
 
 
 def _sizes(experts: Any) -> tuple[int, int, int]:
-    """Experts, inner columns and hidden size of a module of experts."""
+    """Return the number of experts, the inner size and the hidden size of a module of experts."""
     count, first, second = experts.down_proj.shape
     return (count, first, second) if has_interleaved_experts(experts) else (count, second, first)
 
@@ -579,6 +607,5 @@ def _read_changed(read: ReadWeight, change: Callable[[QuantizedWeight], Quantize
 
 
 def _one_scheme(schemes: Iterable[ActivationScheme]) -> ActivationScheme:
-    """How the inputs of all experts are rounded: of static scales the largest."""
-    found = list(schemes)
-    return max(found, key=lambda scheme: scheme.scale or 0.0)
+    """Return how the inputs of all experts are rounded: with the largest of their static scales."""
+    return max(schemes, key=lambda scheme: scheme.scale or 0.0)

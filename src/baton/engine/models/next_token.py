@@ -1,12 +1,12 @@
 """Next-token-prediction layers of checkpoints (MTP), loaded as a model of one layer.
 
-Such a layer goes on where the model's hidden states end: it takes the embedding of the next token and the hidden state
-after the final norm, norms both, projects them side by side to one state, and puts that through a decoder layer of the
+Such a layer continues the model's hidden states: it takes the embedding of the next token and the hidden state after
+the final norm, norms both, projects them side by side to one state, and puts that through a decoder layer of the
 model's own kind and a norm; embedding and head are the model's (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024,
-section 2.2). transformers leaves these tensors out. Here they become a model of the same class with one layer, so that
-its quantized weights, latents, windows and experts are read and run as those of all other layers are.
+section 2.2). transformers ignores these tensors. Here they become a model of the same class with one layer, so that its
+quantized weights, latents, windows and experts are read and run as those of all other layers.
 
-Of checkpoints with several such layers (one for each further token) the first is taken.
+Of several such layers (one for each further token) the first is used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ from torch import nn
 from baton.config import EngineConfig
 from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_quantized, quiet_transformers
-from baton.engine.quantization.base import StoredWeight
-from baton.engine.quantization.checkpoint import (
-    quantization_config,
-    quantized_at_load,
-    stored_weights,
-    with_activations,
-)
+from baton.engine.quantization.checkpoint import find_quantized_weights, quantization_config
 from baton.engine.quantization.modules import place_weights
 from baton.errors import ConfigError
 from baton.tokenizer.model_files import read_json
@@ -42,15 +36,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NextTokenNames:
-    """How a family's checkpoints name the tensors of such a layer; ``{n}`` is the model's number of layers.
+    """Names of a next-token layer's modules in a family's checkpoints; ``{n}`` is the model's number of layers.
 
     Attributes:
-        layer: Before the names that a decoder layer has.
-        embedding_norm: Of the norm of the embedding, without ``.weight``.
-        hidden_norm: Of the norm of the hidden state.
-        projection: Of the projection of both.
-        final_norm: Of the norm behind the layer; empty: there is none.
-        attention: Type of its attention in families with several, if the config has no ``mtp_layer_types``.
+        layer: Prefix of the names of the decoder layer's parameters.
+        embedding_norm: Name of the norm of the embedding.
+        hidden_norm: Name of the norm of the hidden state.
+        projection: Name of the projection of both.
+        final_norm: Name of the norm behind the layer; empty: it has none.
+        attention: Type of the layer's attention in families with several, if the config has no ``mtp_layer_types``.
     """
 
     layer: str
@@ -80,57 +74,61 @@ NEXT_TOKEN_NAMES = {
     "mellum": _BESIDE,
     "mimo_v2_flash": _named_inside("model.mtp.layers.0", "final_layernorm", "sliding_attention"),
 }
-"""By model type: those that are served and whose public checkpoints have such layers."""
+"""Names by model type, for the served types whose public checkpoints have such layers."""
 _RENAMED = {"mimo_v2_flash": {"pre_mlp_layernorm": "post_attention_layernorm"}}
-"""Parts of a layer that have another name there than in the layers before."""
-_LAYER, _FINAL_NORM = "model.layers.0.", "model.norm.weight"
-"""Of the model of one layer."""
+"""Modules of a next-token layer that have another name than in the other layers: its name, the usual name."""
+_LAYER = "model.layers.0."
+_FINAL_NORM = "model.norm.weight"
+"""Names in the model of one layer."""
 _FEW_TOKENS = 8
-"""Vocabulary of that model until it gets the embedding and the head of the target."""
+"""Vocabulary of the model of one layer, whose embedding and head are replaced."""
 
 
 class _GivenInputs(nn.Module):
-    """Stands in for the embedding: gives what was projected, whatever the tokens are."""
+    """Replaces the embedding: returns the projected inputs, whatever the tokens are."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.inputs: torch.Tensor | None = None
-        self._width, self._dtype = width, dtype
+        self._width = width
+        self._dtype = dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what was set, [T, width] as [1, T, width]; zeros if nothing was."""
+        """Return ``inputs`` [T, width] as [1, T, width]; zeros if none are set."""
         if self.inputs is None:
             return torch.zeros(*tokens.shape, self._width, dtype=self._dtype)
         return self.inputs.view(*tokens.shape, self._width)
 
 
 class NextTokenModel:
-    """The layer, and what comes before it.
+    """A next-token layer with the norms and the projection before it.
 
     Attributes:
-        model: Of one layer, whose "logits" are its hidden states after the final norm.
+        model: The model of one layer, whose "logits" are its hidden states after the final norm.
     """
 
     def __init__(
         self, model: LoadedModel, norms: tuple[torch.Tensor, torch.Tensor], projection: torch.Tensor, eps: float
     ) -> None:
         self.model = model
-        self._norms, self._eps = norms, eps
-        self._width, self._dtype = len(projection), projection.dtype
+        self._norms = norms
+        self._eps = eps
+        self._width = len(projection)
+        self._dtype = projection.dtype
         # A part of the model, so that it is packed with the others.
-        model.module.next_token_projection = _linear_of(projection)
+        model.module.next_token_projection = _make_linear(projection)
         self._inputs = _GivenInputs(self._width, self._dtype)
         model.module.set_input_embeddings(self._inputs)
         model.module.set_output_embeddings(nn.Identity())
 
-    def give(self, embedded: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Set what the layer's next forward takes: embeddings and hidden states, both [T, width]."""
+    def set_inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Set the inputs of the layer's next forward: embeddings and hidden states, both [T, width]."""
         pairs = zip((embedded, hidden), self._norms, strict=True)
         both = [F.rms_norm(each.to(self._dtype), (self._width,), norm, self._eps) for each, norm in pairs]
         self._inputs.inputs = self.model.module.next_token_projection(torch.cat(both, dim=-1))
 
 
-def _linear_of(weight: torch.Tensor) -> nn.Linear:
+def _make_linear(weight: torch.Tensor) -> nn.Linear:
     rows, columns = weight.shape
     linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -141,43 +139,38 @@ class _LayerFiles:
     """The tensors of one next-token layer under the names of a model of one layer; a ``TensorSource``.
 
     Args:
-        files: The checkpoint's.
-        names: By the names here those of the checkpoint.
+        files: The checkpoint's files.
+        names: Names in the checkpoint by the names in the model of one layer.
     """
 
     def __init__(self, files: TensorFiles, names: Mapping[str, str]) -> None:
-        self._files, self._names = files, names
+        self._files = files
+        self._names = names
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the files' headers say beside their tensors."""
         return self._files.metadata
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors."""
         return self._names.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type."""
         return self._files.dtype(self._names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         return self._files.shape(self._names[name])
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one of those that are stacked in it."""
         return self._files.read(self._names[name], index)
 
-    def keep(self, name: str) -> torch.Tensor:
-        """Return a tensor that stays as it is."""
-        return self._files.keep(self._names[name])
+    def read_or_map(self, name: str) -> torch.Tensor:
+        return self._files.read_or_map(self._names[name])
 
     def file_of(self, name: str) -> str:
-        """The file in which a tensor is, and its name there."""
+        """Return the name of a tensor's file, and the tensor's name there."""
         own = self._names[name]
         return f"{self._files.file_of(own)}: {own}"
 
@@ -186,14 +179,15 @@ def load_next_token(config: EngineConfig, target: LoadedModel) -> NextTokenModel
     """Load the first next-token layer of a model's checkpoint.
 
     Args:
-        config: Of the engine.
-        target: The model, whole.
+        config: The engine's configuration.
+        target: The whole model.
 
     Raises:
-        ConfigError: Its type has none that are known, or its checkpoint has none (names ``speculative``); or they are
-            damaged (names ``model``).
+        ConfigError: The model's type has no known next-token layers, or its checkpoint has none (names
+            ``speculative``); or they are damaged (names ``model``).
     """
-    kind, text = str(target.text_config.model_type), target.text_config
+    kind = str(target.text_config.model_type)
+    text = target.text_config
     names = NEXT_TOKEN_NAMES.get(kind)
     if names is None:
         known = ", ".join(sorted(NEXT_TOKEN_NAMES))
@@ -208,18 +202,18 @@ def load_next_token(config: EngineConfig, target: LoadedModel) -> NextTokenModel
     layer = [name for name in files.names() if name.startswith(f"{names.layer}.")]
     beside = [f"{name}.weight" for name in (names.embedding_norm, names.hidden_norm, names.projection)]
     lacking = [name for name in beside if name not in files] + ([] if layer else [f"{names.layer}.*"])
-    if lacking:  # most are of checkpoints that were published without
+    if lacking:  # many checkpoints are published without these layers
         why = f"{str(target.folder)!r} has no {lacking[0]}: without next-token layers it cannot draft for itself"
         raise ConfigError(f"speculative mtp: checkpoint {why}", field="speculative")
     shapes = ((text.hidden_size,), (text.hidden_size,), (text.hidden_size, 2 * text.hidden_size))
     dtype = TORCH_DTYPES[target.dtype]
-    norms = [_take(files, name, shape, dtype) for name, shape in zip(beside, shapes, strict=True)]
-    model = _load(config, target, files, names, _one_layer_config(target, names, layer))
+    norms = [_read_tensor(files, name, shape, dtype) for name, shape in zip(beside, shapes, strict=True)]
+    model = _load_one_layer(config, target, files, names, _one_layer_config(target, names, layer))
     _check_finite(model, names)
     return NextTokenModel(model, (norms[0], norms[1]), norms[2], float(text.rms_norm_eps))
 
 
-def _take(files: TensorFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _read_tensor(files: TensorFiles, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if files.shape(name) != shape:
         why = f"must be {list(shape)}, is {list(files.shape(name))}"
         raise ConfigError(f"{files.file_of(name)}: {name}: {why}", field="model")
@@ -233,7 +227,7 @@ def _take(files: TensorFiles, name: str, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _own_name(kind: str, names: NextTokenNames, name: str) -> str | None:
-    """Return what a tensor of the checkpoint is called in a model of one layer; ``None``: it has no place there."""
+    """Return the name of a checkpoint's tensor in the model of one layer; ``None``: the model has no such tensor."""
     if names.final_norm and name == f"{names.final_norm}.weight":
         return _FINAL_NORM
     inner = name.removeprefix(f"{names.layer}.")
@@ -241,21 +235,23 @@ def _own_name(kind: str, names: NextTokenNames, name: str) -> str | None:
     # Embedding and head are copies of the model's own.
     if inner == name or name.rpartition(".")[0] in apart or inner.startswith(("embed_tokens.", "shared_head.")):
         return None
-    for theirs, ours in _RENAMED.get(kind, {}).items():
-        inner = inner.replace(theirs, ours)
+    for special_name, usual_name in _RENAMED.get(kind, {}).items():
+        inner = inner.replace(special_name, usual_name)
     return _LAYER + inner
 
 
-def _their_name(names: NextTokenNames, name: str) -> str:
-    """Return what a parameter of the model of one layer is called in the checkpoint, joined experts apart."""
+def _checkpoint_name(names: NextTokenNames, name: str) -> str:
+    """Return the name in the checkpoint of a parameter of the model of one layer, except for joined experts."""
     return f"{names.final_norm}.weight" if name == _FINAL_NORM else name.replace(_LAYER, f"{names.layer}.")
 
 
 def _one_layer_config(target: LoadedModel, names: NextTokenNames, layer: list[str]) -> Any:
-    """Return the model's configuration with one layer, of the kind that the tensors are of."""
+    """Return the model's configuration with one layer, sparse or dense as the tensors ``layer``."""
     config = copy.deepcopy(target.text_config)
     sparse = any(f"{names.layer}.mlp.experts." in name for name in layer)
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, _FEW_TOKENS, None
+    config.num_hidden_layers = 1
+    config.vocab_size = _FEW_TOKENS
+    config.pad_token_id = None
     config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
         stated = getattr(config, "mtp_layer_types", None)
@@ -270,7 +266,7 @@ def _one_layer_config(target: LoadedModel, names: NextTokenNames, layer: list[st
     return config
 
 
-def _load(
+def _load_one_layer(
     config: EngineConfig,
     target: LoadedModel,
     files: TensorFiles,
@@ -278,15 +274,17 @@ def _load(
     one_layer: Any,
 ) -> LoadedModel:
     name_of = partial(_own_name, str(target.text_config.model_type), names)
-    own = {ours: name for name in files.names() if (ours := name_of(name)) is not None}
+    own = {own_name: name for name in files.names() if (own_name := name_of(name)) is not None}
+    quantized = quantization_config(read_json(target.folder / "config.json"))
     stored = [
-        dataclasses.replace(each, parameter=ours, tensors=tuple(name_of(name) or name for name in each.tensors))
-        for each in _stored(config, target, files)
-        if (ours := name_of(each.parameter)) is not None
+        dataclasses.replace(weight, parameter=name, tensors=tuple(name_of(each) or each for each in weight.tensors))
+        for weight in find_quantized_weights(config, quantized, files)
+        if (name := name_of(weight.parameter)) is not None
     ]
     if hasattr(one_layer, "quantization_config"):
         del one_layer.quantization_config  # or transformers would ask for packages that read it
-    source, dtype = _LayerFiles(files, own), TORCH_DTYPES[target.dtype]
+    source = _LayerFiles(files, own)
+    dtype = TORCH_DTYPES[target.dtype]
     try:
         with quiet_transformers():
             module, info = load_quantized(type(target.module), one_layer, source, stored, dtype)
@@ -300,7 +298,9 @@ def _load(
     for kind in ("missing", "mismatched"):
         wrong = sorted({str(name) for name in info.get(f"{kind}_keys") or ()} - needless)
         if wrong:
-            why = f"{kind} tensors of its next-token layer: {', '.join(_their_name(names, name) for name in wrong)}"
+            why = (
+                f"{kind} tensors of its next-token layer: {', '.join(_checkpoint_name(names, name) for name in wrong)}"
+            )
             raise ConfigError(f"checkpoint {str(target.folder)!r}: {why:.300}", field="model")
     if not names.final_norm:
         module.base_model.norm = nn.Identity()
@@ -310,18 +310,9 @@ def _load(
     return dataclasses.replace(target, module=module, text_config=module.config)
 
 
-def _stored(config: EngineConfig, target: LoadedModel, files: TensorFiles) -> list[StoredWeight]:
-    """Those of the checkpoint's weights that are quantized, or shall be, as :func:`.load_model` has them."""
-    quantized = quantization_config(read_json(target.folder / "config.json"))
-    if quantized is None and config.quantization == "none":
-        return []
-    stored = quantized_at_load(config, files) if quantized is None else stored_weights(quantized, files)
-    return with_activations(stored, config.quantized_activations)
-
-
 def _check_finite(model: LoadedModel, names: NextTokenNames) -> None:
     for name, parameter in model.module.named_parameters():
         inside = name.startswith(_LAYER) or name == _FINAL_NORM
         if inside and parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            why = f"{_their_name(names, name)} has values that are not finite"
+            why = f"{_checkpoint_name(names, name)} has values that are not finite"
             raise ConfigError(f"checkpoint {str(model.folder)!r}: {why}", field="model")

@@ -34,7 +34,7 @@ from baton.engine.models.quirks import (
     has_interleaved_experts,
     needed_across_stages,
 )
-from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, held_weights
+from baton.engine.quantization.modules import QuantizedExpertsModule, QuantizedModule, reloadable_weights
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.shards import ShardSpec, head_range, layer_range
 from baton_kernels.paged_attention import AttentionSpec, LatentProjections
@@ -95,7 +95,7 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
         raise ConfigError(f"{model.architecture} cannot be divided over {field}: {reason}", field=field) from error
     if model.device != model.compute.memory:
         to_device(model.module, model.compute, model.architecture)
-        for held in held_weights(model.module):
+        for held in reloadable_weights(model.module):
             held.move(model.compute.memory)
         specs = {module: _on_device(spec, model.compute.memory) for module, spec in specs.items()}
     return Share(specs, layers.start, communicator, absorb_projections(model, specs))
@@ -132,7 +132,8 @@ class SpanningNorm(nn.Module):
         super().__init__()
         self.weight = _parameter(weight)
         self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
-        self._ranks, self._reduce = shard.tp_size, reduce
+        self._ranks = shard.tp_size
+        self._reduce = reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take this rank's [..., heads * dim], in float32 inside."""
@@ -199,15 +200,19 @@ def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard
 
 class _Splitter:
     def __init__(self, model: LoadedModel, shard: ShardSpec, reduce: Reduce) -> None:
-        self._model, self._shard, self._reduce = model, shard, reduce
+        self._model = model
+        self._shard = shard
+        self._reduce = reduce
         self.done: list[str] = []
 
     def attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
         """Divide one layer's attention by heads."""
         heads = _share(spec.num_heads, self._shard, "query heads")
-        kv_heads, of = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank), spec.kv_heads
+        kv_heads = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank)
+        of = spec.kv_heads
         if spec.latent:
-            kv_heads, of = heads, spec.num_heads
+            kv_heads = heads
+            of = spec.num_heads
         self.done.append(path)
         found = set()
         for name, child in list(module.named_children()):
@@ -381,7 +386,7 @@ def _pick_rows(linear: Linear, ranges: list[range]) -> None:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or bool(held_weights(module))
+    return next(module.parameters(), None) is not None or bool(reloadable_weights(module))
 
 
 def _parameter(part: torch.Tensor) -> nn.Parameter:
@@ -465,7 +470,8 @@ class _NoEmbedding(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._width, self._dtype = width, dtype
+        self._width = width
+        self._dtype = dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take tokens [1, T], return zeros [1, T, width] without memory behind them."""

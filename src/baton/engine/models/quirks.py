@@ -129,7 +129,8 @@ KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj", "kv_b_proj"}
 """Rows of the rank's KV heads; of its query heads where the KV is a latent."""
 WHOLE_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
 """On every rank: latents that all heads share."""
-LATENT_PROJECTION, LATENT_EXPANSION = "kv_b_proj", "expand_kv"
+LATENT_PROJECTION = "kv_b_proj"
+LATENT_EXPANSION = "expand_kv"
 """Of MLA's modules: the linear layer from latents to heads' keys and values, and the method that applies it."""
 JOINED_PROJECTION = "qkv_proj"
 """Queries, keys and values, one after the other (Phi-3): rows of each."""

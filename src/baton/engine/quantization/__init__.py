@@ -1,1 +1,1 @@
-"""Quantized checkpoints: what ``quantization_config`` says, how the formats' tensors become weights of four forms."""
+"""Quantized checkpoints: which weights are quantized, how the formats' tensors become weights of four forms."""

@@ -1,7 +1,7 @@
-"""What readers of quantized checkpoints share: where tensors come from, what is found in them, how they are refused.
+"""Shared by the readers of quantized checkpoints: the source of tensors, the weights that are found, checks and errors.
 
-A format is a function from its configuration and a :class:`TensorSource` to the quantized weights in it. They bear
-the names of the plain parameters that they stand for; a checkpoint's tensors that belong to none of them are plain.
+A format is a function from its configuration and a :class:`TensorSource` to the quantized weights in it. They have the
+names of the plain parameters that they replace; a checkpoint's tensors that belong to none of them are plain.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class TensorSource(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the files' headers say beside their tensors."""
+        """Metadata of the files' headers."""
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     def __contains__(self, name: object) -> bool: ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type."""
+        """Return a tensor's dtype."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one of those that are stacked in it, into memory of its own."""
+        """Read a tensor, or its part ``index`` along the first dimension, into memory of its own."""
 
-    def keep(self, name: str) -> torch.Tensor:
-        """Return a tensor that stays as it is, in as little memory as it can, not to be written to."""
+    def read_or_map(self, name: str) -> torch.Tensor:
+        """Return a tensor that must not be written to: pages of its file where possible, else as :meth:`read`."""
 
     def file_of(self, name: str) -> str:
-        """The name of the file in which a tensor is, for errors."""
+        """Return the name of a tensor's file, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class StoredWeight:
     """A quantized weight in a checkpoint.
 
     Attributes:
-        parameter: Name of the plain parameter that it stands for, as the checkpoint would have it.
-        shape: Rows (output features) and columns.
-        tensors: Names of the tensors that it is made of.
-        read: Reads the weight, or that of one expert.
-        experts: How many are stacked; 0: it is a single one, and ``read`` takes 0.
+        parameter: Name of the plain parameter that it replaces, as a plain checkpoint would have it.
+        shape: Numbers of rows (output features) and columns.
+        tensors: Names of the checkpoint's tensors that it consists of.
+        read: Reads the weight of the expert with the given index; a single weight has index 0.
+        experts: Number of stacked experts; 0: a single weight.
         activations: How inputs are rounded.
-        optional: Whether it stays plain where the model has no linear layer or experts for it.
+        optional: Whether the weight stays plain where the model has no linear layer or experts for it.
     """
 
     parameter: str
@@ -70,7 +70,7 @@ class StoredWeight:
 
 
 ReadFormat = Callable[[dict[str, Any], TensorSource], list[StoredWeight]]
-"""A format."""
+"""Reads a format: (quantization_config, tensors) -> the quantized weights."""
 
 
 def config_error(field: str, why: str) -> ConfigError:
@@ -79,37 +79,37 @@ def config_error(field: str, why: str) -> ConfigError:
 
 
 def tensor_error(source: TensorSource, name: str, why: str) -> ConfigError:
-    """Return an error about a tensor of a file, or about one that is missing there (then ``why`` says so)."""
+    """Return an error about a tensor that a file has or, as ``why`` says then, lacks."""
     where = f"{source.file_of(name)}: " if name in source else ""
     return ConfigError(f"{where}{name}: {why}", field="model")
 
 
 def need_tensor(source: TensorSource, name: str, owner: str, *dtypes: torch.dtype) -> tuple[int, ...]:
-    """Return the shape of a tensor that has to be there, of one of some types.
+    """Return the shape of a required tensor.
 
     Args:
         source: The checkpoint.
-        name: Of the tensor.
-        owner: The tensor that is of no use without it.
-        dtypes: What it may be; nothing: anything.
+        name: Name of the tensor.
+        owner: Name of the tensor that needs it, for errors.
+        dtypes: Allowed dtypes; none: any dtype.
 
     Raises:
-        ConfigError: It is not there, or something else.
+        ConfigError: The tensor is missing or of another dtype.
     """
     if name not in source:
         raise tensor_error(source, owner, f"{name.rpartition('.')[2]} is missing: no tensor {name}")
     if dtypes and source.dtype(name) not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = str(source.dtype(name)).removeprefix("torch.")
-        raise tensor_error(source, name, f"must be {wanted}, is {found}")
+        actual = str(source.dtype(name)).removeprefix("torch.")
+        raise tensor_error(source, name, f"must be {wanted}, is {actual}")
     return source.shape(name)
 
 
 def need_shape(source: TensorSource, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a tensor's shape, which has to be one of some.
+    """Return a tensor's shape.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: The shape is none of ``shapes``.
     """
     shape = source.shape(name)
     if shape not in shapes:
@@ -122,16 +122,16 @@ def read_scales(source: TensorSource, name: str, index: int | None = None) -> to
     """Read scales as float32.
 
     Raises:
-        ConfigError: One of them is 0, infinite or no number.
+        ConfigError: A scale is 0, infinite or NaN.
     """
-    return checked_scales(source, name, source.read(name, index).float())
+    return check_scales(source, name, source.read(name, index).float())
 
 
-def checked_scales(source: TensorSource, name: str, scales: torch.Tensor) -> torch.Tensor:
-    """Return scales that are made of a tensor, if they can be such.
+def check_scales(source: TensorSource, name: str, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``scales``, which are computed from the tensor ``name``.
 
     Raises:
-        ConfigError: As :func:`read_scales`.
+        ConfigError: A scale is 0, infinite or NaN.
     """
     if not bool(torch.isfinite(scales).all()):
         raise tensor_error(source, name, "a scale is infinite or no number")
@@ -140,18 +140,18 @@ def checked_scales(source: TensorSource, name: str, scales: torch.Tensor) -> tor
     return scales
 
 
-def grouped(scales: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """Return scales or zeros of a tensor ([] or [1]), of rows ([rows] or [rows, 1]) or groups as [rows, groups]."""
+def expand_to_groups(scales: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """Return scales or zeros per tensor ([] or [1]), row ([rows] or [rows, 1]) or group as [rows, groups]."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(rows, groups).contiguous()
     return scales.reshape(rows, -1).contiguous()
 
 
 def need_group(source: TensorSource, name: str, group: int, columns: int, field: str) -> int:
-    """Return how many groups a row has.
+    """Return the number of groups of ``group`` columns in a row of ``columns``.
 
     Raises:
-        ConfigError: The size of a group does not divide the row.
+        ConfigError: The group size does not divide the columns; names the tensor and the field of the configuration.
     """
     if group < 1 or columns % group:
         raise tensor_error(source, name, f"{CONFIG_NAME}.{field} {group} does not divide its {columns} columns")
@@ -159,17 +159,17 @@ def need_group(source: TensorSource, name: str, group: int, columns: int, field:
 
 
 def field_of(config: dict[str, Any], name: str, kinds: type | tuple[type, ...], default: Any, field: str = "") -> Any:
-    """Return a field of a configuration, which has to be of some type.
+    """Return a field of a configuration.
 
     Args:
         config: The configuration.
-        name: Of the field.
-        kinds: What it may be; where ``bool`` is not among them it may not be one.
-        default: Where there is none, or it is null.
-        field: How errors name it, if not by ``name``.
+        name: Name of the field.
+        kinds: Allowed types; a bool is no int here.
+        default: Value of a field that is missing or null.
+        field: Name of the field in errors, if not ``name``.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The field has another type.
     """
     value = config.get(name)
     if value is None:
@@ -182,19 +182,12 @@ def field_of(config: dict[str, Any], name: str, kinds: type | tuple[type, ...], 
 
 
 def names_field(config: dict[str, Any], name: str) -> list[str]:
-    """Return a field that is a list of names, or nothing.
+    """Return a field that is a list of names; empty if it is missing.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The field is no list of names.
     """
     value = field_of(config, name, list, [])
     if not all(isinstance(item, str) for item in value):
         raise config_error(name, f"must be a list of names, got {value!r}")
     return list(value)
-
-
-def skips(patterns: Iterable[str], module: str) -> bool:
-    """Whether a module is one that lists like ``modules_to_not_convert`` name: in full, as its end, or as a part."""
-    return any(
-        module == pattern or module.endswith(f".{pattern}") or f".{pattern}." in f".{module}." for pattern in patterns
-    )

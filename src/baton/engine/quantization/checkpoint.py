@@ -49,42 +49,67 @@ FORMATS: dict[str, ReadFormat] = {
     "mxfp4": read_mxfp4,
     "torchao": read_torchao,
 }
-"""By ``quant_method``."""
+"""Readers by ``quant_method``."""
 PLAIN_TYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+GROUPS = (64, 32, 16)
+"""Sizes of groups for 4 bits: the first one that divides a row is used."""
+LOADABLE_TYPES = {torch.float32, torch.bfloat16, torch.float16}
+METHODS = {"int8": "int8-channel", "int4": "int4-group64", "fp8": "fp8-channel", "nf4": "nf4-group64"}
+"""Names of the methods in identities; a name changes with the numbers that its method computes."""
 
 
 def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization of a ``config.json``, or ``None``.
+    """Return the ``quantization_config`` of a ``config.json``; ``None``: it has none.
 
     Raises:
-        ConfigError: It says two things.
+        ConfigError: It has several that differ, or one that is no dict.
     """
-    found = [
+    configs = [
         holder[key]
         for holder in (config, config.get("text_config"))
         if isinstance(holder, dict)
         for key in (CONFIG_NAME, "compression_config")
         if holder.get(key) is not None
     ]
-    if not found:
+    if not configs:
         return None
-    if any(each != found[0] for each in found):
+    if any(each != configs[0] for each in configs):
         raise ConfigError(f"config.json: has more than one {CONFIG_NAME}, which differ", field="model")
-    if not isinstance(found[0], dict):
-        raise ConfigError(f"config.json: {CONFIG_NAME} must be a dict, got {found[0]!r}", field="model")
-    return found[0]
+    if not isinstance(configs[0], dict):
+        raise ConfigError(f"config.json: {CONFIG_NAME} must be a dict, got {configs[0]!r}", field="model")
+    return configs[0]
+
+
+def find_quantized_weights(
+    config: EngineConfig, quantized: dict[str, Any] | None, source: TensorSource
+) -> list[StoredWeight]:
+    """Return the weights of a checkpoint that are quantized, or that are to be quantized at load.
+
+    Args:
+        config: The engine's configuration.
+        quantized: The checkpoint's ``quantization_config``; ``None``: it is plain.
+        source: The checkpoint's tensors.
+
+    Raises:
+        ConfigError: As :func:`stored_weights`, or a pattern of ``quantization_ignore`` is no regular expression.
+    """
+    if quantized is not None:
+        weights = stored_weights(quantized, source)
+    else:
+        weights = [] if config.quantization == "none" else _weights_to_quantize(config, source)
+    return apply_activations(weights, config.quantized_activations)
 
 
 def stored_weights(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
     """Find the quantized weights of a checkpoint.
 
     Args:
-        config: Its ``quantization_config``.
-        source: Its tensors.
+        config: The checkpoint's ``quantization_config``.
+        source: The checkpoint's tensors.
 
     Raises:
-        ConfigError: A format that is not read, a configuration that contradicts itself or the tensors, or none of the
-            weights that it promises.
+        ConfigError: The format is not supported, the configuration contradicts itself or the tensors, or no weight is
+            quantized.
     """
     method = config.get("quant_method")
     if not method and (config.get("load_in_4bit") or config.get("load_in_8bit")):
@@ -93,44 +118,34 @@ def stored_weights(config: dict[str, Any], source: TensorSource) -> list[StoredW
     if name not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise config_error("quant_method", f"{method!r} is not supported, only {known}; --quantization makes its own")
-    found = FORMATS[name](config, source)
-    consumed = {tensor for each in found for tensor in each.tensors}
+    weights = FORMATS[name](config, source)
+    consumed = {tensor for weight in weights for tensor in weight.tensors}
     for tensor in source.names():
         if tensor not in consumed and tensor.endswith(".weight") and source.dtype(tensor) not in PLAIN_TYPES:
             kind = str(source.dtype(tensor)).removeprefix("torch.")
             raise tensor_error(source, tensor, f"is {kind}, but has no scales that {name} would have")
-    if not found:
+    if not weights:
         raise config_error("quant_method", f"{method!r}, but no tensor of the checkpoint is quantized so")
-    for each in found:
-        if each.parameter in source and each.parameter not in each.tensors:
-            text = f"{source.file_of(each.parameter)}: {each.parameter}: is there twice, plain and as {each.tensors[0]}"
-            raise ConfigError(text, field="model")
-    log.info("checkpoint quantized by %s: %d weights", name, len(found))
-    return found
+    for weight in weights:
+        name_of_plain = weight.parameter
+        if name_of_plain in source and name_of_plain not in weight.tensors:
+            raise tensor_error(source, name_of_plain, f"is there twice, plain and as {weight.tensors[0]}")
+    log.info("checkpoint quantized by %s: %d weights", name, len(weights))
+    return weights
 
 
-GROUPS = (64, 32, 16)
-"""Inputs that share a scale with 4 bits: the first that divides a row."""
-LOADABLE_TYPES = {torch.float32, torch.bfloat16, torch.float16}
-METHODS = {"int8": "int8-channel", "int4": "int4-group64", "fp8": "fp8-channel", "nf4": "nf4-group64"}
-"""What each is called in identities; changes with what it computes."""
-
-
-def quantized_at_load(config: EngineConfig, source: TensorSource) -> list[StoredWeight]:
-    """Return what ``quantization`` makes of a plain checkpoint's weights, for those that prove to be of linear layers.
-
-    Raises:
-        ConfigError: A pattern of ``quantization_ignore`` is no regular expression.
-    """
+def _weights_to_quantize(config: EngineConfig, source: TensorSource) -> list[StoredWeight]:
+    """Return a plain checkpoint's matrices as weights quantized at load; only those of linear layers are used."""
     ignored = []
     for pattern in config.quantization_ignore:
         try:
             ignored.append(re.compile(pattern))
         except re.error as error:
             raise ConfigError(f"quantization_ignore: {pattern!r}: {error}", field="quantization_ignore") from error
-    found = []
+    weights = []
     for name in source.names():
-        shape, module = source.shape(name), name.removesuffix(".weight")
+        shape = source.shape(name)
+        module = name.removesuffix(".weight")
         if source.dtype(name) not in LOADABLE_TYPES or len(shape) not in {2, 3} or 0 in shape:
             continue
         if any(pattern.search(module) for pattern in ignored):
@@ -139,20 +154,20 @@ def quantized_at_load(config: EngineConfig, source: TensorSource) -> list[Stored
         if quantize is not None:
             experts = shape[0] if len(shape) == 3 else 0
             read = partial(_read_and_quantize, source, name, quantize, bool(experts))
-            found.append(StoredWeight(name, (shape[-2], shape[-1]), (name,), read, experts=experts, optional=True))
-    return found
+            weights.append(StoredWeight(name, (shape[-2], shape[-1]), (name,), read, experts=experts, optional=True))
+    return weights
 
 
-def with_activations(stored: list[StoredWeight], choice: str) -> list[StoredWeight]:
-    """Apply ``quantized_activations``."""
+def apply_activations(weights: list[StoredWeight], choice: str) -> list[StoredWeight]:
+    """Return weights with the inputs that ``quantized_activations`` asks for."""
     if choice == "auto":
-        return stored
+        return weights
     scheme = EXACT if choice == "none" else INT8_PER_TOKEN
-    return [dataclasses.replace(weight, activations=scheme) for weight in stored]
+    return [dataclasses.replace(weight, activations=scheme) for weight in weights]
 
 
-def identity(config: EngineConfig) -> str:
-    """Return what quantization at load and other activations add to a model's identity: 16 hex digits, or nothing."""
+def quantization_identity(config: EngineConfig) -> str:
+    """Return the part of a model's identity for quantization at load and its activations: 16 hex digits, or empty."""
     parts = []
     if config.quantization != "none":
         parts += [METHODS[config.quantization], *config.quantization_ignore]
@@ -162,7 +177,7 @@ def identity(config: EngineConfig) -> str:
 
 
 def _choose_quantizer(method: str, columns: int) -> Callable[[torch.Tensor], QuantizedWeight] | None:
-    """Returns what quantizes rows of so many columns; ``None``: they do not divide into groups."""
+    """Return the function that quantizes rows of so many columns; ``None``: they do not divide into groups."""
     if method == "int8":
         return quantize_int8
     if method == "fp8":

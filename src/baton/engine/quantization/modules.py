@@ -1,7 +1,7 @@
 """Modules that replace transformers' linear layers and experts where the weights are quantized.
 
 They keep a weight's form and compute by its definition. Faster operators are made of the form, which is dropped then;
-it can be read once more (:meth:`HeldWeight.load`), should the operator have to go.
+it can be read once more (:meth:`ReloadableWeight.load`), should the operator have to go.
 """
 
 from __future__ import annotations
@@ -32,44 +32,48 @@ from baton_kernels.quantization import (
 from baton_kernels.quantized_linear import PlainQuantizedLinear
 from baton_kernels.row_wise import Activation, gated_reference
 
+ReadWeight = Callable[[], QuantizedWeight]
+Change = Callable[[QuantizedWeight], QuantizedWeight]
+RETURNED_BYTES = 8 << 20
+"""Bytes of weights that are read before memory that was freed meanwhile is returned to the system."""
+MAPPED_BYTES = 1 << 16
+"""Weights of at least so many bytes get a memory mapping of their own."""
+ALIGNMENT = 64
+"""Bytes of a cache line."""
+NARROW = {
+    "scales": (torch.bfloat16, torch.float16),
+    "zeros": (torch.int8, torch.uint8, torch.bfloat16, torch.float16),
+}
+"""Types that scales and zeros, float32 in the forms, are stored in if these hold all of a weight's values exactly."""
+
 
 def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """Return a weight whose tensors lie on a device: itself, where they do already."""
+    """Return a weight with its tensors on a device; the same weight if they are there already."""
     if weight.values.device == device:
         return weight
     return dataclasses.replace(weight, **{name: tensor.to(device) for name, tensor in weight.tensors().items()})
 
 
 def pick_rows(weight: QuantizedWeight, ranges: Sequence[range]) -> QuantizedWeight:
-    """Return some ranges of rows below each other, as views where there is one range."""
+    """Return ranges of rows below each other; one range as views."""
     parts = [weight.cut_rows(each.start, each.stop) for each in ranges]
     return parts[0] if len(parts) == 1 else join_weights(parts)
 
 
-def deinterleaved(weight: QuantizedWeight) -> QuantizedWeight:
+def deinterleave_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """Return even rows above odd ones: gates and ups that alternate, as GPT-OSS has them."""
     return join_weights([weight.every_other_row(0), weight.every_other_row(1)])
 
 
-MAPPED_BYTES = 1 << 16
-"""Bytes of a weight from which on it gets a mapping of its own."""
-ALIGNMENT = 64
-NARROW = {
-    "scales": (torch.bfloat16, torch.float16),
-    "zeros": (torch.int8, torch.uint8, torch.bfloat16, torch.float16),
-}
-"""Types that numbers of a group are kept in if these hold all of a weight's exactly: forms have them in float32."""
+class CompactWeight:
+    """A copy of a weight in as little memory as holds all of its values, returned to the system when it is dropped.
 
-
-class KeptWeight:
-    """A copy of a weight, which goes back to the system when it is dropped.
-
-    It has a mapping of its own: the allocator would keep what is dropped among what was allocated meanwhile, the memory
-    of two copies of a model while its operators are made of it, and afterwards. Scales and zeros take 8 or 16 bits
-    where these hold them, one zero for all groups those of one number. On a GPU it is an ordinary copy.
+    It has a mapping of its own: between later allocations the allocator would keep freed weights, the memory of two
+    copies of a model while its operators are made of it, and afterwards. Scales and zeros take 8 or 16 bits where these
+    hold their values, a zero that all groups share is stored once. On a GPU it is an ordinary copy.
 
     Args:
-        weight: On any device.
+        weight: The weight, on any device.
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
@@ -83,7 +87,7 @@ class KeptWeight:
         self._tensors = _copy_tensors(tensors) if on_cpu else {name: each.clone() for name, each in tensors.items()}
 
     def get(self) -> QuantizedWeight:
-        """Return the weight; what is not narrowed shares this one's memory."""
+        """Return the weight; tensors that were not narrowed share this copy's memory."""
         wide: dict[str, Any] = {
             name: tensor.float() if name in NARROW and tensor.dtype != torch.float32 else tensor
             for name, tensor in self._tensors.items()
@@ -97,14 +101,14 @@ class KeptWeight:
 
 
 def return_free_memory() -> None:
-    """Give back to the system what the C library keeps of what was freed, if it can."""
+    """Return freed memory from the C library's allocator to the system, where the library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in fewer bytes, if there are types for that."""
+    """Return the same values in a narrower type, or as one value for all, if that is exact."""
     if name not in NARROW or not any(tensor.stride()) or not tensor.numel():
         return tensor
     if name == "zeros" and bool((tensor == tensor[0, 0]).all()):
@@ -117,13 +121,13 @@ def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in one piece of memory; one number that stands for all zeros takes none as it is."""
+    """Copy tensors into one piece of memory; a single value that is expanded to all groups is not copied."""
     copied = {name: tensor for name, tensor in tensors.items() if any(tensor.stride())}
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in copied.values()]
-    kept = dict(tensors)
+    result = dict(tensors)
     for (name, tensor), part in zip(copied.items(), torch.split(_allocate(sum(sizes)), sizes), strict=True):
-        kept[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return kept
+        result[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return result
 
 
 def _allocate(size: int) -> torch.Tensor:
@@ -132,30 +136,24 @@ def _allocate(size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
-ReadWeight = Callable[[], QuantizedWeight]
-Change = Callable[[QuantizedWeight], QuantizedWeight]
-RETURNED_BYTES = 8 << 20
-"""Of weights that are read before memory that was freed meanwhile goes back to the system."""
-
-
 def multiply(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
 ) -> torch.Tensor:
-    """Return the layer's output [tokens, rows] of x [tokens, columns], by the definition."""
+    """Return a linear layer's output [tokens, rows] for x [tokens, columns], by the definition."""
     if not len(x):
         return x.new_empty(0, weight.rows)
     return PlainQuantizedLinear(weight, bias, activations)(x)
 
 
-class HeldWeight:
-    """A weight that can be dropped and read again, with what is kept of it.
+class ReloadableWeight:
+    """A weight that can be dropped from memory and read again from the checkpoint.
 
     Args:
-        read: Reads it.
+        read: Reads the weight from the checkpoint.
 
     Attributes:
-        form: What it is, for people; known once it was read.
-        device: Where it lies when it is read.
+        form: Name of the weight's form, for logs; empty until the weight was read.
+        device: Device that the weight is read to.
     """
 
     def __init__(self, read: ReadWeight) -> None:
@@ -163,10 +161,10 @@ class HeldWeight:
         self.form = ""
         self.device = torch.device("cpu")
         self._changes: list[Change] = []
-        self._weight: KeptWeight | None = None
+        self._weight: CompactWeight | None = None
 
     def get(self) -> QuantizedWeight:
-        """Return the weight: the one that is held, or read for this once."""
+        """Return the weight: the one in memory, or one that is read for this call only."""
         if self._weight is not None:
             return self._weight.get()
         weight = self._read()
@@ -175,87 +173,88 @@ class HeldWeight:
         self.form = form_name(weight)
         return to_device(weight, self.device)
 
-    def hold(self) -> None:
-        """Keep the weight in memory."""
+    def load(self) -> None:
+        """Read the weight into memory, unless it is there."""
         if self._weight is None:
-            self._weight = KeptWeight(self.get())
+            self._weight = CompactWeight(self.get())
 
     def move(self, device: torch.device) -> None:
-        """Have the weight lie on another device, now and when it is read again."""
+        """Move the weight to another device, now and whenever it is read again."""
         self.device = device
         if self._weight is not None:
-            self._weight = KeptWeight(to_device(self._weight.get(), device))
+            self._weight = CompactWeight(to_device(self._weight.get(), device))
 
     def release(self) -> None:
         """Drop the weight from memory."""
         self._weight = None
 
-    def change(self, change: Change) -> None:
-        """Hold what a function makes of the weight, now and whenever it is read again.
+    def apply(self, change: Change) -> None:
+        """Load the weight and replace it by a function's result, now and whenever it is read again.
 
         Raises:
-            ValueError: The function refuses it.
+            ValueError: The function refused the weight.
         """
-        self._weight = KeptWeight(change(self.get()))
+        self._weight = CompactWeight(change(self.get()))
         self._changes.append(change)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is held."""
+        """Bytes of the weight in memory; 0 if it is not."""
         return 0 if self._weight is None else self._weight.nbytes
 
 
 class QuantizedModule(nn.Module):
-    """Stands in for an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly.
+    """Replaces an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly.
 
     Args:
         read: Reads the weight [out_features, in_features].
-        linear: What it stands in for; the bias is taken from it.
+        linear: The layer that is replaced; its bias is used.
         activations: How inputs are rounded.
     """
 
     def __init__(self, read: ReadWeight, linear: nn.Linear, activations: ActivationScheme) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.activations = activations
-        self.held = HeldWeight(read)
+        self.reloadable = ReloadableWeight(read)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take x [..., in_features], return [..., out_features]."""
-        out = multiply(x.reshape(-1, self.in_features), self.held.get(), self.bias, self.activations)
+        """Return the output [..., out_features] for x [..., in_features]."""
+        out = multiply(x.reshape(-1, self.in_features), self.reloadable.get(), self.bias, self.activations)
         return out.view(*x.shape[:-1], self.out_features)
 
     def keep_rows(self, ranges: Sequence[range]) -> None:
-        """Keep ranges of outputs, one after the other."""
-        self.held.change(partial(pick_rows, ranges=ranges))
+        """Reduce the layer to ranges of its outputs, one after the other."""
+        self.reloadable.apply(partial(pick_rows, ranges=ranges))
         self.out_features = sum(map(len, ranges))
         if self.bias is not None:
-            kept = torch.cat([self.bias[each.start : each.stop] for each in ranges])
-            self.bias = nn.Parameter(kept.detach(), requires_grad=False)
+            bias = torch.cat([self.bias[each.start : each.stop] for each in ranges])
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
-    def keep_columns(self, kept: range) -> None:
-        """Keep a range of inputs.
+    def keep_columns(self, columns: range) -> None:
+        """Reduce the layer to a range of its inputs.
 
         Raises:
             ValueError: A group of columns that share a scale would be cut.
         """
-        self.held.change(_column_cutter(kept))
-        self.in_features = len(kept)
+        self.reloadable.apply(_column_cutter(columns))
+        self.in_features = len(columns)
 
 
 class QuantizedExpertsModule(nn.Module):
-    """Stands in for a module of experts, gated MLPs; has no weights, so that code which looks for them fails loudly.
+    """Replaces a module of experts, gated MLPs; has no weights, so that code which looks for them fails loudly.
 
     Args:
-        gate_up: Reads an expert's weight [2 * inner, hidden], gates first; one each.
-        down: Reads an expert's weight [hidden, inner]; one each.
-        inner: Columns of ``down``.
-        activation: Between the two.
-        activations: How inputs of both are rounded.
+        gate_up: Per expert, reads its weight [2 * inner, hidden], gates first.
+        down: Per expert, reads its weight [hidden, inner].
+        inner: Number of columns of ``down``.
+        activation: Activation between both products.
+        activations: How inputs of the first and of the second product are rounded.
         biases: [E, 2 * inner] and [E, hidden], or ``None``.
-        interleaved: Whether gates and ups stand in turns in the first of the biases.
+        interleaved: Whether gates and ups alternate in the first bias.
     """
 
     def __init__(
@@ -270,9 +269,12 @@ class QuantizedExpertsModule(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.gate_up = [HeldWeight(read) for read in gate_up]
-        self.down = [HeldWeight(read) for read in down]
-        self.inner, self.activation, self.activations, self._interleaved = inner, activation, activations, interleaved
+        self.gate_up = [ReloadableWeight(read) for read in gate_up]
+        self.down = [ReloadableWeight(read) for read in down]
+        self.inner = inner
+        self.activation = activation
+        self.activations = activations
+        self._interleaved = interleaved
         both = biases or (None, None)
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
@@ -280,8 +282,8 @@ class QuantizedExpertsModule(nn.Module):
         self.register_parameter("down_proj_bias", both[1])
 
     @property
-    def weights(self) -> list[HeldWeight]:
-        """All of them."""
+    def weights(self) -> list[ReloadableWeight]:
+        """The weights of all experts."""
         return [*self.gate_up, *self.down]
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -293,9 +295,9 @@ class QuantizedExpertsModule(nn.Module):
         return halves, self.down_proj_bias.detach().float()
 
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Take hidden_states [T, hidden], ids and weights [T, top_k], return [T, hidden].
+        """Return the weighted sum [T, hidden] of the experts ``ids`` [T, top_k] for hidden_states [T, hidden].
 
-        An id that is no expert's chooses none.
+        An id outside of the experts' range chooses no expert.
         """
         out = torch.zeros(hidden_states.shape, device=hidden_states.device)
         biases = self.biases()
@@ -306,58 +308,56 @@ class QuantizedExpertsModule(nn.Module):
             up_bias, down_bias = (None, None) if biases is None else (biases[0][expert].flatten(), biases[1][expert])
             both = multiply(hidden_states[tokens], self.gate_up[expert].get(), up_bias, self.activations[0])
             inner = gated_reference(both, self.activation)
-            made = multiply(inner, self.down[expert].get(), down_bias, self.activations[1])
-            out.index_add_(0, tokens, made.float() * weights[tokens, choices, None].float())
+            outputs = multiply(inner, self.down[expert].get(), down_bias, self.activations[1])
+            out.index_add_(0, tokens, outputs.float() * weights[tokens, choices, None].float())
         return out.to(hidden_states.dtype)
 
-    def keep_inner(self, kept: range, *, first: bool) -> None:
-        """Keep a range of the inner columns of all experts; only the first rank adds the biases of outputs.
+    def keep_inner(self, columns: range, *, first: bool) -> None:
+        """Reduce all experts to a range of their inner columns.
+
+        Args:
+            columns: The inner columns of this rank.
+            first: Whether this is the first rank, the only one that adds the biases of outputs.
 
         Raises:
             ValueError: A group of columns that share a scale would be cut.
         """
-        rows = (kept, range(self.inner + kept.start, self.inner + kept.stop))
+        rows = (columns, range(self.inner + columns.start, self.inner + columns.stop))
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
-            gate_up.change(partial(pick_rows, ranges=rows))
-            down.change(_column_cutter(kept))
+            gate_up.apply(partial(pick_rows, ranges=rows))
+            down.apply(_column_cutter(columns))
         if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
             both = self.gate_up_proj_bias.detach()
-            part = both[:, 2 * kept.start : 2 * kept.stop] if self._interleaved else _cut_halves(both, kept)
+            interleaved = slice(2 * columns.start, 2 * columns.stop)
+            part = both[:, interleaved] if self._interleaved else _cut_halves(both, columns)
             self.gate_up_proj_bias = nn.Parameter(part.clone(), requires_grad=False)
             if not first:
                 self.down_proj_bias = nn.Parameter(torch.zeros_like(self.down_proj_bias), requires_grad=False)
-        self.inner = len(kept)
+        self.inner = len(columns)
 
 
-def held_weights(module: nn.Module) -> list[HeldWeight]:
+def reloadable_weights(module: nn.Module) -> list[ReloadableWeight]:
     """Return the quantized weights of a model."""
-    found: list[HeldWeight] = []
-    for child in module.modules():
-        if isinstance(child, QuantizedModule):
-            found.append(child.held)
-        elif isinstance(child, QuantizedExpertsModule):
-            found += child.weights
-    return found
+    return [weight for layer in quantized_layers(module) for weight in _weights_of(layer)]
 
 
-def place_weights(module: nn.Module, device: torch.device, *, hold: bool = True) -> None:
-    """Have a model's quantized weights lie on a device, and with ``hold`` read them now."""
-    since = 0
-    for held in held_weights(module):
-        held.device = device
-        if hold:
-            held.hold()
-            since += held.nbytes
-        if since >= RETURNED_BYTES:
+def place_weights(module: nn.Module, device: torch.device, *, in_memory: bool = True) -> None:
+    """Set the device of a model's quantized weights, and with ``in_memory`` read them now."""
+    bytes_read = 0
+    for weight in reloadable_weights(module):
+        weight.device = device
+        if in_memory:
+            weight.load()
+            bytes_read += weight.nbytes
+        if bytes_read >= RETURNED_BYTES:
             return_free_memory()
-            since = 0
+            bytes_read = 0
 
 
 def form_name(weight: QuantizedWeight) -> str:
-    """Return what a weight is, for people: its bits, and what shares a scale."""
+    """Return the name of a weight's form, for logs: its bits, and the values that share a scale."""
     if isinstance(weight, Fp8Weight):
-        rows, columns = (min(pair) for pair in zip(weight.block, weight.values.shape, strict=True))
-        return f"fp8 per {rows}x{columns}"
+        return f"fp8 per {min(weight.block[0], weight.rows)}x{weight.group}"
     bits = {Int8Weight: "int8", Int4Weight: "int4", TableWeight: "4-bit table"}[type(weight)]
     return f"{bits} per {'row' if weight.group == weight.columns else weight.group}"
 
@@ -368,17 +368,17 @@ def quantized_layers(module: nn.Module) -> list[QuantizedModule | QuantizedExper
 
 
 def describe(layers: Sequence[QuantizedModule | QuantizedExpertsModule], operators: str) -> str:
-    """Return what quantized layers are made of and computed by, for people; empty: there are none.
+    """Return a line for logs about quantized layers; empty: there are none.
 
     Args:
         layers: The layers.
-        operators: What computes them.
+        operators: Name of the operators that compute them.
     """
-    forms, inputs = Counter[str](), set[str]()
+    forms = Counter[str]()
+    inputs = set[str]()
     for layer in layers:
-        held = [layer.held] if isinstance(layer, QuantizedModule) else layer.weights
         schemes = [layer.activations] if isinstance(layer, QuantizedModule) else layer.activations
-        forms.update(each.form for each in held)
+        forms.update(weight.form for weight in _weights_of(layer))
         inputs.update("exact" if scheme.type is ActivationType.NONE else scheme.type.value for scheme in schemes)
     if not forms:
         return ""
@@ -388,13 +388,14 @@ def describe(layers: Sequence[QuantizedModule | QuantizedExpertsModule], operato
 
 def rounds_inputs(module: nn.Module) -> bool:
     """Whether a model has layers whose inputs are rounded."""
-    return any(child.activations not in {EXACT, (EXACT, EXACT)} for child in _quantized(module))
+    return any(layer.activations not in {EXACT, (EXACT, EXACT)} for layer in quantized_layers(module))
 
 
 @contextlib.contextmanager
 def exact_inputs(module: nn.Module) -> Iterator[None]:
-    """Have a model's layers take their inputs as they are."""
-    schemes = [(child, child.activations) for child in _quantized(module)]
+    """Let a model's quantized layers use their inputs without rounding."""
+    layers: list[Any] = quantized_layers(module)
+    schemes = [(child, child.activations) for child in layers]
     try:
         for child, _ in schemes:
             child.activations = EXACT if isinstance(child, QuantizedModule) else (EXACT, EXACT)
@@ -404,17 +405,18 @@ def exact_inputs(module: nn.Module) -> Iterator[None]:
             child.activations = activations
 
 
-def _quantized(module: nn.Module) -> list[Any]:
-    return [child for child in module.modules() if isinstance(child, QuantizedModule | QuantizedExpertsModule)]
+def _weights_of(layer: QuantizedModule | QuantizedExpertsModule) -> list[ReloadableWeight]:
+    return [layer.reloadable] if isinstance(layer, QuantizedModule) else layer.weights
 
 
-def _column_cutter(kept: range) -> Change:
-    def cut(weight: QuantizedWeight) -> QuantizedWeight:
-        return weight.cut_columns(kept.start, kept.stop)
+def _column_cutter(columns: range) -> Change:
+    def cut_columns(weight: QuantizedWeight) -> QuantizedWeight:
+        return weight.cut_columns(columns.start, columns.stop)
 
-    return cut
+    return cut_columns
 
 
-def _cut_halves(both: torch.Tensor, kept: range) -> torch.Tensor:
+def _cut_halves(both: torch.Tensor, columns: range) -> torch.Tensor:
+    """Return some columns of each half of [E, 2 * inner]."""
     inner = both.shape[1] // 2
-    return torch.cat([both[:, at + kept.start : at + kept.stop] for at in (0, inner)], 1)
+    return torch.cat([both[:, start + columns.start : start + columns.stop] for start in (0, inner)], 1)

@@ -26,7 +26,7 @@ from baton.engine.models.layer_operators import CpuOperators, GpuOperators, Laye
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
-from baton.engine.quantization.modules import describe, held_weights, quantized_layers, return_free_memory
+from baton.engine.quantization.modules import describe, quantized_layers, reloadable_weights, return_free_memory
 from baton.engine.runner.decode_graphs import DecodeGraphs, StepCapture, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen
@@ -93,7 +93,7 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     Raises:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
     """
-    model = load_model(config, hold=hold, rank=rank)
+    model = load_model(config, in_memory=hold, rank=rank)
     specs, longest = probe(model, max_sequence_length(model.architecture, model.text_config))
     specs = use_latents(model, specs)
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -148,8 +148,8 @@ class ModelRunner:
         self._scales = _scales_of(whole, communicator)
         self._vocab_size = int(whole.model.text_config.vocab_size)
         self._share = divide(whole.model, whole.specs, communicator)
-        for held in held_weights(whole.model.module):
-            held.hold()
+        for held in reloadable_weights(whole.model.module):
+            held.load()
         device = whole.model.compute
         self._model = model = dataclasses.replace(whole.model, device=device.memory)
         library = cpu_operators(config, on_gpu=device.on_gpu)
@@ -199,7 +199,7 @@ class ModelRunner:
         """Whether some of the modules' linears or experts have faster operators here."""
         if self._operators.linear is not PlainLinear:
             return True
-        if self._operators.quantized and self._packed_linears and held_weights(self._generic.module):
+        if self._operators.quantized and self._packed_linears and reloadable_weights(self._generic.module):
             return True
         return any(map(self._operators.takes_experts, self._generic.module.modules()))
 
@@ -237,8 +237,8 @@ class ModelRunner:
 
     def _return_memory(self) -> None:
         """Have nothing in memory that was freed, and no plain weights that operators have copies of."""
-        if self._model.kept is not None:
-            self._model.kept.drop_pages()
+        if self._model.mapped_files is not None:
+            self._model.mapped_files.drop_pages()
         return_free_memory()
 
     def _fuse(self) -> str:

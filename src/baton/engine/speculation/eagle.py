@@ -414,7 +414,7 @@ class NextTokenHead:
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pool: LayerPool
     ) -> torch.Tensor:
         """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
-        self._layer.give(self._embedding(tokens), hidden)
+        self._layer.set_inputs(self._embedding(tokens), hidden)
         rows = torch.arange(len(tokens), device=tokens.device)
         states, _ = self._decoder.forward(tokens, positions, rows, plan, [pool])
         return states

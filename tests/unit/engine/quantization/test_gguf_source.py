@@ -23,9 +23,9 @@ def test_all_parameters_are_those_that_were_written(tmp_path: Path, architecture
     folder = make_checkpoint(tmp_path / "model", architecture)
     expected = write_gguf(folder, tmp_path / "m.gguf", kind)
     source = GgufSource(tmp_path / "m.gguf", torch.float32)
-    packed = {each.parameter for each in source.stored()}
+    packed = {each.parameter for each in source.stored_weights()}
     found = {name: source.read(name) for name in source.names() if name not in packed}
-    for stored in source.stored():
+    for stored in source.stored_weights():
         weight = stored.read(0)
         assert isinstance(weight, Int8Weight | Int4Weight)
         assert (weight.rows, weight.columns) == stored.shape
@@ -33,7 +33,7 @@ def test_all_parameters_are_those_that_were_written(tmp_path: Path, architecture
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-    assert len(source.stored()) == 4 * 7 + 1  # of four layers, and the head; the embedding is plain
+    assert len(source.stored_weights()) == 4 * 7 + 1  # of four layers, and the head; the embedding is plain
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16"])
@@ -41,8 +41,8 @@ def test_other_types(tmp_path: Path, kind: str) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     expected = write_gguf(folder, tmp_path / "m.gguf", kind)
     source = GgufSource(tmp_path / "m.gguf", torch.float32)
-    assert bool(source.stored()) == (kind in HALVES)
-    found = {each.parameter: each.read(0).dequantize() for each in source.stored()}
+    assert bool(source.stored_weights()) == (kind in HALVES)
+    found = {each.parameter: each.read(0).dequantize() for each in source.stored_weights()}
     found |= {name: source.read(name) for name in source.names() if name not in found}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -72,7 +72,7 @@ def test_a_scale_that_is_no_number_is_refused_with_its_tensor(tmp_path: Path) ->
     with path.open("r+b") as file:
         file.seek(info.offset + 34)
         file.write(b"\x00\x7c")
-    stored = {each.parameter: each for each in GgufSource(path, torch.float32).stored()}
+    stored = {each.parameter: each for each in GgufSource(path, torch.float32).stored_weights()}
     with pytest.raises(ConfigError, match=r"m\.gguf: tensor blk\.1\.ffn_up\.weight: a scale is infinite"):
         stored["model.layers.1.mlp.up_proj.weight"].read(0)
 

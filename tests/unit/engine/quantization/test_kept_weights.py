@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.support.models.quantized import FORMS, make
 
 from baton.engine.models.checkpoint import MAPPED_BYTES, TensorFiles, read_header
-from baton.engine.quantization.modules import KeptWeight
+from baton.engine.quantization.modules import CompactWeight
 from baton.errors import ConfigError
 from baton_kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight
 
@@ -31,7 +31,7 @@ def same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_kept_to_the_last_bit(form: str) -> None:
     weight = make(form, ROWS, COLUMNS, GROUP)
-    kept = KeptWeight(weight)
+    kept = CompactWeight(weight)
     assert same(kept.get(), weight)
     assert kept.nbytes == weight.nbytes  # numbers of 24 bits fit nothing narrower
     weight.values.view(torch.uint8).zero_()
@@ -66,7 +66,7 @@ def test_numbers_take_as_few_bytes_as_hold_them(scales: torch.dtype, zeros: str 
     }[zeros]
     values = torch.randint(-128, 128, (ROWS, COLUMNS), generator=random, dtype=torch.int8)
     weight = Int8Weight(values, numbers, found)
-    kept = KeptWeight(weight)
+    kept = CompactWeight(weight)
     assert same(kept.get(), weight)
     assert kept.nbytes == ROWS * COLUMNS + bytes_each * NUMBERS + (4 if zeros == "one" else 0)
 
@@ -74,7 +74,7 @@ def test_numbers_take_as_few_bytes_as_hold_them(scales: torch.dtype, zeros: str 
 def test_one_zero_for_all_stays_one() -> None:
     scales = torch.ones(ROWS, COLUMNS // GROUP)
     weight = Int4Weight(torch.zeros(ROWS, COLUMNS // 2, dtype=torch.uint8), scales, torch.tensor(8.0).expand_as(scales))
-    kept = KeptWeight(weight)
+    kept = CompactWeight(weight)
     assert same(kept.get(), weight)
     assert kept.nbytes == ROWS * COLUMNS // 2 + 2 * NUMBERS + 4
 
@@ -94,7 +94,7 @@ def test_plain_tensors_are_pages_of_the_file(tmp_path: Path) -> None:
         "none": torch.empty(0, 4),
     }
     source = files(tmp_path, tensors)
-    kept = {name: source.keep(name) for name in tensors}
+    kept = {name: source.read_or_map(name) for name in tensors}
     for _ in range(2):
         assert all(
             torch.equal(kept[name], tensor) and kept[name].dtype == tensor.dtype for name, tensor in tensors.items()
@@ -120,4 +120,4 @@ def test_a_file_that_was_cut_meanwhile(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(4096)
     with pytest.raises(ConfigError, match=r"model\.safetensors: x: the file ends in it"):
-        source.keep("x")
+        source.read_or_map("x")

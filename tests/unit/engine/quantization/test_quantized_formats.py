@@ -33,7 +33,7 @@ from tests.support.models.quantized_checkpoints import (
 from baton.engine.models.checkpoint import TensorFiles, read_header
 from baton.engine.quantization.base import StoredWeight
 from baton.engine.quantization.checkpoint import quantization_config, stored_weights
-from baton.engine.quantization.modules import HeldWeight
+from baton.engine.quantization.modules import ReloadableWeight
 from baton.errors import ConfigError
 from baton_kernels.quantization import QuantizedWeight
 
@@ -433,7 +433,7 @@ def test_a_tensor_of_another_size_than_its_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_lies_on_its_device_whenever_it_is_read(form: str) -> None:
-    held, meta = HeldWeight(lambda: make(form, 24, 64, 32)), torch.device("meta")
+    held, meta = ReloadableWeight(lambda: make(form, 24, 64, 32)), torch.device("meta")
     held.device = meta
 
     def devices(weight: QuantizedWeight) -> set[torch.device]:
@@ -441,9 +441,9 @@ def test_a_weight_lies_on_its_device_whenever_it_is_read(form: str) -> None:
         return {value.device for value in values if isinstance(value, torch.Tensor)}
 
     assert devices(held.get()) == {meta}
-    held.hold()
+    held.load()
     assert held.nbytes == make(form, 24, 64, 32).nbytes
-    held.change(lambda weight: weight.cut_rows(0, 8))
+    held.apply(lambda weight: weight.cut_rows(0, 8))
     assert devices(held.get()) == {meta}
     held.release()
     assert held.nbytes == 0

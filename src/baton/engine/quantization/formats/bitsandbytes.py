@@ -22,7 +22,7 @@ from baton.engine.quantization.base import (
     CONFIG_NAME,
     StoredWeight,
     TensorSource,
-    checked_scales,
+    check_scales,
     config_error,
     field_of,
     need_shape,
@@ -34,12 +34,19 @@ from baton_kernels.quantization import Int8Weight, TableWeight
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 ROW_FORMAT = 0
-"""Of ``weight_format``: rows one after the other; others are layouts of GPU generations."""
+"""Value of ``weight_format`` for rows one after the other; others are layouts of GPU generations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What the JSON of a 4-bit weight says."""
+    """The quantization state of a 4-bit weight, from its JSON.
+
+    Attributes:
+        shape: Rows and columns of the weight.
+        block: Number of values that share a scale.
+        nested_block: Number of scales that share a scale, with double quantization.
+        nested_offset: Added to the scales, with double quantization.
+    """
 
     shape: tuple[int, int]
     block: int
@@ -48,7 +55,7 @@ class _State:
 
 
 def read_bitsandbytes(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of a bitsandbytes checkpoint.
 
     Raises:
         ConfigError: The configuration or a tensor is not as the format has it.
@@ -60,25 +67,27 @@ def read_bitsandbytes(config: dict[str, Any], source: TensorSource) -> list[Stor
     names = list(source.names())
     if eight:
         weights = [name for name in names if name.endswith(".weight") and source.dtype(name) is torch.int8]
-        return [_stored_int8(source, name.removesuffix(".weight")) for name in weights]
+        return [_find_int8_weight(source, name.removesuffix(".weight")) for name in weights]
     kind = field_of(config, "bnb_4bit_quant_type", str, "fp4")
     if kind not in KINDS:
         raise config_error("bnb_4bit_quant_type", f"must be nf4 or fp4, got {kind!r}")
-    found = []
+    weights_4bit = []
     for name in names:
         weight, marked, stated = name.partition(STATE)
         if marked and stated != kind:
             raise tensor_error(source, name, f"{CONFIG_NAME}.bnb_4bit_quant_type is {kind!r}")
         if marked:
-            found.append(_stored_4bit(source, weight, name))
+            weights_4bit.append(_find_4bit_weight(source, weight, name))
     for name in names:
         if name.endswith(".weight.absmax") and f"{name.removesuffix('.absmax')}{STATE}{kind}" not in source:
             raise tensor_error(source, name, f"{STATE[1:]}{kind} of its weight is missing")
-    return found
+    return weights_4bit
 
 
-def _stored_int8(source: TensorSource, module: str) -> StoredWeight:
-    weight, scb, layout = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
+def _find_int8_weight(source: TensorSource, module: str) -> StoredWeight:
+    weight = f"{module}.weight"
+    scb = f"{module}.SCB"
+    layout = f"{module}.weight_format"
     shape = source.shape(weight)
     if len(shape) != 2:
         raise tensor_error(source, weight, f"must be [rows, columns], is {list(shape)}")
@@ -100,10 +109,10 @@ def _read_int8(source: TensorSource, weight: str, scb: str, _: int) -> Int8Weigh
     return Int8Weight(values, (largest / 127.0).clamp_min(torch.finfo(torch.float32).tiny)[:, None])
 
 
-def _stored_4bit(source: TensorSource, weight: str, state_name: str) -> StoredWeight:
+def _find_4bit_weight(source: TensorSource, weight: str, state_name: str) -> StoredWeight:
     if weight not in source:
         raise tensor_error(source, state_name, f"no tensor {weight}")
-    state = _state(source, state_name)
+    state = _read_state(source, state_name)
     rows, columns = state.shape
     packed = source.shape(weight)
     if math.prod(packed) * source.dtype(weight).itemsize * 2 != rows * columns:
@@ -111,7 +120,8 @@ def _stored_4bit(source: TensorSource, weight: str, state_name: str) -> StoredWe
     if columns % 2 or rows * columns % state.block:
         raise tensor_error(source, state_name, f"blocksize {state.block} does not divide {rows} rows of {columns}")
     blocks = rows * columns // state.block
-    absmax, table = f"{weight}.absmax", f"{weight}.quant_map"
+    absmax = f"{weight}.absmax"
+    table = f"{weight}.quant_map"
     need_tensor(source, absmax, weight, torch.float32, torch.uint8)
     need_shape(source, absmax, (blocks,))
     need_tensor(source, table, weight, torch.float32)
@@ -127,18 +137,20 @@ def _stored_4bit(source: TensorSource, weight: str, state_name: str) -> StoredWe
     return StoredWeight(weight, state.shape, tensors, partial(_read_4bit, source, weight, state))
 
 
-def _state(source: TensorSource, name: str) -> _State:
+def _read_state(source: TensorSource, name: str) -> _State:
     try:
         values = json.loads(bytes(source.read(name).view(torch.uint8).flatten().tolist()))
-        shape, block = values["shape"], values["blocksize"]
-        nested_block, offset = values.get("nested_blocksize") or 0, values.get("nested_offset") or 0.0
+        shape = values["shape"]
+        block = values["blocksize"]
+        nested_block = values.get("nested_blocksize") or 0
+        offset = values.get("nested_offset") or 0.0
         rows, columns = (int(side) for side in shape)
-        found = _State((rows, columns), int(block), int(nested_block), float(offset))
+        state = _State((rows, columns), int(block), int(nested_block), float(offset))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise tensor_error(source, name, f"is no state of a 4-bit weight ({type(error).__name__})") from error
-    if min(rows, columns, found.block) < 1 or not math.isfinite(found.nested_offset):
-        raise tensor_error(source, name, f"shape {list(found.shape)}, blocksize {found.block} cannot be")
-    return found
+    if min(rows, columns, state.block) < 1 or not math.isfinite(state.nested_offset):
+        raise tensor_error(source, name, f"shape {list(state.shape)}, blocksize {state.block} cannot be")
+    return state
 
 
 def _read_4bit(source: TensorSource, weight: str, state: _State, _: int) -> TableWeight:
@@ -146,11 +158,11 @@ def _read_4bit(source: TensorSource, weight: str, state: _State, _: int) -> Tabl
     name = f"{weight}.absmax"
     scales = source.read(name)
     if scales.dtype is torch.uint8:
-        nested = checked_scales(source, f"{weight}.nested_absmax", source.read(f"{weight}.nested_absmax"))
+        nested = check_scales(source, f"{weight}.nested_absmax", source.read(f"{weight}.nested_absmax"))
         blocks = torch.arange(len(scales)) // state.nested_block
         table = source.read(f"{weight}.nested_quant_map")
         scales = table[scales.int()] * nested[blocks] + state.nested_offset
-    # A block of nothing but zeros has a scale of 0 there, and may have any here.
+    # A block of zeros alone has a scale of 0, which is harmless here.
     if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
         raise tensor_error(source, name, "a scale is negative, infinite or no number")
     group = math.gcd(columns, state.block)  # blocks may go on from row to row; parts of them do not

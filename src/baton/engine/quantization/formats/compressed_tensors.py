@@ -21,8 +21,8 @@ from baton.engine.quantization.base import (
     StoredWeight,
     TensorSource,
     config_error,
+    expand_to_groups,
     field_of,
-    grouped,
     names_field,
     need_group,
     need_shape,
@@ -35,7 +35,7 @@ from baton.engine.quantization.formats.floats import (
     FP8,
     decode_e8m0,
     fp8_block,
-    fp8_shape,
+    matrix_shape,
     read_fp8_weight,
     static_scale,
 )
@@ -52,8 +52,9 @@ FORMATS = {
     "nvfp4-pack-quantized": "packed",
     "mxfp4-pack-quantized": "packed",
 }
-"""Which of a module's tensors hold its values in a format."""
-MIXED, DENSE = "mixed-precision", "dense"
+"""Formats, and whether the values of a module are in ``weight_packed`` or in ``weight``."""
+MIXED = "mixed-precision"
+DENSE = "dense"
 SPARSE = {"sparse-24-bitmask", "marlin-24", "sparse-bitmask"}
 CLASSES = {"Linear", "torch.nn.Linear"}
 """Names of classes that target linear layers."""
@@ -62,7 +63,7 @@ PARTS = ("weight_packed", "weight_scale", "weight")
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of ``config_groups``."""
+    """A group of ``config_groups``."""
 
     name: str
     targets: list[str]
@@ -71,7 +72,7 @@ class _Group:
 
 
 def read_compressed_tensors(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of a compressed-tensors checkpoint.
 
     Raises:
         ConfigError: The configuration or a tensor is not as the format has it.
@@ -79,7 +80,8 @@ def read_compressed_tensors(config: dict[str, Any], source: TensorSource) -> lis
     _refuse_unknown(config)
     groups = list(_read_groups(config))
     ignored = names_field(config, "ignore")
-    found, seen = [], set()
+    weights = []
+    seen = set()
     for name in source.names():
         module, _, part = name.rpartition(".")
         if part not in PARTS or module in seen or not module:
@@ -93,8 +95,8 @@ def read_compressed_tensors(config: dict[str, Any], source: TensorSource) -> lis
             raise tensor_error(source, name, f"is quantized, but no target of {CONFIG_NAME}.config_groups names it")
         if group is not None and (quantized or _is_targeted(group, module)):
             activations = input_scheme(group.inputs, source, module, f"config_groups.{group.name}.input_activations")
-            found.append(stored_weight(group.args, source, module, activations))
-    return found
+            weights.append(stored_weight(group.args, source, module, activations))
+    return weights
 
 
 def _refuse_unknown(config: dict[str, Any]) -> None:
@@ -150,7 +152,7 @@ def _matches(target: str, module: str) -> bool:
 
 
 def _group_of(groups: list[_Group], ignored: list[str], module: str) -> _Group | None:
-    """The group whose target names a module, by its path before its class."""
+    """Return the group that targets a module; a target that matches its path precedes one that names its class."""
     if any(_matches(name, module) for name in ignored):
         return None
     for group in groups:
@@ -169,25 +171,31 @@ def _is_targeted(group: _Group, module: str) -> bool:
 STRATEGIES = {"tensor", "channel", "group", "block", "tensor_group"}
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPANIONS = (
-    *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
-    *("input_scale", "input_zero_point", "input_global_scale"),
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+    "weight_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
 )
 """Tensors that a module may have beside its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightArgs:
-    """How weights of a group are quantized.
+    """How the weights of a group are quantized.
 
     Attributes:
-        form: ``pack-quantized`` and so on.
+        form: Name of the format, such as ``pack-quantized``.
         kind: ``int`` or ``float``.
-        bits: Of a value.
-        strategy: What shares a scale.
-        group: Columns that do, with strategies ``group`` and ``tensor_group``; else 0.
-        block: Rows and columns that do, with strategy ``block``.
-        symmetric: Whether there are no zeros.
-        field: How errors name it.
+        bits: Bits of a value.
+        strategy: Values that share a scale: one of ``STRATEGIES``.
+        group: Number of columns that share a scale with the strategies ``group`` and ``tensor_group``; else 0.
+        block: Rows and columns that share a scale with the strategy ``block``; else ``None``.
+        symmetric: Whether weights have no zeros.
+        field: Name of the group's weights in errors.
     """
 
     form: str
@@ -204,7 +212,7 @@ def weight_args(weights: dict[str, Any], form: str, field: str) -> WeightArgs:
     """Read the arguments of a group's weights.
 
     Raises:
-        ConfigError: They are unknown, or contradict each other or the format.
+        ConfigError: An argument is not supported, or contradicts another one or the format.
     """
     kind = str(field_of(weights, "type", str, "int", f"{field}.type")).lower()
     bits = field_of(weights, "num_bits", int, 8, f"{field}.num_bits")
@@ -254,10 +262,10 @@ def _check_format(form: str, kind: str, bits: int, strategy: str, size: int | No
 def input_scheme(inputs: dict[str, Any] | None, source: TensorSource, module: str, field: str) -> ActivationScheme:
     """Return how a module's inputs are rounded.
 
-    4-bit floats of NVFP4 and MXFP4 are not: such weights are multiplied with inputs as they are.
+    Inputs are not rounded to the 4-bit floats of NVFP4 and MXFP4; such weights are multiplied with exact inputs.
 
     Raises:
-        ConfigError: It is not known here, or its static scale is missing.
+        ConfigError: The scheme is not supported, or its static scale is missing.
     """
     if inputs is None:
         return EXACT
@@ -269,25 +277,25 @@ def input_scheme(inputs: dict[str, Any] | None, source: TensorSource, module: st
         raise config_error(field, f"{bits}-bit {kind} inputs are not supported, only 8-bit ones")
     if not field_of(inputs, "symmetric", bool, True, f"{field}.symmetric"):
         raise config_error(f"{field}.symmetric", "inputs with zeros (asymmetric) are not supported")
-    to = ActivationType.INT8 if kind == "int" else ActivationType.FP8
+    rounded_type = ActivationType.INT8 if kind == "int" else ActivationType.FP8
     strategy = field_of(inputs, "strategy", str, "token" if inputs.get("dynamic") else "tensor", f"{field}.strategy")
     if not inputs.get("dynamic"):
         if strategy != "tensor":
             raise config_error(f"{field}.strategy", f"static inputs are scaled by 'tensor' only, got {strategy!r}")
         weight = next(name for part in ("weight", "weight_packed") if (name := f"{module}.{part}") in source)
-        return ActivationScheme(to, static_scale(source, weight, f"{module}.input_scale"))
+        return ActivationScheme(rounded_type, static_scale(source, weight, f"{module}.input_scale"))
     if strategy == "group":
-        return ActivationScheme(to, group=field_of(inputs, "group_size", int, 128, f"{field}.group_size"))
+        return ActivationScheme(rounded_type, group=field_of(inputs, "group_size", int, 128, f"{field}.group_size"))
     if strategy != "token":
         raise config_error(f"{field}.strategy", f"dynamic inputs are scaled by 'token' or 'group', got {strategy!r}")
-    return ActivationScheme(to)
+    return ActivationScheme(rounded_type)
 
 
 def stored_weight(args: WeightArgs, source: TensorSource, module: str, activations: ActivationScheme) -> StoredWeight:
-    """Return one module's weight, its tensors' shapes checked.
+    """Return a module's weight, after checking its tensors' shapes and dtypes.
 
     Raises:
-        ConfigError: A tensor is missing, or not as the arguments have it.
+        ConfigError: A tensor is missing, or does not fit the arguments.
     """
     packed = args.form.endswith("pack-quantized")
     values = f"{module}.{'weight_packed' if packed else 'weight'}"
@@ -296,7 +304,7 @@ def stored_weight(args: WeightArgs, source: TensorSource, module: str, activatio
         raise tensor_error(source, other, f"{CONFIG_NAME}.{args.field}: {args.form!r} has it as {values}")
     if args.kind == "float" and not packed:
         need_tensor(source, values, values, FP8)
-        shape = fp8_shape(source, values)
+        shape = matrix_shape(source, values)
         block = fp8_block(source, values, f"{module}.weight_scale", args.block)
         read: Any = partial(read_fp8_weight, source, values, f"{module}.weight_scale", block)
     elif args.kind == "float":
@@ -326,7 +334,7 @@ def _integer_shape(args: WeightArgs, source: TensorSource, module: str, values: 
             raise tensor_error(source, values, f"is {list(packed)}, but {stated} says {[rows, columns]}")
     else:
         need_tensor(source, values, values, torch.int8)
-        rows, columns = fp8_shape(source, values)
+        rows, columns = matrix_shape(source, values)
     if args.bits == 4 and columns % 2:
         raise tensor_error(source, values, f"4-bit weights need an even number of columns, has {columns}")
     groups = _count_groups(args, source, values, columns)
@@ -352,7 +360,7 @@ def _read_integer(
 ) -> Int4Weight | Int8Weight:
     rows, columns = shape
     groups = columns // args.group if args.group else 1
-    scales = grouped(read_scales(source, f"{module}.weight_scale"), rows, groups)
+    scales = expand_to_groups(read_scales(source, f"{module}.weight_scale"), rows, groups)
     middle = 1 << (args.bits - 1)
     zeros = None
     if not args.symmetric:
@@ -360,8 +368,9 @@ def _read_integer(
         if stored.dtype is torch.int32:
             zeros = unpack_int32(stored.T.contiguous(), args.bits)[:, :rows].T.float().contiguous()
         else:
-            zeros = grouped(stored.float() + middle, rows, groups)
-    order, index = None, f"{module}.weight_g_idx"
+            zeros = expand_to_groups(stored.float() + middle, rows, groups)
+    order = None
+    index = f"{module}.weight_g_idx"
     if index in source and args.group and not bool((source.read(index) == -1).all()):
         order = group_order(source, index, args.group, columns)
     if args.form == "pack-quantized":
@@ -369,21 +378,24 @@ def _read_integer(
     signed = source.read(f"{module}.weight")
     if args.bits == 4 and bool(((signed < -8) | (signed > 7)).any()):
         raise tensor_error(source, f"{module}.weight", "a value is beyond 4 bits")
-    kept = None
+    column_order = None
     if order is not None:
-        signed, kept = signed[:, order], order.int()
+        signed = signed[:, order]
+        column_order = order.int()
     if args.bits == 4:
-        return integer_weight((signed + middle).view(torch.uint8), 4, scales, zeros, kept)
-    return Int8Weight(signed, scales, None if zeros is None else zeros - middle, kept)
+        return integer_weight((signed + middle).view(torch.uint8), 4, scales, zeros, column_order)
+    return Int8Weight(signed, scales, None if zeros is None else zeros - middle, column_order)
 
 
 def _float4_shape(args: WeightArgs, source: TensorSource, module: str, values: str) -> tuple[int, int]:
     packed = need_tensor(source, values, values, torch.uint8)
     if len(packed) != 2 or 0 in packed:
         raise tensor_error(source, values, f"must be [rows, columns / 2], is {list(packed)}")
-    rows, columns = packed[0], packed[1] * 2
+    rows = packed[0]
+    columns = packed[1] * 2
     groups = _count_groups(args, source, values, columns)
-    scale, whole = f"{module}.weight_scale", f"{module}.weight_global_scale"
+    scale = f"{module}.weight_scale"
+    whole = f"{module}.weight_global_scale"
     if args.form == "nvfp4-pack-quantized":
         need_tensor(source, scale, values, FP8)
         need_tensor(source, whole, values, torch.float32)
@@ -395,10 +407,11 @@ def _float4_shape(args: WeightArgs, source: TensorSource, module: str, values: s
 
 
 def _read_float4(args: WeightArgs, source: TensorSource, module: str, _: int) -> TableWeight:
-    name, whole = f"{module}.weight_scale", f"{module}.weight_global_scale"
+    name = f"{module}.weight_scale"
+    whole = f"{module}.weight_global_scale"
     stored = source.read(name)
     if args.form == "nvfp4-pack-quantized":
-        # What values were multiplied by before they were rounded, so that scales fit float8.
+        # Values were multiplied by this factor before they were rounded, so that scales fit float8.
         factor = read_scales(source, whole).reshape(())
         scales = stored.float()
         if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):

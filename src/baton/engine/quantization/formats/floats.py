@@ -35,7 +35,7 @@ SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of an fp8 checkpoint.
 
     Raises:
         ConfigError: The configuration or a tensor is not as the format has it.
@@ -48,11 +48,11 @@ def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
         raise config_error("weight_block_size", f"must be two sizes, got {size!r}")
     if size is not None and scheme == "static":
         raise config_error("activation_scheme", "blocks have dynamic activation scales only, got 'static'")
-    found = []
+    weights = []
     for name in source.names():
         if not name.endswith(".weight") or source.dtype(name) is not FP8:
             continue
-        shape = fp8_shape(source, name)
+        shape = matrix_shape(source, name)
         scale = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in source), name + SCALE_SUFFIXES[-1])
         inputs = name.removesuffix("weight") + "input_scale"
         block = fp8_block(source, name, scale, None if size is None else (size[0], size[1]))
@@ -61,15 +61,15 @@ def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
             activations = ActivationScheme(ActivationType.FP8, static_scale(source, name, inputs))
         tensors = tuple(tensor for tensor in (name, scale, inputs) if tensor in source)
         read = partial(read_fp8_weight, source, name, scale, block)
-        found.append(StoredWeight(name, shape, tensors, read, activations=activations))
-    return found
+        weights.append(StoredWeight(name, shape, tensors, read, activations=activations))
+    return weights
 
 
-def fp8_shape(source: TensorSource, name: str) -> tuple[int, int]:
-    """Return rows and columns of a weight.
+def matrix_shape(source: TensorSource, name: str) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a weight.
 
     Raises:
-        ConfigError: It is no matrix.
+        ConfigError: The weight is no matrix, or empty.
     """
     shape = source.shape(name)
     if len(shape) != 2 or 0 in shape:
@@ -78,24 +78,26 @@ def fp8_shape(source: TensorSource, name: str) -> tuple[int, int]:
 
 
 def fp8_block(source: TensorSource, name: str, scale: str, size: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the rows and columns that share a scale.
+    """Return the numbers of rows and columns that share a scale.
 
     Args:
         source: The checkpoint.
-        name: Of the weight.
-        scale: Of its scales.
-        size: Of blocks, where the configuration names one; else scales are per tensor or output channel.
+        name: Name of the weight.
+        scale: Name of its scales.
+        size: Rows and columns of a block, if the configuration names it; ``None``: scales are per tensor or output
+            channel.
 
     Raises:
-        ConfigError: There are no scales, or others.
+        ConfigError: The scales are missing, or of another shape.
     """
     need_tensor(source, scale, name, *SCALE_TYPES)
-    rows, columns = fp8_shape(source, name)
+    rows, columns = matrix_shape(source, name)
     if size is not None:
-        height, width = min(size[0], rows), min(size[1], columns)
+        height = min(size[0], rows)
+        width = min(size[1], columns)
         need_shape(source, scale, (-(-rows // height), -(-columns // width)))
         return height, width
-    # A tensor with one row is in both ways the same.
+    # For a tensor with one row both are the same.
     if need_shape(source, scale, (), (1,), (1, 1), (rows,), (rows, 1)) in {(rows,), (rows, 1)}:
         return 1, columns
     return rows, columns
@@ -105,7 +107,7 @@ def read_fp8_weight(source: TensorSource, name: str, scale: str, block: tuple[in
     """Read a weight.
 
     Raises:
-        ConfigError: A value is no number, or a scale cannot be one.
+        ConfigError: A value is NaN, or a scale is 0, infinite or NaN.
     """
     values = source.read(name)
     if bool((values.view(torch.uint8) & 127 == 127).any()):
@@ -119,7 +121,7 @@ def static_scale(source: TensorSource, owner: str, name: str) -> float:
     """Return the scale of a layer's inputs.
 
     Raises:
-        ConfigError: There is none, or it cannot be one.
+        ConfigError: The scale is missing, 0, negative, infinite or NaN.
     """
     need_tensor(source, name, owner, *SCALE_TYPES)
     need_shape(source, name, (), (1,))
@@ -130,7 +132,7 @@ def static_scale(source: TensorSource, owner: str, name: str) -> float:
 
 
 def _input_group(size: list[int] | None, shape: tuple[int, int]) -> int:
-    """Inputs that share a dynamic scale: as many as columns of a block, where these divide the row."""
+    """Return the number of inputs that share a dynamic scale: the columns of a block, where these divide the row."""
     if size is None or shape[1] % size[1]:
         return 0
     return 0 if size[1] == shape[1] else int(size[1])
@@ -139,42 +141,44 @@ def _input_group(size: list[int] | None, shape: tuple[int, int]) -> int:
 # MXFP4
 
 
-MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_BLOCKS = "_blocks"
+MXFP4_SCALES = "_scales"
 MXFP4_GROUP = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of 4-bit floats by their bits: sign, two of exponent, one of mantissa."""
 
 
 def read_mxfp4(_: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of an MXFP4 checkpoint.
 
     Raises:
         ConfigError: A tensor is not as the format has it.
     """
-    found = []
+    weights = []
     for name in source.names():
         if name.endswith(MXFP4_BLOCKS) and source.dtype(name) is torch.uint8:
-            found.append(_find_mxfp4_weight(source, name.removesuffix(MXFP4_BLOCKS)))
+            weights.append(_find_mxfp4_weight(source, name.removesuffix(MXFP4_BLOCKS)))
         elif name.endswith(MXFP4_SCALES) and f"{name.removesuffix(MXFP4_SCALES)}{MXFP4_BLOCKS}" not in source:
             raise tensor_error(source, name, f"no tensor {name.removesuffix(MXFP4_SCALES)}{MXFP4_BLOCKS}")
-    return found
+    return weights
 
 
 def decode_e8m0(source: TensorSource, name: str, exponents: torch.Tensor) -> torch.Tensor:
-    """Return powers of two float32 of biased exponents uint8.
+    """Return the powers of two, float32, of biased exponents uint8.
 
     Raises:
-        ConfigError: One of them is 255, which stands for no number.
+        ConfigError: An exponent is 255, which means NaN.
     """
     if bool((exponents == 255).any()):
         raise tensor_error(source, name, "a scale is no number (exponent 255)")
-    # As bits of a float32, but for 2**-127, which is below its smallest normal number.
+    # The bits of a float32, except for 2**-127, which is below its smallest normal number.
     bits = exponents.int() << 23
     return torch.where(exponents == 0, torch.tensor(1 << 22, dtype=torch.int32), bits).view(torch.float32)
 
 
 def _find_mxfp4_weight(source: TensorSource, parameter: str) -> StoredWeight:
-    blocks, scales = parameter + MXFP4_BLOCKS, parameter + MXFP4_SCALES
+    blocks = parameter + MXFP4_BLOCKS
+    scales = parameter + MXFP4_SCALES
     shape = source.shape(blocks)
     if len(shape) != 4 or shape[3] != MXFP4_GROUP // 2:
         raise tensor_error(source, blocks, f"must be [experts, rows, columns / 32, 16], is {list(shape)}")

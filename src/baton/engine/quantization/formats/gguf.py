@@ -23,7 +23,7 @@ from baton.gguf import GgufFile, TensorInfo, TensorRule, open_gguf, tensor_rules
 from baton_kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight, pack_nibbles
 
 _NEGLIGIBLE = 1e7
-"""Minimum in scales from which on the values make no difference in float32."""
+"""Ratio of minimum and scale from which on the values make no difference in float32."""
 
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 """Values uint8 or int8 [rows, blocks, block], scales and zeros float32 [rows, blocks, groups]; bits of a value."""
@@ -37,23 +37,24 @@ def unpack_blocks(kind: str, data: torch.Tensor) -> Int4Weight | Int8Weight:
         data: uint8 [rows, bytes of a row].
 
     Raises:
-        ValueError: A scale is infinite or no number.
+        ValueError: A scale is infinite or NaN.
     """
-    size, function = _KINDS[kind]
+    size, function = _BLOCK_TYPES[kind]
     values, scales, zeros, bits = function(data.view(len(data), -1, size))
     if not bool(torch.isfinite(scales).all() & torch.isfinite(zeros).all()):
         raise ValueError("a scale is infinite or no number")
     rows = len(data)
     values = values.reshape(rows, -1)
-    scales, zeros = scales.reshape(rows, -1).contiguous(), zeros.reshape(rows, -1).contiguous()
+    scales = scales.reshape(rows, -1).contiguous()
+    zeros = zeros.reshape(rows, -1).contiguous()
     if bits == 4:
         return Int4Weight(pack_nibbles(values), scales, zeros)
     return Int8Weight(values.to(torch.int8), scales, zeros if bool(zeros.any()) else None)
 
 
 def is_quantized(kind: str) -> bool:
-    """Whether a tensor type is one of blocks."""
-    return kind in _KINDS
+    """Whether a tensor type stores values in blocks with scales."""
+    return kind in _BLOCK_TYPES
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -62,38 +63,38 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
-    """Return nibbles [..., 2 * n] of bytes [..., n]: of each run of bytes all low ones, then all high ones."""
+    """Return nibbles [..., 2 * n] of bytes [..., n]: for each run of bytes the low ones, then the high ones."""
     runs = packed.reshape(*packed.shape[:-1], -1, run)
     return torch.stack([runs & 15, runs >> 4], -2).flatten(-3)
 
 
 def _pairs(packed: torch.Tensor) -> torch.Tensor:
-    """Return pairs of bits [..., 4 * n] of bytes [..., n]: of 32 bytes each the lowest, then the next."""
+    """Return pairs of bits [..., 4 * n] of bytes [..., n]: for each 32 bytes the lowest pairs, then the next ones."""
     runs = packed.reshape(*packed.shape[:-1], -1, 32)
     return torch.stack([(runs >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-3)
 
 
 def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """Return bits [..., 8 * n] of bytes [..., n]: all lowest ones, then the next ones, and so on."""
+    """Return bits [..., 8 * n] of bytes [..., n]: the lowest bits, then the next ones, and so on."""
     return torch.cat([(packed >> shift) & 1 for shift in range(8)], -1)
 
 
-def _with_offset(values: torch.Tensor, scales: torch.Tensor, zero: int, bits: int) -> Unpacked:
-    """``w = scale * (value - zero)``; groups without a scale are 0."""
-    values, empty = _cleared(values, scales == 0, zero)
+def _scale_with_offset(values: torch.Tensor, scales: torch.Tensor, zero: int, bits: int) -> Unpacked:
+    """Return ``w = scale * (value - zero)``; groups with a scale of 0 become 0."""
+    values, empty = _clear_groups(values, scales == 0, zero)
     return values, torch.where(empty, 1.0, scales), torch.full_like(scales, zero), bits
 
 
-def _with_minimum(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, bits: int) -> Unpacked:
-    """``w = scale * value - minimum``."""
-    values, constant = _cleared(values, minima.abs() >= scales.abs() * _NEGLIGIBLE, 0)
+def _scale_with_minimum(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, bits: int) -> Unpacked:
+    """Return ``w = scale * value - minimum``."""
+    values, constant = _clear_groups(values, minima.abs() >= scales.abs() * _NEGLIGIBLE, 0)
     some = minima != 0
     zeros = torch.where(constant, some.float(), minima / scales)
     return values, torch.where(constant, torch.where(some, minima, 1.0), scales), zeros, bits
 
 
-def _cleared(values: torch.Tensor, groups: torch.Tensor, value: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set all values of some groups, where there are such, to one; returns values and groups."""
+def _clear_groups(values: torch.Tensor, groups: torch.Tensor, value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Set all values of the marked groups to ``value``; return values and groups."""
     if bool(groups.any()):
         grouped = values.reshape(*groups.shape, -1)
         values = torch.where(groups[..., None], torch.full_like(grouped, value), grouped).flatten(-2)
@@ -101,36 +102,37 @@ def _cleared(values: torch.Tensor, groups: torch.Tensor, value: int) -> tuple[to
 
 
 def _q4_0(blocks: torch.Tensor) -> Unpacked:
-    return _with_offset(_nibbles(blocks[..., 2:], 16), _half(blocks, 0), 8, 4)
+    return _scale_with_offset(_nibbles(blocks[..., 2:], 16), _half(blocks, 0), 8, 4)
 
 
 def _q4_1(blocks: torch.Tensor) -> Unpacked:
-    return _with_minimum(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), -_half(blocks, 2), 4)
+    return _scale_with_minimum(_nibbles(blocks[..., 4:], 16), _half(blocks, 0), -_half(blocks, 2), 4)
 
 
-def _fifth(high: torch.Tensor) -> torch.Tensor:
-    """Return fifth bits [..., 32], already in their place, of four bytes: value i has bit i % 8 of byte i // 8."""
+def _fifth_bits(high: torch.Tensor) -> torch.Tensor:
+    """Return fifth bits [..., 32], as 16 or 0, of four bytes: value i has bit i % 8 of byte i // 8."""
     return torch.stack([((high >> shift) & 1) << 4 for shift in range(8)], -1).flatten(-2)
 
 
 def _q5_0(blocks: torch.Tensor) -> Unpacked:
-    values = (_nibbles(blocks[..., 6:], 16) | _fifth(blocks[..., 2:6])).to(torch.int8) - 16
-    return _with_offset(values, _half(blocks, 0), 0, 8)
+    values = (_nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6])).to(torch.int8) - 16
+    return _scale_with_offset(values, _half(blocks, 0), 0, 8)
 
 
 def _q5_1(blocks: torch.Tensor) -> Unpacked:
-    values = _nibbles(blocks[..., 8:], 16) | _fifth(blocks[..., 4:8])
-    return _with_minimum(values, _half(blocks, 0), -_half(blocks, 2), 8)
+    values = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8])
+    return _scale_with_minimum(values, _half(blocks, 0), -_half(blocks, 2), 8)
 
 
 def _q8_0(blocks: torch.Tensor) -> Unpacked:
-    return _with_offset(blocks[..., 2:].view(torch.int8), _half(blocks, 0), 0, 8)
+    return _scale_with_offset(blocks[..., 2:].view(torch.int8), _half(blocks, 0), 0, 8)
 
 
 def _q2_k(blocks: torch.Tensor) -> Unpacked:
     packed = blocks[..., :16]
-    scales, minima = _half(blocks, 80) * (packed & 15), _half(blocks, 82) * (packed >> 4)
-    return _with_minimum(_pairs(blocks[..., 16:80]), scales, minima, 4)
+    scales = _half(blocks, 80) * (packed & 15)
+    minima = _half(blocks, 82) * (packed >> 4)
+    return _scale_with_minimum(_pairs(blocks[..., 16:80]), scales, minima, 4)
 
 
 def _q3_k(blocks: torch.Tensor) -> Unpacked:
@@ -138,12 +140,12 @@ def _q3_k(blocks: torch.Tensor) -> Unpacked:
     runs = blocks[..., 104:108]
     high = torch.cat([(runs >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
     scales = _half(blocks, 108) * ((low | (high << 4)).to(torch.int8) - 32)
-    values = _pairs(blocks[..., 32:96]) + (_bits(blocks[..., :32]) << 2)  # 0 to 7, meant as -4 to 3
-    return _with_offset(values + 4, scales, 8, 4)
+    values = _pairs(blocks[..., 32:96]) + (_bits(blocks[..., :32]) << 2)  # 0 to 7 stands for -4 to 3
+    return _scale_with_offset(values + 4, scales, 8, 4)
 
 
-def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and minima float32 [rows, blocks, 8] of d, dmin and 12 bytes: the last four hold high halves."""
+def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales and minima float32 [rows, blocks, 8] from d, dmin and 12 bytes, the last 4 with high bits."""
     low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = torch.cat([low & 63, (both & 15) | ((low >> 2) & 48)], -1)
     minima = torch.cat([high & 63, (both >> 4) | ((high >> 2) & 48)], -1)
@@ -151,21 +153,21 @@ def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4_k(blocks: torch.Tensor) -> Unpacked:
-    return _with_minimum(_nibbles(blocks[..., 16:], 32), *_six_bits(blocks), 4)
+    return _scale_with_minimum(_nibbles(blocks[..., 16:], 32), *_six_bit_scales(blocks), 4)
 
 
 def _q5_k(blocks: torch.Tensor) -> Unpacked:
     values = _nibbles(blocks[..., 48:], 32) | (_bits(blocks[..., 16:48]) << 4)
-    return _with_minimum(values, *_six_bits(blocks), 8)
+    return _scale_with_minimum(values, *_six_bit_scales(blocks), 8)
 
 
 def _q6_k(blocks: torch.Tensor) -> Unpacked:
     values = _nibbles(blocks[..., :128], 64) | (_pairs(blocks[..., 128:192]) << 4)
     scales = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8)
-    return _with_offset(values.to(torch.int8) - 32, scales, 0, 8)
+    return _scale_with_offset(values.to(torch.int8) - 32, scales, 0, 8)
 
 
-_KINDS: Mapping[str, tuple[int, Callable[[torch.Tensor], Unpacked]]] = {
+_BLOCK_TYPES: Mapping[str, tuple[int, Callable[[torch.Tensor], Unpacked]]] = {
     "Q4_0": (18, _q4_0),
     "Q4_1": (20, _q4_1),
     "Q5_0": (22, _q5_0),
@@ -177,7 +179,7 @@ _KINDS: Mapping[str, tuple[int, Callable[[torch.Tensor], Unpacked]]] = {
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
 }
-"""Bytes of a block, and what reads it."""
+"""Bytes of a block, and the function that unpacks it, by tensor type."""
 
 
 # Files
@@ -186,21 +188,21 @@ _KINDS: Mapping[str, tuple[int, Callable[[torch.Tensor], Unpacked]]] = {
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EMBEDDING = "token_embd.weight"
 _TILE_BYTES = 1 << 24
-"""Of a quantized matrix that is made plain at once."""
+"""Bytes of a quantized matrix that are dequantized at a time."""
 
 
 class GgufSource:
     """The parameters of one file under their names in transformers' modules.
 
-    Implements :class:`~baton.engine.quantization.base.TensorSource`. Quantized embeddings are plain, as tables that are
-    looked up in rather than multiplied; quantized linear weights are in :meth:`stored`.
+    Implements :class:`~baton.engine.quantization.base.TensorSource`. Quantized embeddings become plain, for they are
+    looked up rather than multiplied; quantized linear weights are in :meth:`stored_weights`.
 
     Args:
         path: The file.
-        dtype: Of plain parameters.
+        dtype: Type of plain parameters.
 
     Raises:
-        ConfigError: The file or its architecture cannot be used; names the file and what in it.
+        ConfigError: The file or its architecture cannot be used; names the file and the key or tensor.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
@@ -216,84 +218,74 @@ class GgufSource:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Nothing: the configuration has it all."""
         return {}
 
     def names(self) -> Iterable[str]:
-        """The names of all parameters."""
         return self._infos.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._infos
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that :meth:`read` returns."""
         return self._dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A parameter's shape."""
         return self._infos[name][0].shape
 
     def file_of(self, name: str) -> str:
-        """The name of the file, for errors."""
         return self.file.path.name
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read a parameter, one that is quantized in plain.
+        """Read a parameter; a quantized one is dequantized.
 
         Raises:
-            ConfigError: A scale in it is no number.
+            ConfigError: A scale is infinite or NaN, or the file was truncated.
         """
         info, rule = self._infos[name]
         if is_quantized(info.type.name):
             return self._dequantized(info, rule)
-        value = self._raw(info, rule).view(_PLAIN[info.type.name]).view(info.shape)
+        value = self._read_bytes(info, rule).view(_PLAIN[info.type.name]).view(info.shape)
         if rule.added:
             value = value.float() - rule.added
         return value.to(self._dtype)
 
-    def keep(self, name: str) -> torch.Tensor:
-        """Return a parameter that stays as it is: as :meth:`read` does, for it may be of another type than the file's.
-
-        Raises:
-            ConfigError: As :meth:`read`.
-        """
+    def read_or_map(self, name: str) -> torch.Tensor:
         return self.read(name)
 
-    def stored(self) -> list[StoredWeight]:
-        """Return the quantized weights."""
-        found = []
+    def stored_weights(self) -> list[StoredWeight]:
+        """Return the weights that stay quantized."""
+        weights = []
         for name in sorted(self._packed):
             info, rule = self._infos[name]
             rows, columns = info.shape
-            read = functools.partial(self._weight, info, rule)
-            found.append(StoredWeight(name, (rows, columns), (name,), read))
-        return found
+            read = functools.partial(self._read_weight, info, rule)
+            weights.append(StoredWeight(name, (rows, columns), (name,), read))
+        return weights
 
-    def _weight(self, info: TensorInfo, rule: TensorRule, _: int) -> QuantizedWeight:
-        return self._unpacked(info, self._raw(info, rule))
+    def _read_weight(self, info: TensorInfo, rule: TensorRule, _: int) -> QuantizedWeight:
+        return self._unpack(info, self._read_bytes(info, rule))
 
     def _dequantized(self, info: TensorInfo, rule: TensorRule) -> torch.Tensor:
-        """Return a quantized matrix in float, made tile by tile."""
-        raw = self._raw(info, rule)
-        found = torch.empty(info.shape, dtype=self._dtype)
+        """Return a quantized matrix in the model's dtype, dequantized tile by tile."""
+        raw = self._read_bytes(info, rule)
+        weight = torch.empty(info.shape, dtype=self._dtype)
         step = max(1, _TILE_BYTES // raw.shape[1])
         for at in range(0, len(raw), step):
-            found[at : at + step] = self._unpacked(info, raw[at : at + step]).dequantize(self._dtype)
-        return found
+            weight[at : at + step] = self._unpack(info, raw[at : at + step]).dequantize(self._dtype)
+        return weight
 
-    def _unpacked(self, info: TensorInfo, raw: torch.Tensor) -> QuantizedWeight:
+    def _unpack(self, info: TensorInfo, raw: torch.Tensor) -> QuantizedWeight:
         try:
             return unpack_blocks(info.type.name, raw)
         except ValueError as error:
             raise ConfigError(f"{self.file.path}: tensor {info.name}: {error}", field="model") from error
 
-    def _raw(self, info: TensorInfo, rule: TensorRule) -> torch.Tensor:
+    def _read_bytes(self, info: TensorInfo, rule: TensorRule) -> torch.Tensor:
         """Return a tensor's bytes, uint8 [rows, bytes of a row], rows in the order of transformers."""
         data = np.fromfile(self.file.path, np.uint8, info.nbytes, offset=info.offset)
         if len(data) != info.nbytes:
             raise ConfigError(f"{self.file.path}: tensor {info.name}: truncated while it was read", field="model")
-        vector = len(info.shape) == 1 and not rule.heads  # of a permuted vector each value is a row
+        vector = len(info.shape) == 1 and not rule.heads  # in a permuted vector each value is a row
         raw = torch.from_numpy(data).view(1 if vector else info.shape[0], -1)
         if not rule.heads:
             return raw

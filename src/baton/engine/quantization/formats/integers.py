@@ -33,16 +33,16 @@ from baton.engine.quantization.base import (
 from baton_kernels.quantization import Int4Weight, Int8Weight, pack_nibbles, unpack_nibbles
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight consecutive columns stands in each four bits of AWQ's int32, the lowest first."""
+"""Index, among eight consecutive columns, of the value in each four bits of AWQ's int32, the lowest bits first."""
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return the unsigned values uint8 [rows, n * 32 / bits] of int32 [rows, n].
 
     Args:
-        packed: Values stand from the lowest bits on.
-        bits: 4 or 8.
-        order: Which of the consecutive values of an int32 stands where, from the lowest bits on; default: in turn.
+        packed: int32 [rows, n], values from the lowest bits on.
+        bits: Bits of a value, 4 or 8.
+        order: Indices of the consecutive values of an int32 in the order of their bits; default: ascending.
     """
     each = 32 // bits
     mask = (1 << bits) - 1
@@ -61,19 +61,19 @@ def packed_weight(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> Int4Weight | Int8Weight:
-    """Make a form of int32 [rows, ...] that hold columns in turn, from the lowest bits on.
+    """Return the weight packed in int32 [rows, ...], consecutive columns from the lowest bits on.
 
     Args:
-        packed: Contiguous.
-        columns: Of the weight; what is packed may be longer.
-        bits: 4 or 8.
-        scales: As :func:`integer_weight` takes them.
-        zeros: Likewise.
-        order: int64 [columns], in which order columns are to stand, or ``None``.
+        packed: int32 [rows, at least columns * bits / 32], contiguous.
+        columns: Number of columns of the weight.
+        bits: Bits of a value, 4 or 8.
+        scales: float32 [rows, groups].
+        zeros: As in :func:`integer_weight`.
+        order: int64 [columns], the order that the columns are brought into, or ``None``.
     """
     values = packed.view(torch.uint8)  # little end first, as the forms have it
     if bits == 4 and order is None:
-        return Int4Weight(values[:, : columns // 2].contiguous(), scales, _or_middle(zeros, scales))
+        return Int4Weight(values[:, : columns // 2].contiguous(), scales, _zeros_or_middle(zeros, scales))
     values = (values if bits == 8 else unpack_nibbles(values))[:, :columns]
     if order is None:
         return integer_weight(values, bits, scales, zeros)
@@ -87,23 +87,23 @@ def integer_weight(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> Int4Weight | Int8Weight:
-    """Make a form of unsigned values.
+    """Return the weight of unsigned values.
 
     Args:
         values: uint8 [rows, columns], from 0 to ``2 ** bits - 1``.
-        bits: 4 or 8.
+        bits: Bits of a value, 4 or 8.
         scales: float32 [rows, groups].
         zeros: float32 [rows, groups], unsigned as the values are; ``None``: the middle of their range.
-        order: As forms have it.
+        order: int32 [columns] as :attr:`.IntegerWeight.order`, or ``None``.
     """
     if bits == 4:
-        return Int4Weight(pack_nibbles(values), scales, _or_middle(zeros, scales), order)
+        return Int4Weight(pack_nibbles(values), scales, _zeros_or_middle(zeros, scales), order)
     signed = (values ^ 128).view(torch.int8)
     return Int8Weight(signed, scales, None if zeros is None else zeros - 128.0, order)
 
 
-def _or_middle(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor:
-    """Zeros, or one for all groups that takes no memory."""
+def _zeros_or_middle(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor:
+    """Return zeros, or one for all groups that takes no memory."""
     return scales.new_full((1, 1), 8.0).expand_as(scales) if zeros is None else zeros
 
 
@@ -114,7 +114,7 @@ AWQ_PARTS = ("qweight", "qzeros", "scales")
 
 
 def read_awq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of an AWQ checkpoint.
 
     Raises:
         ConfigError: The configuration or a tensor is not as the format has it.
@@ -127,11 +127,8 @@ def read_awq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
         raise config_error("bits", f"AWQ with {bits} bits is not supported, only with 4")
     group = field_of(config, "group_size", int, field_of(config, "q_group_size", int, 128))
     zero_point = field_of(config, "zero_point", bool, True)
-    found = []
-    for name in source.names():
-        if name.endswith(".qweight"):
-            found.append(_find_awq_weight(source, name.removesuffix(".qweight"), group, zero_point=zero_point))
-    return found
+    modules = [name.removesuffix(".qweight") for name in source.names() if name.endswith(".qweight")]
+    return [_find_awq_weight(source, module, group, zero_point=zero_point) for module in modules]
 
 
 def _find_awq_weight(source: TensorSource, module: str, group: int, *, zero_point: bool) -> StoredWeight:
@@ -139,7 +136,8 @@ def _find_awq_weight(source: TensorSource, module: str, group: int, *, zero_poin
     packed = need_tensor(source, qweight, qweight, torch.int32)
     if len(packed) != 2 or 0 in packed:
         raise tensor_error(source, qweight, f"must be [columns, rows / 8], is {list(packed)}")
-    columns, rows = packed[0], packed[1] * 8
+    columns = packed[0]
+    rows = packed[1] * 8
     groups = need_group(source, qweight, columns if group == -1 else group, columns, "group_size")
     need_tensor(source, scales, qweight, torch.float16, torch.bfloat16, torch.float32)
     need_shape(source, scales, (groups, rows))
@@ -169,14 +167,20 @@ GPTQ_OVERRIDES = {"bits", "group_size", "desc_act", "sym"}
 
 @dataclass(frozen=True, slots=True)
 class _GptqScheme:
-    """Of one module: bits, columns of a group (-1: all), and what is added to stored zeros."""
+    """How the weights of one module are quantized.
+
+    Attributes:
+        bits: Bits of a value.
+        group: Number of columns that share a scale; -1: all.
+        zero_offset: Added to stored zeros.
+    """
 
     bits: int
     group: int
     zero_offset: int
 
     def check(self, field: str) -> _GptqScheme:
-        """Return this, if it is one that there is a form for."""
+        """Return this scheme, or raise :class:`ConfigError` if there is no form for it."""
         if self.bits not in GPTQ_BITS:
             raise config_error(f"{field}bits", f"GPTQ with {self.bits} bits is not supported, only with 4 or 8")
         if self.group != -1 and self.group < 1:
@@ -185,7 +189,7 @@ class _GptqScheme:
 
 
 def read_gptq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of a GPTQ checkpoint.
 
     Raises:
         ConfigError: The configuration or a tensor is not as the format has it.
@@ -199,7 +203,7 @@ def read_gptq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight
         field_of(config, "bits", int, 4), field_of(config, "group_size", int, 128), 1 if version == "gptq" else 0
     ).check("")
     rules = field_of(config, "dynamic", dict, {})
-    found = []
+    weights = []
     for name in source.names():
         if not name.endswith(".qweight"):
             continue
@@ -207,12 +211,12 @@ def read_gptq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight
         scheme = _scheme_of_module(whole, rules, module)
         if scheme is None:
             raise tensor_error(source, name, "quantization_config.dynamic leaves this module out, but it is quantized")
-        found.append(_find_gptq_weight(source, module, scheme))
-    return found
+        weights.append(_find_gptq_weight(source, module, scheme))
+    return weights
 
 
 def _scheme_of_module(whole: _GptqScheme, rules: dict[str, Any], module: str) -> _GptqScheme | None:
-    """Apply GPTQModel's rules per module: ``-:pattern`` leaves it out, ``+:pattern`` or ``pattern`` changes fields."""
+    """Apply GPTQModel's rules per module: ``-:pattern`` skips it, ``+:pattern`` or ``pattern`` changes fields."""
     for pattern, changes in rules.items():
         skip = pattern.startswith("-:")
         text = pattern[2:] if pattern[:2] in {"-:", "+:"} else pattern
@@ -241,7 +245,8 @@ def _find_gptq_weight(source: TensorSource, module: str, scheme: _GptqScheme) ->
     packed = need_tensor(source, qweight, qweight, torch.int32)
     if len(packed) != 2 or 0 in packed:
         raise tensor_error(source, qweight, f"must be [columns / {each}, rows], is {list(packed)}")
-    columns, rows = packed[0] * each, packed[1]
+    columns = packed[0] * each
+    rows = packed[1]
     need_tensor(source, scales, qweight, torch.float16, torch.bfloat16, torch.float32)
     need_tensor(source, qzeros, qweight, torch.int32)
     group = columns if scheme.group == -1 else scheme.group
@@ -268,16 +273,17 @@ def _read_gptq_weight(
     zeros = unpack_int32(source.read(f"{module}.qzeros"), scheme.bits).T.float() + scheme.zero_offset
     zeros = zeros.remainder_(2**scheme.bits) if scheme.zero_offset else zeros  # 15 + 1 was stored as 0 - 1
     packed = source.read(f"{module}.qweight").T.contiguous()
-    columns, index = packed.shape[1] * 32 // scheme.bits, f"{module}.g_idx"
+    columns = packed.shape[1] * 32 // scheme.bits
+    index = f"{module}.g_idx"
     order = group_order(source, index, group, columns) if index in source else None
     return packed_weight(packed, columns, scheme.bits, scales, zeros.contiguous(), order)
 
 
 def group_order(source: TensorSource, name: str, group: int, columns: int) -> torch.Tensor | None:
-    """Return columns in the order of their groups, int64 [columns], from each column's group; ``None``: as they stand.
+    """Return the columns sorted by group, int64 [columns], from each column's group; ``None``: they are sorted.
 
     Raises:
-        ConfigError: A group is none of those that there are, or has more or fewer columns than others.
+        ConfigError: The index of a group is out of range, or groups differ in size.
     """
     index = source.read(name).long()
     groups = columns // group

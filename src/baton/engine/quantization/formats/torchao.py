@@ -1,7 +1,7 @@
 """``quant_method: torchao``: int8 and float8 weights as torchao writes its tensors into safetensors files.
 
 A weight ``…q_proj.weight`` is stored as ``…q_proj._weight_qdata`` and ``…q_proj._weight_scale`` (and ``_zero_point``);
-the files' metadata say, as JSON under the weight's name, which class it is of, and how inputs are quantized.
+the files' metadata has, as JSON under the weight's name, its class and how inputs are quantized.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from baton.engine.quantization.base import (
     read_scales,
     tensor_error,
 )
-from baton.engine.quantization.formats.floats import FP8, fp8_block, fp8_shape, read_fp8_weight
+from baton.engine.quantization.formats.floats import FP8, fp8_block, matrix_shape, read_fp8_weight
 from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Int8Weight
 
-DATA, SCALE, ZERO = "qdata", "scale", "zero_point"
+DATA = "qdata"
+SCALE = "scale"
+ZERO = "zero_point"
 INTEGERS = {"Int8Tensor", "IntxUnpackedToInt8Tensor"}
 FLOATS = {"Float8Tensor"}
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_torchao(_: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
-    """See the module's docstring.
+    """Find the weights of a torchao checkpoint.
 
     Raises:
-        ConfigError: A tensor is not as the format has it, or of a class that is not read.
+        ConfigError: A tensor is not as the format has it, or of a class that is not supported.
     """
-    found = []
+    weights = []
     for name in source.names():
         module, _dot, part = name.rpartition(".")
         if part.startswith("_") and part.endswith(f"_{DATA}"):
             leaf = part[1 : -len(DATA) - 1]
-            found.append(_stored(source, module, leaf, name))
-    return found
+            weights.append(_find_weight(source, module, leaf, name))
+    return weights
 
 
-def _stored(source: TensorSource, module: str, leaf: str, data: str) -> StoredWeight:
+def _find_weight(source: TensorSource, module: str, leaf: str, data: str) -> StoredWeight:
     parameter = f"{module}.{leaf}"
     scale, zero = (f"{module}._{leaf}_{part}" for part in (SCALE, ZERO))
-    kind, attributes = _described(source, parameter, data)
+    kind, attributes = _read_metadata(source, parameter, data)
     tensors = tuple(name for name in (data, scale, zero) if name in source)
-    activations = _inputs(source, data, attributes)
+    activations = _input_scheme(source, data, attributes)
     if kind in FLOATS:
         need_tensor(source, data, data, FP8)
-        shape = fp8_shape(source, data)
+        shape = matrix_shape(source, data)
         block = fp8_block(source, data, scale, None)
         read: Any = partial(read_fp8_weight, source, data, scale, block)
         return StoredWeight(parameter, shape, tensors, read, activations=activations)
@@ -60,7 +62,7 @@ def _stored(source: TensorSource, module: str, leaf: str, data: str) -> StoredWe
             source, data, f"torchao's {kind} is not supported, only {', '.join(sorted(INTEGERS | FLOATS))}"
         )
     need_tensor(source, data, data, torch.int8)
-    rows, columns = fp8_shape(source, data)
+    rows, columns = matrix_shape(source, data)
     stored = need_tensor(source, scale, data, *SCALE_TYPES)
     groups = stored[1] if len(stored) == 2 else 1
     if stored not in {(), (1,), (1, 1), (rows,), (rows, groups)} or not groups or columns % groups:
@@ -71,18 +73,19 @@ def _stored(source: TensorSource, module: str, leaf: str, data: str) -> StoredWe
     return StoredWeight(parameter, (rows, columns), tensors, read, activations=activations)
 
 
-def _described(source: TensorSource, parameter: str, data: str) -> tuple[str, dict[str, Any]]:
-    """The class of a stored tensor and its attributes."""
+def _read_metadata(source: TensorSource, parameter: str, data: str) -> tuple[str, dict[str, Any]]:
+    """Return the class of a stored tensor and its attributes."""
     try:
         value = json.loads(source.metadata[parameter])
-        kind, attributes = str(value["_type"]), value.get("_data", {})
+        kind = str(value["_type"])
+        attributes = value.get("_data", {})
     except (KeyError, ValueError, TypeError) as error:
         raise tensor_error(source, data, f"the file's metadata do not say what {parameter} is") from error
     return kind, attributes if isinstance(attributes, dict) else {}
 
 
-def _inputs(source: TensorSource, data: str, attributes: dict[str, Any]) -> ActivationScheme:
-    """How inputs are rounded: by ``act_quant_kwargs``, per row."""
+def _input_scheme(source: TensorSource, data: str, attributes: dict[str, Any]) -> ActivationScheme:
+    """Return how inputs are rounded: as ``act_quant_kwargs`` says, per row."""
     kwargs = attributes.get("act_quant_kwargs")
     if kwargs is None:
         return EXACT
