@@ -20,7 +20,6 @@ import asyncio
 import hashlib
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 
@@ -31,11 +30,9 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockServer
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder
-from baton.kv_transfer.connector.offload.host_memory import HostMemory
-from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, SaveCall, StoreBackend
+from baton.kv_transfer.connector.store.files import BlockFolder, FileStore
+from baton.kv_transfer.connector.store.host_memory import HostMemoryStore, StagingArena
 from baton.types import BlockHash, BlockId, InstanceId
 
 LAYOUT = KVLayout((LayerShape(8, 128, 128),) * 32, 16, "bfloat16")
@@ -66,25 +63,25 @@ async def _measure(args: argparse.Namespace, folder: Path) -> str:
     part, ids = ChainPart(names, 0, count), [BlockId(i) for i in range(2 * count)]
     files = BlockFolder(folder, KIND, max_bytes=1 << 40, sync=False)
     backends: dict[str, StoreBackend] = {
-        "host memory": HostMemory(StagingArena(pool, KIND, count)),
-        "shared storage": SharedStorage(files, pool, KIND, threads=args.threads, blocks_per_call=1024),
+        "host memory": HostMemoryStore(StagingArena(pool, KIND, count)),
+        "shared storage": FileStore(files, pool, KIND, threads=args.threads, blocks_per_call=1024),
     }
     lines = []
     for name, backend in backends.items():
         started = time.perf_counter()
         deadline = time.monotonic() + DEADLINE_S
-        saved, _ = await backend.save(server.source, part, ids[:count], [0] * count, deadline=deadline)
-        assert saved == count
+        saved = await backend.save(SaveCall(server.source, part, ids[:count], [0] * count, deadline))
+        assert saved.num_blocks == count
         lines.append(f"{name}: first save {_rate(count * size, time.perf_counter() - started)}")
     loads: dict[str, list[float]] = {name: [] for name in (*backends, "memcpy", "plain reads")}
     buffer = np.ones(size + 65536, np.uint8)
     for _ in range(args.rounds):
         for name, backend in backends.items():
-            progress, started = LoadProgress(), time.perf_counter()
-            deadline = time.monotonic() + DEADLINE_S
-            await backend.load(part, ids[count:], progress, deadline=deadline, cancelled=threading.Event())
+            call = LoadCall(part, ids[count:], time.monotonic() + DEADLINE_S)
+            started = time.perf_counter()
+            await backend.load(call)
             loads[name].append(time.perf_counter() - started)
-            assert progress.num_blocks == count
+            assert call.progress.num_blocks == count
         loads["memcpy"].append(_timed(lambda: np.copyto(arena.blocks[count:], arena.blocks[:count])))
         loads["plain reads"].append(_timed(lambda: _read_all(folder, buffer)))
     middle = {name: statistics.median(times) for name, times in loads.items()}

@@ -22,7 +22,6 @@ import asyncio
 import hashlib
 import json
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,10 +33,9 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, SaveCall, StoreOptions, StoreUse
 from baton.kv_transfer.connector.store.client import StoreClient, StoreLease
-from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.nodes import FixedMembership, Placement, segments_of
+from baton.kv_transfer.connector.store.cluster import FixedMembership, Placement, StoreCluster, segments_of
 from baton.types import BlockHash, BlockId, InstanceId, Tenant
 
 LENGTHS = (8, 32, 128)
@@ -107,23 +105,19 @@ async def _loads(args: argparse.Namespace, units: list[int]) -> dict[int, list[t
             chains = {unit: _hashes(length, f"{length}-{unit}") for unit in units}
             for unit, chain in chains.items():
                 part, marks = ChainPart(chain, 0, length), arena.generations[:length].tolist()
-                await clusters[unit].save(server.source, part, ids[:length], marks, deadline=time.monotonic() + 60)
+                await clusters[unit].save(SaveCall(server.source, part, ids[:length], marks, time.monotonic() + 60))
             seconds: dict[int, list[float]] = {unit: [] for unit in units}
             calls: dict[int, int] = {}
             for _ in range(args.rounds):
                 for unit, chain in chains.items():
-                    CountingClient.calls, started, progress = 0, time.perf_counter(), LoadProgress()
-                    await clusters[unit].load(
-                        ChainPart(chain, 0, length),
-                        ids[:length],
-                        progress,
-                        deadline=time.monotonic() + 60,
-                        cancelled=threading.Event(),
-                    )
+                    CountingClient.calls = 0
+                    call = LoadCall(ChainPart(chain, 0, length), ids[:length], time.monotonic() + 60)
+                    started = time.perf_counter()
+                    await clusters[unit].load(call)
                     seconds[unit].append(time.perf_counter() - started)
                     calls[unit] = CountingClient.calls
-                    if progress.num_blocks != length:
-                        raise RuntimeError(f"{progress.num_blocks} of {length} blocks came")
+                    if call.progress.num_blocks != length:
+                        raise RuntimeError(f"{call.progress.num_blocks} of {length} blocks came")
             for unit in units:
                 found.setdefault(unit, []).append((calls[unit], statistics.median(seconds[unit])))
         for cluster in clusters.values():

@@ -403,7 +403,7 @@ class _Caller:
             if name == "put":
                 self._service.fill(names, first)
                 ids = [BlockId(first + i) for i in range(len(names))]
-                stored, _ = await self._client.put(
+                stored, _ = await self._client.put_blocks(
                     self._source.source, names, ids, self._service.generations(ids), deadline=deadline
                 )
                 part.counts["blocks stored"] += sum(stored)

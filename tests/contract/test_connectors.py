@@ -23,12 +23,10 @@ from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.multi import MultiConnector
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder
-from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
-from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
-from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
-from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
+from baton.kv_transfer.connector.store.backend import StoreBackend, StoreLimits, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import SavedPool, StoreConnector, open_connector
+from baton.kv_transfer.connector.store.files import BlockFolder, FileStore
+from baton.kv_transfer.connector.store.host_memory import HostMemoryStore, StagingArena
 from baton.types import BlockHash, InstanceId, RequestId
 from baton_kvstore.server import KVStoreServer
 
@@ -36,7 +34,7 @@ KINDS = ("store", "shared_storage", "offload", "multi")
 NUM_BLOCKS = 96
 CAPACITY = 64
 """Blocks that each of them may hold."""
-LIMITS = LocalOptions("here", cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
+LIMITS = StoreLimits(cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
 
 
 class Engine(Woken):
@@ -57,7 +55,7 @@ class Engine(Woken):
         self.stack.callback(self.server.close)
         self.fetcher = BlockFetcher(self.pool, fingerprint)
         self.stack.callback(self.fetcher.close)
-        self.parts: list[BackedConnector] = []
+        self.parts: list[StoreConnector] = []
         self.connector = self.make(kind)
 
     def make(self, kind: str) -> KVConnector:
@@ -69,9 +67,12 @@ class Engine(Woken):
 
     def common(self) -> dict[str, Any]:
         pool = SavedPool(self.arena, self.fingerprint.block_size, lambda: self.server.source)
-        return {"pool": pool, "use": StoreUse(), "loop": self.host.loop, "wake": self.news.set}
+        return {"pool": pool, "loop": self.host.loop, "wake": self.news.set, "follows_all": True}
 
-    def store(self) -> BackedConnector:
+    def local(self, backend: StoreBackend) -> StoreConnector:
+        return StoreConnector(backend, LIMITS, use=StoreUse(), **self.common())
+
+    def store(self) -> StoreConnector:
         async def start() -> KVStoreServer:
             server = KVStoreServer(KVStoreConfig(capacity_bytes=self.capacity * self.fingerprint.block_bytes))
             await server.start()
@@ -79,27 +80,16 @@ class Engine(Woken):
 
         server = self.host.run(start())
         self.stack.callback(lambda: self.host.run(server.stop()))
-        return StoreConnector(
-            StoreOptions(server.address, cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S),
-            arena=self.arena,
-            fingerprint=self.fingerprint,
-            fetcher=self.fetcher,
-            loop=self.host.loop,
-            wake=self.news.set,
-            source=lambda: self.server.source,
-            follows_all=True,
-        )
+        options = StoreOptions(server.address, cooldown_s=60.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
+        return open_connector(options, fingerprint=self.fingerprint, fetcher=self.fetcher, **self.common())
 
-    def shared_storage(self) -> BackedConnector:
+    def shared_storage(self) -> StoreConnector:
         whole = self.fingerprint.undivided()
         files = BlockFolder(self.folder, whole, max_bytes=self.capacity * (whole.block_bytes + 1024), sync=False)
-        storage = SharedStorage(files, self.pool, self.fingerprint, threads=3, blocks_per_call=4)
-        return BackedConnector(storage, LIMITS, **self.common(), follows_all=True)
+        return self.local(FileStore(files, self.pool, self.fingerprint, threads=3, blocks_per_call=4))
 
-    def offload(self) -> BackedConnector:
-        return OffloadConnector(
-            HostMemory(StagingArena(self.pool, self.fingerprint, self.capacity)), LIMITS, **self.common()
-        )
+    def offload(self) -> StoreConnector:
+        return self.local(HostMemoryStore(StagingArena(self.pool, self.fingerprint, self.capacity)))
 
     def save(self, request: LoadRequest, chunks: Sequence[int] = (10_000,), first: int = 0) -> None:
         """Compute a prompt in chunks and end it; afterwards its blocks belong to others, who write into them."""
@@ -421,16 +411,16 @@ def test_a_file_system_that_hangs_costs_a_load_its_time_and_touches_nothing_afte
 
         monkeypatch.setattr(BlockFolder, "read", hang)
         (part,) = engine.parts
-        part._options = dataclasses.replace(LIMITS, load_timeout_s=0.1)
+        part._limits = dataclasses.replace(LIMITS, load_timeout_s=0.1)
         assert engine.start(prompt(6 * BS + 1, "again"))
         (update,) = engine.wait(engine.connector.poll_loads)
         assert (update.num_valid_tokens, update.stats.local_reason) == (0, "store_failed")
         assert update.error is not None
         engine.arena.blocks[48:60] = 3
         free.set()
-        part._options = LIMITS
+        part._limits = LIMITS
         deadline = time.monotonic() + WAIT_S
-        while part._client._running:  # type: ignore[attr-defined]
+        while part._backend._running:  # type: ignore[attr-defined]
             assert time.monotonic() < deadline
         assert (engine.arena.blocks[48:60] == 3).all()
         assert engine.load(prompt(6 * BS + 1, "once more")) == 6 * BS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -34,9 +33,8 @@ from baton.errors import UnavailableError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, ShardSpec
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
-from baton.kv_transfer.connector.store.cluster import StoreCluster
-from baton.kv_transfer.connector.store.nodes import Heat, Placement, segments_of
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, LoadProgress, SaveCall
+from baton.kv_transfer.connector.store.cluster import Heat, Placement, StoreCluster, segments_of
 from baton.rpc.redis import open_redis, store_node_key
 from baton.types import BlockHash, BlockId
 from baton_kvstore.server import KVStoreServer
@@ -381,10 +379,10 @@ async def test_instances_that_divide_their_kv_otherwise_share_a_store(
     ids = [BlockId(i) for i in range(3)]
     deadline = time.monotonic() + WAIT_S
     part = ChainPart(hashes, 0, 3)
-    assert await writer.backend.save(writer.server.source, part, ids, [0, 0, 0], deadline=deadline) == (
+    assert await writer.backend.save(SaveCall(writer.server.source, part, ids, [0, 0, 0], deadline)) == (
         3,
         3 * one.block_bytes * rig.replication,
     )
     reader = await rig.client(one)
-    await reader.backend.load(part, ids, LoadProgress(), deadline=deadline, cancelled=threading.Event())
+    await reader.backend.load(LoadCall(part, ids, deadline))
     assert np.array_equal(reader.arena.blocks[:3], pool_of(geometry, ShardSpec(), BS, whole))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,8 +25,8 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, KVShards, ShardSpec, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreOptions, StoreUse
-from baton.kv_transfer.connector.store.connector import StoreConnector, open_store
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import SavedPool, open_connector, open_store
 from baton.types import BlockHash, BlockId, InstanceId, RequestId
 from baton_kvstore.server import KVStoreServer
 
@@ -55,14 +54,13 @@ class Prefill:
         self.fetcher = BlockFetcher(self.shards, self.kind)
         self.base = 0  # progress before the step that begins next
         self.ids = [BlockId(i) for i in range(COUNT)]
-        self.connector = StoreConnector(
+        self.connector = open_connector(
             StoreOptions(address, call_timeout_s=WAIT_S, save_timeout_s=10 * WAIT_S),
-            arena=self.arena,
+            pool=SavedPool(self.arena, BS, lambda: self.server.source),
             fingerprint=self.kind,
             fetcher=self.fetcher,
             loop=asyncio.get_running_loop(),
             wake=lambda: None,
-            source=lambda: self.server.source,
         )
         self.connector.follow_steps(lambda: self.base)
 
@@ -132,10 +130,10 @@ async def held(server: KVStoreServer) -> int:
     backend = open_store(
         StoreOptions(server.address, call_timeout_s=WAIT_S), fingerprint=KIND, fetcher=fetcher, use=StoreUse()
     )
-    progress, ids = LoadProgress(), [BlockId(i) for i in range(COUNT)]
-    deadline = time.monotonic() + WAIT_S
-    await backend.load(ChainPart(HASHES, 0, COUNT), ids, progress, deadline=deadline, cancelled=threading.Event())
-    count = progress.num_blocks
+    ids = [BlockId(i) for i in range(COUNT)]
+    call = LoadCall(ChainPart(HASHES, 0, COUNT), ids, time.monotonic() + WAIT_S)
+    await backend.load(call)
+    count = call.progress.num_blocks
     assert np.array_equal(arena.blocks[:count], pool_of(GEOMETRY, ShardSpec(), BS, WHOLE)[:count])
     await until(lambda: not len(server.store.leases))
     await backend.close()

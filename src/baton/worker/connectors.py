@@ -14,13 +14,11 @@ from baton.kv_cache.connector import GuardedConnector, KVConnector
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher
 from baton.kv_transfer.connector.multi import MultiConnector
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder
-from baton.kv_transfer.connector.offload.host_memory import HostMemory, OffloadConnector
-from baton.kv_transfer.connector.offload.shared_storage import SharedStorage
 from baton.kv_transfer.connector.registry import ConnectorContext, make_connector
-from baton.kv_transfer.connector.staging import StagingArena
-from baton.kv_transfer.connector.store.backend import LocalOptions, StoreOptions, StoreUse
-from baton.kv_transfer.connector.store.connector import BackedConnector, SavedPool, StoreConnector
+from baton.kv_transfer.connector.store.backend import StoreBackend, StoreLimits, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.connector import SavedPool, StoreConnector, open_connector
+from baton.kv_transfer.connector.store.files import BlockFolder, FileStore
+from baton.kv_transfer.connector.store.host_memory import HostMemoryStore, StagingArena
 from baton.types import InstanceId
 from baton.worker.context import InstanceContext, InstanceRole
 
@@ -57,14 +55,13 @@ class InstanceConnectors:
         )
         self._store: StoreConnector | None = None
         if context.config.kvstore:
-            self._store = StoreConnector(
+            self._store = open_connector(
                 _store_options(context),
-                arena=context.arena,
+                pool=_pool(context),
                 fingerprint=context.executor.fingerprint,
                 fetcher=self.fetcher,
                 loop=context.loop,
                 wake=context.wake,
-                source=context.source,
                 follows_all=context.config.kvstore_decode_saves,
             )
         self._named, self.uses = _named_connectors(context)
@@ -86,7 +83,7 @@ class InstanceConnectors:
     async def close(self) -> None:
         """End loads and saves and wait for them; ``connector`` was closed before."""
         for connector in self._named:
-            if isinstance(connector, BackedConnector):
+            if isinstance(connector, StoreConnector):
                 await connector.aclose()
         if self._store is not None:
             await self._store.aclose()
@@ -157,16 +154,16 @@ def _connector_context(context: InstanceContext, options: Options) -> ConnectorC
     )
 
 
-def _kept(context: InstanceContext) -> Fingerprint:
-    """What files and host memory keep of this instance's KV.
+def _stored_fingerprint(context: InstanceContext) -> Fingerprint:
+    """Return the fingerprint of the blocks that files and host memory store.
 
     Raises:
-        ConfigError: It cannot be converted to that; names ``kv_tier_dtype``.
+        ConfigError: This instance's KV cannot be converted to it; names ``kv_tier_dtype``.
     """
     return context.executor.fingerprint.kept_as(context.config.kv_tier_dtype)
 
 
-def _shared_storage(context: InstanceContext, options: Options) -> BackedConnector:
+def _shared_storage(context: InstanceContext, options: Options) -> StoreConnector:
     """Files in a directory: ``path``, ``max_bytes`` (64 GiB), ``sync`` (off), ``threads`` (4)."""
     known = _known("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
     if not known["path"]:
@@ -174,57 +171,60 @@ def _shared_storage(context: InstanceContext, options: Options) -> BackedConnect
     if known["sync"] not in ("on", "off"):
         raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
     threads = _number("shared_storage.threads", known["threads"], most=256)
-    fingerprint, kept = context.executor.fingerprint, _kept(context)
+    fingerprint = context.executor.fingerprint
+    stored = _stored_fingerprint(context)
     folder = BlockFolder(
         Path(known["path"]),
-        kept,
+        stored,
         max_bytes=_number("shared_storage.max_bytes", known["max_bytes"], most=_MAX_BYTES),
         sync=known["sync"] == "on",
     )
-    limits = LocalOptions(known["path"])
-    per_call = limits.blocks_per_call
-    files = SharedStorage(folder, context.shards, fingerprint, threads=threads, blocks_per_call=per_call, kept=kept)
-    return BackedConnector(
-        files,
-        limits,
-        pool=_pool(context),
-        use=StoreUse(),
-        loop=context.loop,
-        wake=context.wake,
-        follows_all=True,
+    files = FileStore(
+        folder,
+        context.shards,
+        fingerprint,
+        threads=threads,
+        blocks_per_call=StoreLimits().blocks_per_call,
+        stored=stored,
     )
+    return _local_connector(context, files)
 
 
-def _offload(context: InstanceContext, options: Options) -> BackedConnector:
+def _offload(context: InstanceContext, options: Options) -> StoreConnector:
     """Host memory: ``bytes`` (1 GiB)."""
     known = _known("offload", options, bytes=str(1 << 30))
     size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
-    fingerprint, kept = context.executor.fingerprint, _kept(context)
-    block_bytes = kept.block_bytes
+    stored = _stored_fingerprint(context)
+    block_bytes = stored.block_bytes
     num_blocks = size // block_bytes
     if not num_blocks:
         raise ConfigError(f"offload.bytes is {size}, less than a block of {block_bytes}", field=FIELD)
     available = available_bytes()
     if arena_bytes(num_blocks, block_bytes) > available:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
-    side = StagingArena(context.shards, fingerprint, num_blocks, kept=kept)
-    side.arena.touch()
-    host = HostMemory(side, context.events.append)
+    staging = StagingArena(context.shards, context.executor.fingerprint, num_blocks, stored=stored)
+    staging.arena.touch()
+    host = HostMemoryStore(staging, context.events.append)
     context.tiers.append(host.snapshot)
-    return OffloadConnector(
-        host,
-        LocalOptions("host memory"),
+    return _local_connector(context, host)
+
+
+BUILT_IN: Mapping[str, Callable[[InstanceContext, Options], StoreConnector]] = {
+    "shared_storage": _shared_storage,
+    "offload": _offload,
+}
+
+
+def _local_connector(context: InstanceContext, backend: StoreBackend) -> StoreConnector:
+    return StoreConnector(
+        backend,
+        StoreLimits(),
         pool=_pool(context),
         use=StoreUse(),
         loop=context.loop,
         wake=context.wake,
+        follows_all=True,
     )
-
-
-BUILT_IN: Mapping[str, Callable[[InstanceContext, Options], BackedConnector]] = {
-    "shared_storage": _shared_storage,
-    "offload": _offload,
-}
 
 
 def _pool(context: InstanceContext) -> SavedPool:

@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from baton.errors import ConfigError, InvalidRequestError, TransferError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, SaveCall
 from baton.kv_transfer.connector.store.client import StoreClient
 from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash, BlockId, InstanceId
@@ -81,20 +80,18 @@ class StorePipe:
 
     async def get(self, names: Sequence[BlockHash], turn: int = 0) -> int:
         """Load a chain into the first half; see :data:`Once`."""
-        progress = LoadProgress()
         ids = [BlockId(i) for i in range(len(names))]
-        part = ChainPart(names, 0, len(names))
-        deadline = time.monotonic() + CALL_S
-        await self._client.load(part, ids, progress, deadline=deadline, cancelled=threading.Event())
-        return progress.num_blocks
+        call = LoadCall(ChainPart(names, 0, len(names)), ids, time.monotonic() + CALL_S)
+        await self._client.load(call)
+        return call.progress.num_blocks
 
     async def put(self, names: Sequence[BlockHash], turn: int = 0) -> int:
         """Put the second half under these names; see :data:`Once`."""
         ids = [BlockId(self._half + i) for i in range(len(names))]
         generations = self._arena.generations[ids].tolist()
         part = ChainPart(names, 0, len(names))
-        deadline = time.monotonic() + CALL_S
-        return (await self._client.save(self._server.source, part, ids, generations, deadline=deadline))[0]
+        call = SaveCall(self._server.source, part, ids, generations, time.monotonic() + CALL_S)
+        return (await self._client.save(call)).num_blocks
 
     async def put_new(self, names: Sequence[BlockHash], turn: int = 0) -> int:
         """Put as many blocks under names that no store has seen: ``last``; see :data:`Once`."""

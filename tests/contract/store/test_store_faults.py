@@ -22,8 +22,8 @@ from tests.support.transport.store_engine import (
     store,
 )
 
+from baton.circuit_breaker import CircuitBreaker
 from baton.kv_cache.connector import LoadUpdate
-from baton.kv_transfer.connector.breaker import CircuitBreaker
 from baton.rpc.server import free_port
 from baton_kvstore.server import KVStoreServer
 

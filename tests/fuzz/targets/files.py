@@ -18,7 +18,7 @@ from tests.support.transport.named_blocks import name_of
 from baton.errors import BatonError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder, BlockFormat
+from baton.kv_transfer.connector.store.files import BlockFolder, BlockFormat
 from baton_kvstore.tiers.disk.directory import decode_checkpoint, encode_store
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.segment import VERSION

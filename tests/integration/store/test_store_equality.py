@@ -26,7 +26,7 @@ from baton.config.worker import WorkerConfig
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.connector.store.backend import ChainPart
-from baton.kv_transfer.connector.store.nodes import Placement, segments_of
+from baton.kv_transfer.connector.store.cluster import Placement, segments_of
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_from_pb, sampling_to_pb
 from baton.rpc.server import free_port

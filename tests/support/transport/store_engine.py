@@ -20,7 +20,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
 from baton.kv_transfer.connector.store.backend import StoreOptions
-from baton.kv_transfer.connector.store.connector import StoreConnector
+from baton.kv_transfer.connector.store.connector import SavedPool, open_connector
 from baton.types import BlockHash, BlockId, InstanceId, RequestId, SamplingParams
 from baton_kvstore.server import KVStoreServer
 
@@ -99,14 +99,13 @@ class Engine(Woken):
             "load_timeout_s": WAIT_S,
             "save_timeout_s": WAIT_S,
         }
-        self.connector = StoreConnector(
+        self.connector = open_connector(
             StoreOptions(address, **{**defaults, **options}),
-            arena=self.arena,
+            pool=SavedPool(self.arena, kind.block_size, lambda: self.server.source),
             fingerprint=kind,
             fetcher=self.fetcher,
             loop=host.loop,
             wake=self.news.set,
-            source=lambda: self.server.source,
         )
 
     def load(self, request: LoadRequest, local: int = 0, first: int = 32) -> LoadUpdate:

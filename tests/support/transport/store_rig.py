@@ -22,7 +22,15 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress, StoreBackend, StoreOptions, StoreUse
+from baton.kv_transfer.connector.store.backend import (
+    ChainPart,
+    LoadCall,
+    LoadProgress,
+    SaveCall,
+    StoreBackend,
+    StoreOptions,
+    StoreUse,
+)
 from baton.kv_transfer.connector.store.connector import open_store
 from baton.rpc.redis import open_redis
 from baton.rpc.server import free_port
@@ -74,7 +82,8 @@ class Client:
             self.arena.blocks[at - start] = 99
         ids = [BlockId(i) for i in range(count)]
         part = ChainPart(hashes, start, len(hashes))
-        return await self.backend.save(self.server.source, part, ids, generations, deadline=time.monotonic() + WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        return await self.backend.save(SaveCall(self.server.source, part, ids, generations, deadline))
 
     async def get(
         self,
@@ -90,13 +99,9 @@ class Client:
         self.arena.blocks[CHAIN:] = 0
         ids = [BlockId(CHAIN + i) for i in range(len(hashes) - start)]
         try:
-            await self.backend.load(
-                ChainPart(hashes, start, len(hashes)),
-                ids,
-                progress,
-                deadline=time.monotonic() + deadline_s,
-                cancelled=cancelled or threading.Event(),
-            )
+            part = ChainPart(hashes, start, len(hashes))
+            deadline = time.monotonic() + deadline_s
+            await self.backend.load(LoadCall(part, ids, deadline, cancelled or threading.Event(), progress))
         finally:
             for i in range(progress.num_blocks):
                 assert np.array_equal(self.arena.blocks[CHAIN + i], content(hashes[start + i])), i

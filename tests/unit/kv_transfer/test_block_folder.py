@@ -16,7 +16,7 @@ from tests.support.transport.named_blocks import name_of
 from baton.errors import ConfigError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.connector.offload.block_folder import BlockFolder, BlockFormat
+from baton.kv_transfer.connector.store.files import BlockFolder, BlockFormat
 
 LAYOUT = KVLayout((LayerShape(2, 4, 6), LayerShape(1, 8, 0), LayerShape(1, 3, 3)), 4, "float32")
 KIND = Fingerprint.of(model="m", model_digest="d", rope="", layout=LAYOUT)

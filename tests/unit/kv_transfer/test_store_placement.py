@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.kv_transfer.connector.store.backend import ChainPart
-from baton.kv_transfer.connector.store.nodes import Placement, segments_of
+from baton.kv_transfer.connector.store.cluster import Placement, segments_of
 from baton.kv_transfer.connector.store.values import mooncake_options
 from baton.types import BlockHash
 

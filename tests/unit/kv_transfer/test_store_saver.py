@@ -10,12 +10,19 @@ from typing import Any
 
 import pytest
 
+from baton.circuit_breaker import CircuitBreaker
 from baton.errors import UnavailableError
 from baton.hashing import block_hashes, root_hash
 from baton.kv_cache.arena import HostArena
-from baton.kv_transfer.connector.breaker import CircuitBreaker
-from baton.kv_transfer.connector.store.backend import ChainPart, LocalOptions, StoreUse
-from baton.kv_transfer.connector.store.saver import StoreSaver
+from baton.kv_transfer.connector.store.backend import (
+    LoadCall,
+    SaveCall,
+    SaveResult,
+    StoreBackend,
+    StoreLimits,
+    StoreUse,
+)
+from baton.kv_transfer.connector.store.connector import StoreSaver
 from baton.types import BlockId, RequestId
 
 REQUEST = RequestId("r")
@@ -24,17 +31,17 @@ IDS = [BlockId(i) for i in range(4)]
 WAIT_S = 240.0
 
 
-class Backend:
+class Backend(StoreBackend):
     """A store that takes everything."""
 
     def __init__(self) -> None:
         self.saved: list[bytes] = []
 
-    async def save(self, source: object, part: ChainPart, *_: object, deadline: float) -> tuple[int, int]:
-        self.saved += part.wanted
-        return len(part), len(part)
+    async def save(self, call: SaveCall) -> SaveResult:
+        self.saved += call.part.wanted
+        return SaveResult(len(call.part), len(call.part))
 
-    async def load(self, *_: object, **__: object) -> None:
+    async def load(self, call: LoadCall) -> None:
         raise AssertionError("nothing is loaded")
 
     async def close(self) -> None:
@@ -60,16 +67,13 @@ async def test_blocks_that_become_complete_while_a_task_ends_are_saved() -> None
     """Between a task's last look and the loop's word that it has ended, the engine may begin the next one."""
     loop, backend, lock, arena = asyncio.get_running_loop(), Backend(), Lock(), HostArena(4, 4096)
 
-    def spawn(call: Callable[[], None]) -> None:
-        loop.call_soon_threadsafe(call)
-
     made: Any = StoreSaver(
-        LocalOptions("test"),
+        StoreLimits(),
         arena=arena,
-        client=backend,
+        backend=backend,
         breaker=CircuitBreaker(3, 5.0),
         use=StoreUse(),
-        spawn=spawn,
+        loop=loop,
         wake=lambda: None,
         source=lambda: None,  # type: ignore[arg-type, return-value]
     )
@@ -79,17 +83,17 @@ async def test_blocks_that_become_complete_while_a_task_ends_are_saved() -> None
         save = made._saves.get(REQUEST)
         if backend.saved and save is not None and not save.running:
             lock.between = lambda: None
-            made.computed(REQUEST, IDS, HASHES)
+            made.save_blocks(REQUEST, IDS, HASHES)
 
     lock.between = complete_more
-    made.computed(REQUEST, IDS, HASHES[:2])
+    made.save_blocks(REQUEST, IDS, HASHES[:2])
     async with asyncio.timeout(WAIT_S):
         while made._tasks or len(backend.saved) < len(HASHES):
             await asyncio.sleep(0.001)
             if not made._tasks and made._saves[REQUEST].given_up:
                 break
     assert backend.saved == list(HASHES)
-    assert not made.finished(REQUEST)
+    assert not made.finish_request(REQUEST)
     assert not made.pending
     arena.close()
 
@@ -99,19 +103,19 @@ async def test_a_store_that_is_away_is_told_once_and_once_that_it_is_back(caplog
     away = True
     save = backend.save
 
-    async def maybe(*args: Any, **more: Any) -> tuple[int, int]:
+    async def maybe(call: SaveCall) -> SaveResult:
         if away:
             raise UnavailableError("nobody is there")
-        return await save(*args, **more)
+        return await save(call)
 
     backend.save = maybe  # type: ignore[method-assign]
     saver = StoreSaver(
-        LocalOptions("test"),
+        StoreLimits(),
         arena=arena,
-        client=backend,
+        backend=backend,
         breaker=CircuitBreaker(3, 5.0, lambda: now[0]),
         use=use,
-        spawn=lambda call: loop.call_soon_threadsafe(call) and None,
+        loop=loop,
         wake=lambda: None,
         source=lambda: None,  # type: ignore[arg-type, return-value]
     )
@@ -120,11 +124,11 @@ async def test_a_store_that_is_away_is_told_once_and_once_that_it_is_back(caplog
         for number in range(first, first + 40):
             request = RequestId(str(number))
             now[0] += 10.0
-            saver.computed(request, IDS, HASHES)
-            saver.finished(request)
+            saver.save_blocks(request, IDS, HASHES)
+            saver.finish_request(request)
             async with asyncio.timeout(WAIT_S):
                 while saver.pending:
-                    saver.releases()
+                    saver.poll_releases()
                     await asyncio.sleep(0)
 
     await save_all(0)

@@ -22,7 +22,7 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.backend import ChainPart, LoadCall, LoadProgress, SaveCall
 from baton.kv_transfer.connector.store.client import StoreClient
 from baton.types import BlockHash, BlockId, InstanceId
 from baton_kvstore.memory.leases import Lease
@@ -93,13 +93,13 @@ class Pool:
         self.arena.blocks[:LENGTH] = np.array([name[0] for name in chain], np.uint8)[:, None]
         ids = [BlockId(i) for i in range(LENGTH)]
         part = ChainPart(chain, 0, LENGTH)
-        held, _ = await self.client.save(self.server.source, part, ids, [0] * LENGTH, deadline=self.deadline)
+        held, _ = await self.client.save(SaveCall(self.server.source, part, ids, [0] * LENGTH, self.deadline))
         assert held == LENGTH
 
     async def load(self, chain: list[BlockHash], progress: LoadProgress) -> None:
         ids = [BlockId(LENGTH + i) for i in range(LENGTH)]
         part = ChainPart(chain, 0, LENGTH)
-        await self.client.load(part, ids, progress, deadline=self.deadline, cancelled=threading.Event())
+        await self.client.load(LoadCall(part, ids, self.deadline, progress=progress))
 
     def holds(self, chain: list[BlockHash]) -> bool:
         wanted = np.array([name[0] for name in chain], np.uint8)[:, None]

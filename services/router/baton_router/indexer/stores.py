@@ -22,7 +22,7 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.router import RouterConfig
 from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
-from baton.kv_transfer.connector.store.nodes import RedisMembership
+from baton.kv_transfer.connector.store.cluster import RedisMembership
 from baton.rpc.channel import Backoff
 from baton.rpc.errors import readable
 from baton.rpc.service_token import Token

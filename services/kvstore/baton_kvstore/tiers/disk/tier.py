@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write

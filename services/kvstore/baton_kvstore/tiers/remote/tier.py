@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton.kv_transfer.connector.breaker import CircuitBreaker
+from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend, RemoteError, decode_block, encode_header
 from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write

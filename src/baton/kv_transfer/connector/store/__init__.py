@@ -1,1 +1,1 @@
-"""The connector to KV stores, and their clients."""
+"""The store connector, and the stores behind it: nodes of the KV store, Redis, Mooncake, files and host memory."""

@@ -1,12 +1,16 @@
-"""What a connector needs of a store, whatever stands behind it: one node, several of them, or Redis."""
+"""What a store connector needs of a store: one node, several of them, Redis, files or host memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.config.secrets import shown_url
 from baton.config.stores import StoreAddress
@@ -19,37 +23,26 @@ from baton.types import BlockHash, BlockId, Tenant
 _MAY_BE_ZERO = frozenset({"hot_loads_per_s", "redis_ttl_s"})
 
 
-@dataclass(frozen=True)
-class StoreOptions:
-    """How a store is used. Times in seconds.
+@dataclass(frozen=True, kw_only=True)
+class StoreLimits:
+    """How much goes on at once with a store, and for how long. Times in seconds.
 
     Attributes:
-        address: Where the store is, as :class:`StoreAddress` reads it.
-        token: Shared token, if the services use one.
-        tls: Certificates, if they use some.
-        min_load_tokens: Missing tokens from which asking the store pays.
-        call_timeout_s: Time the store has for an answer that moves no bytes.
-        load_timeout_s: Time one request's load may take.
-        save_timeout_s: Time one Put may take, and longest time that an ended request's blocks are held for the store.
+        min_load_tokens: Smallest number of missing tokens for which the store is asked.
+        call_timeout_s: Time limit of a call that moves no bytes.
+        load_timeout_s: Time limit of one request's load.
+        save_timeout_s: Time limit of one save; also the longest time for which a finished request's blocks are kept
+            for the store.
         max_loads: Loads at once; requests beyond it are computed.
         max_saves: Requests whose blocks are being saved at once; those beyond it are not saved.
-        max_puts: Puts at once.
-        blocks_per_call: Blocks in one call.
-        failures: Failures in a row after which the store, or a node of it, is left alone for ``cooldown_s``.
-        replication: Nodes that get each block, where there are several.
-        previous_s: Time for which a read also looks where blocks lay before nodes came or went.
-        hot_loads_per_s: Loads of a segment per second from which on it gets another replica; 0: never.
-        discovery: URL of the Redis in which nodes register, and the prefix of their keys.
-        redis_ttl_s: Life of a block in Redis after its last use; 0: for ever.
-        kv_dtype: KV type of what it keeps; ``auto``: the instance's.
+        max_puts: Save calls at once.
+        blocks_per_call: Largest number of blocks in one call.
+        failures: Number of failures in a row after which the store, or a node of it, is not used for ``cooldown_s``.
 
     Raises:
-        ConfigError: Names the field.
+        ConfigError: A number is not positive; names the field.
     """
 
-    address: str = field(repr=False)
-    token: Token | None = field(default=None, repr=False)
-    tls: Tls | None = field(default=None, repr=False)
     min_load_tokens: int = 1
     call_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
@@ -60,6 +53,37 @@ class StoreOptions:
     blocks_per_call: int = 1024
     failures: int = 3
     cooldown_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            least = 0 if item.name in _MAY_BE_ZERO else None
+            if isinstance(value, (int, float)) and value <= 0 and value != least:
+                raise ConfigError(f"{item.name} must be positive, got {value}", field=item.name)
+
+
+@dataclass(frozen=True)
+class StoreOptions(StoreLimits):
+    """Which store is used, and how; see :class:`StoreLimits`.
+
+    Attributes:
+        address: Address of the store, as :class:`StoreAddress` reads it.
+        token: Shared token of the services, if they use one.
+        tls: Certificates of the services, if they use TLS.
+        replication: Number of nodes that get each block, if there are several.
+        previous_s: Seconds for which a load also looks where blocks were placed before nodes joined or left.
+        hot_loads_per_s: Loads of a segment per second from which on it gets another replica; 0: never.
+        discovery: URL of the Redis in which nodes register, and the prefix of their keys.
+        redis_ttl_s: Seconds for which Redis keeps a block after its last use; 0: for ever.
+        kv_dtype: KV type of the stored blocks; ``auto``: the instance's.
+
+    Raises:
+        ConfigError: A number is not positive, or nodes are to be discovered without a Redis; names the field.
+    """
+
+    address: str = field(repr=False)
+    token: Token | None = field(default=None, repr=False)
+    tls: Tls | None = field(default=None, repr=False)
     replication: int = 1
     previous_s: float = 300.0
     hot_loads_per_s: float = 20.0
@@ -70,67 +94,50 @@ class StoreOptions:
     def __post_init__(self) -> None:
         if StoreAddress.parse(self.address).discover and not self.discovery[0]:
             raise ConfigError("kvstore: nodes are discovered through a Redis: redis is missing", field="redis")
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            least = 0 if item.name in _MAY_BE_ZERO else None
-            if isinstance(value, (int, float)) and value <= 0 and value != least:
-                raise ConfigError(f"{item.name} must be positive, got {value}", field=item.name)
+        super().__post_init__()
 
     @property
     def shown_address(self) -> str:
-        """The address as traces and logs may show it."""
+        """The address without secrets, for traces and logs."""
         return shown_url(self.address) if "://" in self.address else self.address
-
-
-@dataclass(frozen=True)
-class LocalOptions(StoreOptions):
-    """How a store is used that needs no address: ``address`` is only its name, in traces and logs."""
-
-    def __post_init__(self) -> None:
-        pass
-
-    @property
-    def shown_address(self) -> str:
-        """The name."""
-        return self.address
 
 
 @dataclass
 class StoreUse:
-    """What a connector did since its start, for metrics. Written in the loop's thread unless it says otherwise."""
+    """Counts of what a connector did since its start, for metrics. Written in the event loop unless noted otherwise."""
 
     loads: int = 0
-    """Loads that ended, whatever with."""
+    """Loads that ended, successful or not."""
     load_hits: int = 0
     """Loads that brought at least one block."""
     load_failures: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     saves: int = 0
-    """Puts that the store answered."""
+    """Save calls that the store answered."""
     save_failures: int = 0
     saved_blocks: int = 0
-    """Blocks that the store held after a Put, new or not."""
+    """Blocks that the store held after a save, new or not."""
     followed_blocks: int = 0
-    """Those that it copied while they were computed."""
+    """Blocks that the store copied while they were computed."""
     saved_bytes: int = 0
     """Bytes that the store pulled."""
     skipped_loads: int = 0
-    """Requests that were not looked for, because too many were or the store was left alone (engine's thread)."""
+    """Requests that were not looked up: too many loads ran, or the store was not in use (engine's thread)."""
     skipped_saves: int = 0
-    """Calls of ``blocks_computed`` that were not followed by a save, for the same reasons (engine's thread)."""
+    """Calls of ``blocks_computed`` without a save, for the same reasons (engine's thread)."""
     times_left_alone: int = 0
-    """How often failures in a row made the connector leave the store alone."""
+    """How often failures in a row made the connector stop using the store for a while."""
     nodes: int = 0
-    """Nodes that are known; 0 where there is only one, or none."""
+    """Known nodes; 0 if there is only one, or none."""
     nodes_resting: int = 0
-    """Those that are left alone, because they did not answer."""
+    """Nodes that are not used for a while because they did not answer."""
     node_failures: int = 0
-    """Calls to one of several nodes, and fetches from it, that failed."""
+    """Failed calls to one of several nodes, and failed fetches from it."""
     refused_nodes: int = 0
-    """Registrations of nodes in Redis that were passed over, at each look."""
+    """Registrations of nodes in Redis that were not accepted, summed over all reads."""
     failovers: int = 0
-    """Segments that came from another node than the one asked first."""
+    """Segments that came from another node than the first one asked."""
     copied_blocks: int = 0
     """Blocks that this client had one node copy from another."""
     skipped_copies: int = 0
@@ -139,14 +146,14 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True)
 class ChainPart:
-    """A run of blocks of one chain. What stands before it may decide where it lies.
+    """A run of blocks of one chain. The blocks before it may decide where a cluster places it.
 
     Attributes:
-        hashes: The chain from its first block on, at least to the part's end.
-        start: The part's first block.
-        stop: The block after its last one.
-        tenant: Whose blocks these are; ``None``: none.
-        traceparent: W3C trace context of the request that loads them; empty: it is not traced.
+        hashes: Hashes of the chain from its first block on, at least to the part's end.
+        start: Index of the part's first block in the chain.
+        stop: Index after the part's last block.
+        tenant: Tenant that owns the blocks; ``None``: no tenant.
+        traceparent: W3C trace context of the request that loads the blocks; empty: not traced.
     """
 
     hashes: Sequence[BlockHash]
@@ -160,114 +167,125 @@ class ChainPart:
 
     @property
     def wanted(self) -> Sequence[BlockHash]:
-        """The part's own hashes."""
+        """Hashes of the part's own blocks."""
         return self.hashes[self.start : self.stop]
 
 
 @dataclass
 class LoadProgress:
-    """What a load has brought so far; true also when the load fails."""
+    """What a load has brought so far; also valid if the load fails."""
 
     num_blocks: int = 0
     """Leading blocks that are valid."""
     num_bytes: int = 0
     seconds: float = 0.0
-    """Time in fetches."""
+    """Time spent in fetches."""
     pipe: str = ""
+    """Kind of pipe that moved the blocks, for traces."""
     source: str = ""
+    """Name of the store or its node, for traces."""
     failures: list[str] = field(default_factory=list)
-    """What went wrong on the way without ending the load."""
+    """Errors that did not end the load."""
 
 
-class StoreBackend(Protocol):
-    """A store as its clients see it. All methods run in one event loop."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveCall:
+    """Blocks that a store is to keep.
 
-    async def save(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        *,
-        deadline: float,
-    ) -> tuple[int, int]:
-        """Let the store take blocks; those it has are not moved.
+    Attributes:
+        source: Pool that holds the blocks: this instance's own.
+        part: Hashes of the blocks, at most ``blocks_per_call``.
+        block_ids: Blocks of the pool, parallel to the part.
+        generations: Generations of the blocks, parallel to the part; a block whose generation changes is not stored.
+        deadline: Time limit, in seconds of ``time.monotonic()``.
+        ready: Progress of the pool before the step that computes the blocks: layer ``i`` is complete at
+            ``ready + i + 1``. ``None``: the blocks are complete. Only for backends whose ``follows`` is true.
+    """
 
-        Args:
-            source: This instance's pool.
-            part: Which blocks, at most ``blocks_per_call``.
-            block_ids: Parallel to the part.
-            generations: Parallel to the part; a block that changes meanwhile is not stored.
-            deadline: ``time.monotonic()`` seconds.
+    source: BlockSource
+    part: ChainPart
+    block_ids: Sequence[BlockId]
+    generations: Sequence[int]
+    deadline: float
+    ready: int | None = None
 
-        Returns:
-            Blocks that the store holds now, and bytes that moved.
+
+class SaveResult(NamedTuple):
+    """Result of a save.
+
+    Attributes:
+        num_blocks: Number of the call's blocks that the store holds now; of blocks that were being computed: on all
+            nodes that should have them.
+        num_bytes: Number of bytes that moved.
+    """
+
+    num_blocks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadCall:
+    """Blocks to be copied from a store into this instance's pool.
+
+    Attributes:
+        part: Hashes of the blocks.
+        block_ids: Blocks of the pool to fill, parallel to the part.
+        deadline: Time limit, in seconds of ``time.monotonic()``.
+        cancelled: Ends the copying when set.
+        progress: Filled as blocks arrive, also if the call then fails.
+    """
+
+    part: ChainPart
+    block_ids: Sequence[BlockId]
+    deadline: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    progress: LoadProgress = field(default_factory=LoadProgress)
+
+
+class StoreBackend(ABC):
+    """A store of KV blocks under their hashes. All coroutines run in one event loop.
+
+    Attributes:
+        name: Name of the store for logs and errors, without secrets.
+        follows: Whether :meth:`save` accepts blocks that are still being computed.
+    """
+
+    name: str
+    follows: ClassVar[bool] = False
+
+    @abstractmethod
+    async def save(self, call: SaveCall) -> SaveResult:
+        """Store blocks; those that the store holds already are not moved.
+
+        Blocks that are still being computed are copied layer by layer, or declined: then the result does not count
+        them. If their step fails, their generations have to be raised before the pool's progress goes on, so that
+        what was copied is not stored.
 
         Raises:
             BatonError: The store refused or was not reached.
         """
 
-    async def load(
-        self,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        progress: LoadProgress,
-        *,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        """Copy the longest prefix of a part that the store holds. On return no pipe writes into the blocks any more.
-
-        Args:
-            part: Which blocks.
-            block_ids: Blocks to fill, parallel to the part.
-            progress: Filled as blocks come, also if the call then fails.
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Ends a fetch.
+    @abstractmethod
+    async def load(self, call: LoadCall) -> None:
+        """Copy the longest prefix that the store holds. On return no pipe writes into the blocks any more.
 
         Raises:
-            BatonError: It fell short for another reason than that the store does not hold more. Where only one of
-                several nodes failed, ``progress.failures`` says so instead.
+            BatonError: The load failed, other than by the store not holding more. If only one of several nodes
+                failed, ``progress.failures`` says so instead.
         """
 
+    @abstractmethod
     async def close(self) -> None:
-        """Close every connection. Nothing may be running."""
+        """Close all connections. No call may be running."""
 
+    def count_leading(self, part: ChainPart) -> int | None:
+        """Return how many leading blocks the store holds, if that is known without asking; else ``None``.
 
-@runtime_checkable
-class FollowingBackend(StoreBackend, Protocol):
-    """A store that can also take blocks while they are computed."""
-
-    follows: ClassVar[bool]
-
-    async def save(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        *,
-        deadline: float,
-        ready: int | None = None,
-    ) -> tuple[int, int]:
-        """Let the store take blocks, layer by layer as a step of the source computes them if ``ready`` says so.
-
-        It may decline, and then says that it does not hold them. If the step fails the blocks' generations have to be
-        raised before the progress goes on: what was copied is not stored then.
-
-        Args:
-            source: This instance's pool.
-            part: Which blocks, at most ``blocks_per_call``.
-            block_ids: Parallel to the part.
-            generations: Parallel to the part.
-            deadline: ``time.monotonic()`` seconds.
-            ready: The pool's progress before the step's first layer: layer ``i`` is there at ``ready + i + 1``.
-                ``None``: they are complete.
-
-        Returns:
-            Blocks that the store holds now (of those that are being computed: everywhere where they should be), and
-            bytes that moved.
-
-        Raises:
-            BatonError: The store refused or was not reached.
+        May be called in any thread; the answer is a snapshot.
         """
+        return None
+
+
+def num_leading(valid: npt.NDArray[np.bool_]) -> int:
+    """Return the number of leading entries that are true."""
+    return len(valid) if valid.all() else int(valid.argmin())

@@ -1,4 +1,4 @@
-"""The KV store as its clients see it: calls over gRPC, bytes over pipes."""
+"""Client of one node of the KV store: calls over gRPC, bytes over pipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.errors import DeadlineError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
+from baton.kv_transfer.connector.store.backend import (
+    LoadCall,
+    SaveCall,
+    SaveResult,
+    StoreBackend,
+    num_leading,
+)
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import fingerprint_to_pb, tenant_to_pb
@@ -31,7 +37,7 @@ from baton.types import BlockHash, BlockId, Tenant
 log = logging.getLogger(__name__)
 
 _LATE_S = 15.0
-"""How long a store may take to hear that a lease is given back, or to answer a Get that no load waits for any more."""
+"""Time limit in seconds of a Release, and of a Get that no load waits for any more."""
 _LEASE_MARGIN_S = 1.0
 
 
@@ -40,11 +46,11 @@ class StoreLease:
     """Blocks that a store keeps for a reader.
 
     Attributes:
-        lease_id: Its name.
-        source: Where they can be read.
-        block_ids: int64 [n].
-        generations: uint64 [n].
-        more: The store has more of what was asked for, to be asked for again once these are given back.
+        lease_id: Number under which the lease is released.
+        source: Pool of the store that holds the blocks.
+        block_ids: Blocks of that pool, int64 [n].
+        generations: Their generations, uint64 [n].
+        more: The store holds more of the requested blocks, to be leased after this lease was released.
     """
 
     lease_id: int
@@ -62,12 +68,14 @@ class StoreCalls:
 
     Args:
         address: ``host:port`` of the store.
-        token: Shared token, if the services use one.
-        tls: Certificates, if they use some.
+        token: Shared token of the services, if they use one.
+        tls: Certificates of the services, if they use TLS.
     """
 
     def __init__(self, address: str, *, token: Token | None, tls: Tls | None) -> None:
-        self._address, self._token, self._tls = address, token, tls
+        self._address = address
+        self._token = token
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._posts: set[asyncio.Future[Any]] = set()
@@ -77,24 +85,24 @@ class StoreCalls:
         """Begin a call; cancelling the future cancels the call.
 
         Args:
-            method: Its name.
-            request: Its message.
-            timeout_s: Seconds until both sides give up.
+            method: Name of the RPC.
+            request: Request message of the RPC.
+            timeout_s: Time limit in seconds on both sides.
 
         Returns:
-            The response, or a BatonError: what the store raised, or that it was not reached in time.
+            A future of the response, or of a BatonError: the store's, or that it was not reached in time.
         """
         return asyncio.get_running_loop().create_task(self._call(method, request, timeout_s))
 
     def post(self, method: str, request: Any, timeout_s: float) -> None:
-        """Make a call whose answer is not needed; a failure is logged."""
+        """Make a call in the background whose answer is not needed; a failure is logged."""
         if not self._closed:
             call = self.begin(method, request, timeout_s)
             self._posts.add(call)
-            call.add_done_callback(self._posted)
+            call.add_done_callback(self._on_posted)
 
     async def close(self) -> None:
-        """Close the connection; running calls fail, and later ones, too."""
+        """Close the connection; running and later calls fail."""
         self._closed = True
         posts = list(self._posts)
         for call in posts:
@@ -121,26 +129,26 @@ class StoreCalls:
             task = asyncio.current_task()
             if task is None or task.cancelling() or not self._closed:
                 raise
-            # Closing the channel cancels its calls; who waits for this one goes on with another node.
+            # Closing the channel cancels its calls; a cluster load that waits for this one goes on with another node.
             raise TransferError(f"the connection to the store {self._address} was closed") from None
 
-    def _posted(self, call: asyncio.Future[Any]) -> None:
+    def _on_posted(self, call: asyncio.Future[Any]) -> None:
         self._posts.discard(call)
         if not call.cancelled() and (error := call.exception()) is not None:
-            log.info("the store %s was not told: %s", self._address, error)
+            log.info("the store %s did not get a release: %s", self._address, error)
 
 
-class StoreClient:
-    """Speaks to one store. All methods run in one event loop; the connection is made with the first call.
+class StoreClient(StoreBackend):
+    """Client of one node. All methods run in one event loop; the connection is made with the first call.
 
     Args:
         address: ``host:port`` of the store.
-        fingerprint: Of what the store keeps: this instance's KV, in its type or in one that both sides convert.
+        fingerprint: Fingerprint of the stored KV: this instance's KV, in its own type or one it can convert to.
         fetcher: Copies blocks into this instance's pool.
-        token: Shared token, if the services use one.
-        tls: Certificates, if they use some.
-        call_timeout_s: Seconds that the store has for an answer that moves no bytes.
-        blocks_per_call: Blocks in one call; longer chains take several.
+        token: Shared token of the services, if they use one.
+        tls: Certificates of the services, if they use TLS.
+        call_timeout_s: Time limit in seconds of a call that moves no bytes.
+        blocks_per_call: Largest number of blocks in one call; longer chains take several.
     """
 
     follows: ClassVar[bool] = True
@@ -156,59 +164,53 @@ class StoreClient:
         call_timeout_s: float,
         blocks_per_call: int,
     ) -> None:
+        self.name = address
         self._calls = StoreCalls(address, token=token, tls=tls)
         self._fingerprint = fingerprint_to_pb(fingerprint)
         self._fetcher = fetcher
-        self._call_timeout_s, self._blocks_per_call = call_timeout_s, blocks_per_call
+        self._call_timeout_s = call_timeout_s
+        self._blocks_per_call = blocks_per_call
         self._forgone: set[asyncio.Future[Any]] = set()
         self._source: tuple[bytes, BlockSource] | None = None  # the latest; a store of one kind of KV has only one
 
-    async def save(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        *,
-        deadline: float,
-        ready: int | None = None,
-    ) -> tuple[int, int]:
-        """Let the store pull blocks; see :meth:`FollowingBackend.save`."""
-        stored, num_bytes = await self.put(
-            source, part.wanted, block_ids, generations, deadline=deadline, tenant=part.tenant, ready=ready
+    async def save(self, call: SaveCall) -> SaveResult:
+        stored, num_bytes = await self.put_blocks(
+            call.source,
+            call.part.wanted,
+            call.block_ids,
+            call.generations,
+            deadline=call.deadline,
+            tenant=call.part.tenant,
+            ready=call.ready,
         )
-        return sum(stored), num_bytes
+        return SaveResult(sum(stored), num_bytes)
 
-    async def load(
-        self,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        progress: LoadProgress,
-        *,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        """Copy the longest prefix that the store holds; see :meth:`StoreBackend.load`."""
-        hashes, at = part.wanted, 0
-        while at < len(hashes):
-            piece = hashes[at : at + self._blocks_per_call]
-            lease = await self.lease(piece, deadline=deadline, tenant=part.tenant, traceparent=part.traceparent)
+    async def load(self, call: LoadCall) -> None:
+        part = call.part
+        progress = call.progress
+        hashes = part.wanted
+        start = 0
+        while start < len(hashes):
+            piece = hashes[start : start + self._blocks_per_call]
+            lease = await self.lease(piece, deadline=call.deadline, tenant=part.tenant, traceparent=part.traceparent)
             if lease is None:
                 return
             count = len(lease)
             try:
-                result = await self.fetch(lease, block_ids[at : at + count], deadline=deadline, cancelled=cancelled)
+                targets = call.block_ids[start : start + count]
+                result = await self.fetch(lease, targets, deadline=call.deadline, cancelled=call.cancelled)
             finally:
                 self.release(lease)
-            progress.num_blocks += leading(result.valid)
+            progress.num_blocks += num_leading(result.valid)
             progress.num_bytes += result.num_bytes
             progress.seconds += result.seconds
-            progress.pipe, progress.source = result.pipe_kind, lease.source.instance_id
-            at += count
-            if progress.num_blocks < at or (count < len(piece) and not lease.more):
+            progress.pipe = result.pipe_kind
+            progress.source = lease.source.instance_id
+            start += count
+            if progress.num_blocks < start or (count < len(piece) and not lease.more):
                 return
 
-    async def put(
+    async def put_blocks(
         self,
         source: BlockSource,
         hashes: Sequence[BlockHash],
@@ -222,16 +224,16 @@ class StoreClient:
         """Let the store pull blocks from a pool or from another store.
 
         Args:
-            source: Where they are.
-            hashes: Names of the blocks, at most ``blocks_per_call``, of one chain or several.
-            block_ids: Parallel to ``hashes``.
-            generations: Parallel to ``hashes``; a block that changes meanwhile is not stored.
-            deadline: ``time.monotonic()`` seconds.
-            tenant: Whose blocks these are; ``None``: none.
-            ready: The source's progress before it computes them; ``None``: they are complete.
+            source: Pool that holds the blocks.
+            hashes: Hashes of the blocks, at most ``blocks_per_call``, of one chain or several.
+            block_ids: Blocks of the pool, parallel to ``hashes``.
+            generations: Parallel to ``hashes``; a block whose generation changes is not stored.
+            deadline: Time limit, in seconds of ``time.monotonic()``.
+            tenant: Tenant that owns the blocks; ``None``: no tenant.
+            ready: Progress of the pool before it computes the blocks; ``None``: they are complete.
 
         Returns:
-            Per block whether the store holds it now, and bytes that moved.
+            Per block whether the store holds it now, and the number of bytes that moved.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -245,17 +247,17 @@ class StoreClient:
             tenant=tenant_to_pb(tenant),
             ready=ready,
         )
-        response = await self._calls.begin("Put", request, _left(deadline))
+        response = await self._calls.begin("Put", request, _seconds_left(deadline))
         if len(response.stored) != len(hashes):
             raise TransferError(f"the store answered of {len(response.stored)} blocks for {len(hashes)}")
         return list(response.stored), response.bytes
 
     async def contains(self, hashes: Sequence[BlockHash], *, tenant: Tenant | None = None) -> int:
-        """Return how many leading blocks of a chain the store holds, which it begins to bring to memory.
+        """Return how many leading blocks of a chain the store holds; it begins to promote them to memory.
 
         Args:
-            hashes: At most ``blocks_per_call``.
-            tenant: Whose blocks these are; ``None``: none.
+            hashes: Hashes of the chain, at most ``blocks_per_call``.
+            tenant: Tenant that owns the blocks; ``None``: no tenant.
 
         Raises:
             BatonError: The store refused or was not reached.
@@ -269,18 +271,18 @@ class StoreClient:
     async def lease(
         self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None, traceparent: str = ""
     ) -> StoreLease | None:
-        """Have the store keep the longest prefix of some blocks; ``None``: it has not even the first.
+        """Have the store keep the longest prefix of some blocks; ``None``: it does not hold the first one.
 
         Args:
-            hashes: At most ``blocks_per_call``.
-            deadline: ``time.monotonic()`` seconds, until which the lease lasts; the answer comes sooner.
-            tenant: Whose blocks these are; ``None``: none.
-            traceparent: W3C trace context of the request that loads them; empty: it is not traced.
+            hashes: Hashes of the blocks, at most ``blocks_per_call``.
+            deadline: End of the lease, in seconds of ``time.monotonic()``; the answer comes sooner.
+            tenant: Tenant that owns the blocks; ``None``: no tenant.
+            traceparent: W3C trace context of the request that loads the blocks; empty: not traced.
 
         Raises:
             BatonError: The store refused or was not reached.
         """
-        left = _left(deadline)
+        left = _seconds_left(deadline)
         patience = min(self._call_timeout_s, left)
         request = kvstore_pb2.GetRequest(
             fingerprint=self._fingerprint,
@@ -315,7 +317,7 @@ class StoreClient:
                 answer.more,
             )
         except BaseException:
-            self._give_back(answer.lease_id)
+            self._post_release(answer.lease_id)
             raise
 
     async def fetch(
@@ -324,13 +326,13 @@ class StoreClient:
         """Copy the first blocks of a lease.
 
         Args:
-            lease: Not given back yet.
-            block_ids: Where to; as many as are wanted.
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Ends the fetch.
+            lease: A lease that was not released yet.
+            block_ids: Blocks of this instance's pool to fill, at most as many as are leased.
+            deadline: Time limit, in seconds of ``time.monotonic()``.
+            cancelled: Ends the fetch when set.
 
         Raises:
-            BatonError: Nothing of it may be used.
+            BatonError: The fetch failed; no block of it may be used.
         """
         count = len(block_ids)
         blocks = SequenceBlocks.pairs(
@@ -339,19 +341,19 @@ class StoreClient:
         return await self._fetcher.fetch_async(lease.source, blocks, deadline=deadline, cancelled=cancelled)
 
     def release(self, lease: StoreLease) -> None:
-        """Give a lease back in the background: no caller waits for it, and the next call may take it along."""
-        self._give_back(lease.lease_id)
+        """Release a lease in the background."""
+        self._post_release(lease.lease_id)
 
     async def ping(self) -> None:
-        """Ask for a sign of life.
+        """Check that the store answers.
 
         Raises:
-            BatonError: None came in time.
+            BatonError: It did not answer in time.
         """
         await self._calls.begin("GetStoreInfo", kvstore_pb2.GetStoreInfoRequest(), self._call_timeout_s)
 
     async def close(self) -> None:
-        """Close the connection; leases not given back yet run out by themselves."""
+        """Close the connection; leases that were not released expire."""
         for call in self._forgone:
             call.cancel()
         if self._forgone:
@@ -359,17 +361,17 @@ class StoreClient:
         await self._calls.close()
 
     def _forgo(self, call: asyncio.Future[Any]) -> None:
-        """Give the lease back that a call may still bring, though no load waits for it."""
+        """Release the lease that a call may still return although no load waits for it."""
 
-        def ended(call: asyncio.Future[Any]) -> None:
+        def on_answer(call: asyncio.Future[Any]) -> None:
             self._forgone.discard(call)
             if not call.cancelled() and call.exception() is None and call.result().lease_id:
-                self._give_back(call.result().lease_id)
+                self._post_release(call.result().lease_id)
 
         self._forgone.add(call)
-        call.add_done_callback(ended)
+        call.add_done_callback(on_answer)
 
-    def _give_back(self, lease_id: int) -> None:
+    def _post_release(self, lease_id: int) -> None:
         self._calls.post("Release", kvstore_pb2.ReleaseRequest(lease_id=lease_id), _LATE_S)
 
     def _source_of(self, message: common_pb2.KvSource) -> BlockSource:
@@ -379,12 +381,7 @@ class StoreClient:
         return self._source[1]
 
 
-def leading(valid: npt.NDArray[np.bool_]) -> int:
-    """Return how many leading entries are true."""
-    return len(valid) if valid.all() else int(valid.argmin())
-
-
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineError("no time is left for the store")

@@ -1,20 +1,16 @@
-"""Stores that keep bytes under keys, and know nothing of KV: each block is a value, under its fingerprint and hash.
+"""Key-value services as stores: each block is a value, under a key of its fingerprint and hash.
 
-A value begins with a header: magic, block hash, XXH3-128 of what follows. So a value that was cut off, damaged, or
-written by another application under that key counts as missing.
+A value begins with a header: magic, block hash, XXH3-128 of the rest. So a value that was cut off, damaged, or written
+by another application under that key counts as missing. Bytes go through a staging arena in lanes of a few MiB.
 
-Bytes go through a side arena in lanes of a few MiB, and from there into the pool with the same code, and the same
-fences, that copy from any other source: so it makes no difference how the pool is cut up over ranks.
-
-Values lie in Redis, or in a Mooncake Store where its package is installed: its master decides where values lie and
-which go; bytes move by its own transfer engine between the processes that lend it memory.
+Values are kept in Redis, or in a Mooncake Store if its package is installed: its master decides on placement and
+eviction; bytes are moved by its own transfer engine between the processes that lend it memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +25,10 @@ from baton.config.secrets import shown_url
 from baton.errors import ConfigError, DeadlineError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.staging import Lanes
-from baton.kv_transfer.connector.store.backend import ChainPart, LoadProgress
-from baton.kv_transfer.connector.store.client import leading
+from baton.kv_transfer.connector.store.backend import LoadCall, SaveCall, SaveResult, StoreBackend, num_leading
+from baton.kv_transfer.connector.store.host_memory import StagingLanes
 from baton.rpc.redis import open_redis, open_redis_cluster, redis_errors
-from baton.types import BlockHash, BlockId
+from baton.types import BlockHash
 
 T = TypeVar("T")
 _MAGIC = b"BATONRV1"
@@ -43,13 +37,13 @@ _PREFIX = b"baton:kv:"
 
 
 def pack_value(block_hash: BlockHash, payload: npt.NDArray[np.uint8]) -> bytes:
-    """Return a block as it is kept."""
+    """Return a block's value: header and payload."""
     data = payload.data
     return b"".join((_HEADER.pack(_MAGIC, block_hash, xxhash.xxh3_128_digest(data)), data))
 
 
 def unpack_value(value: bytes | None, block_hash: BlockHash, into: npt.NDArray[np.uint8]) -> bool:
-    """Copy a block out of a value; ``False``: it is none of this name and size, or damaged, and nothing was copied."""
+    """Copy a block out of a value; ``False``: it is missing, damaged or another block, and nothing was copied."""
     if value is None or len(value) != _HEADER.size + len(into):
         return False
     magic, name, checksum = _HEADER.unpack_from(value)
@@ -61,40 +55,40 @@ def unpack_value(value: bytes | None, block_hash: BlockHash, into: npt.NDArray[n
 
 
 class Values(Protocol):
-    """Bytes under keys. Calls take a few MiB at a time; all fail with a ``BatonError`` when the store is away.
+    """A key-value service. Calls carry a few MiB at a time; all raise a ``BatonError`` if it does not answer.
 
     Attributes:
-        kind: What traces call the way there.
-        name: What traces call the store.
-        max_bytes: Largest value.
+        kind: Kind of the service, shown as the pipe in traces.
+        name: Name of the service for traces and errors, without secrets.
+        max_bytes: Size limit of a value.
     """
 
     kind: str
     name: str
     max_bytes: int
 
-    async def renew(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys are there; those have been used."""
+    async def touch_keys(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return, per key, whether it exists; existing ones count as used."""
 
-    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return values; ``None`` where there is none."""
+    async def get_values(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return the keys' values; ``None``: there is none."""
 
-    async def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """Keep values; ``False`` where there is no room."""
+    async def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """Store keys and values; ``False``: there is no room for this one."""
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
 
 
-class ValueStore:
-    """A store whose blocks are values; see :class:`StoreBackend`. Memory is taken with the first call.
+class ValueStore(StoreBackend):
+    """A key-value service as a store. Memory is allocated by the first call.
 
     Args:
-        values: Keeps them; belongs to this object from now on.
-        pool: This instance's.
-        fingerprint: What its blocks are.
-        blocks_per_call: Blocks that are read or written at once, at most.
-        kept: What values hold; default: the same, undivided.
+        values: The service; closed with this object.
+        pool: The instance's KV pool.
+        fingerprint: Fingerprint of the pool's blocks.
+        blocks_per_call: Largest number of blocks that are read or written at once.
+        stored: Fingerprint of the stored blocks; default: that of the pool, undivided.
 
     Raises:
         ConfigError: A block is too large for a value.
@@ -107,122 +101,118 @@ class ValueStore:
         pool: KVShards,
         fingerprint: Fingerprint,
         blocks_per_call: int,
-        kept: Fingerprint | None = None,
+        stored: Fingerprint | None = None,
     ) -> None:
-        self._kept = whole = kept or fingerprint.undivided()
-        if whole.block_bytes + _HEADER.size > values.max_bytes:
-            message = f"a block of {whole.block_bytes} bytes is too large for a value of {values.kind}"
+        stored = stored or fingerprint.undivided()
+        if stored.block_bytes + _HEADER.size > values.max_bytes:
+            message = f"a block of {stored.block_bytes} bytes is too large for a value of {values.kind}"
             raise ConfigError(message, field="kvstore")
-        self._values, self._pool, self._fingerprint = values, pool, fingerprint
+        self.name = values.name
+        self._values = values
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self._stored = stored
         self._blocks_per_call = blocks_per_call
-        self._prefix = _PREFIX + whole.digest()[:16] + b":"
-        self._staging: Lanes | None = None
+        self._prefix = _PREFIX + stored.digest()[:16] + b":"
+        self._allocated: StagingLanes | None = None
 
-    async def save(
-        self,
-        source: BlockSource,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        *,
-        deadline: float,
-    ) -> tuple[int, int]:
-        """Write the blocks that are missing; see :meth:`StoreBackend.save`. ``source`` is this pool and not needed."""
-        names = list(part.wanted)
-        held = await self._within(deadline, self._values.renew([self._prefix + name for name in names]))
-        missing = [i for i, there in enumerate(held) if not there]
-        moved, refused = 0, False
-        size = self._lanes().lane_blocks
-        for at in range(0, len(missing), size):
-            piece = missing[at : at + size]
-            async with self._lanes().lane(deadline) as slots:
-                valid = await self._lanes().collect(
-                    [block_ids[i] for i in piece], [generations[i] for i in piece], slots, deadline
-                )
+    async def save(self, call: SaveCall) -> SaveResult:
+        """Write the missing blocks. The call's source is this instance's pool and is not needed."""
+        names = list(call.part.wanted)
+        held = await self._await_until(call.deadline, self._values.touch_keys([self._prefix + name for name in names]))
+        missing = [i for i, is_held in enumerate(held) if not is_held]
+        lanes = self._lanes
+        num_bytes = 0
+        was_refused = False
+        for start in range(0, len(missing), lanes.lane_blocks):
+            piece = missing[start : start + lanes.lane_blocks]
+            async with lanes.lane(call.deadline) as slots:
+                block_ids = [call.block_ids[i] for i in piece]
+                generations = [call.generations[i] for i in piece]
+                valid = await lanes.collect(block_ids, generations, slots, call.deadline)
                 values = {
-                    i: pack_value(names[i], self._lanes().arena.blocks[slot])
+                    i: pack_value(names[i], lanes.arena.blocks[slot])
                     for i, slot, ok in zip(piece, slots, valid, strict=False)
                     if ok
                 }
             items = [(self._prefix + names[i], value) for i, value in values.items()]
-            kept = await self._within(deadline, self._values.put(items)) if items else []
-            for i, there in zip(values, kept, strict=True):
-                held[i], refused = there, refused or not there
-                moved += there * self._lanes().arena.block_bytes
-        if refused and not any(held):
+            stored = await self._await_until(call.deadline, self._values.put_values(items)) if items else []
+            for i, is_stored in zip(values, stored, strict=True):
+                held[i] = is_stored
+                was_refused = was_refused or not is_stored
+                num_bytes += is_stored * lanes.arena.block_bytes
+        if was_refused and not any(held):
             raise QueueFullError(f"{self._values.kind} has no room", retry_after_s=1.0)
-        return sum(held), moved
+        return SaveResult(sum(held), num_bytes)
 
-    async def load(
-        self,
-        part: ChainPart,
-        block_ids: Sequence[BlockId],
-        progress: LoadProgress,
-        *,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        """Copy the longest prefix that is there; see :meth:`StoreBackend.load`."""
-        names, at, staging = list(part.wanted), 0, self._lanes()
-        progress.pipe, progress.source = self._values.kind, self._values.name
-        while at < len(names):
-            piece = names[at : at + staging.lane_blocks]
+    async def load(self, call: LoadCall) -> None:
+        progress = call.progress
+        progress.pipe = self._values.kind
+        progress.source = self._values.name
+        names = list(call.part.wanted)
+        lanes = self._lanes
+        start = 0
+        while start < len(names):
+            piece = names[start : start + lanes.lane_blocks]
             started = time.perf_counter()
-            async with staging.lane(deadline) as slots:
-                count = await self._fill(piece, slots, deadline)
+            async with lanes.lane(call.deadline) as slots:
+                count = await self._read_into(slots, piece, call.deadline)
                 if count:
-                    target = block_ids[at : at + count]
-                    result = await staging.deliver(slots[:count], target, deadline=deadline, cancelled=cancelled)
-                    progress.num_blocks += leading(result.valid)
+                    targets = call.block_ids[start : start + count]
+                    result = await lanes.deliver(
+                        slots[:count], targets, deadline=call.deadline, cancelled=call.cancelled
+                    )
+                    progress.num_blocks += num_leading(result.valid)
                     progress.num_bytes += result.num_bytes
             progress.seconds += time.perf_counter() - started
-            at += len(piece)
-            if progress.num_blocks < at:
+            start += len(piece)
+            if progress.num_blocks < start:
                 return
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._values.close()
-        if self._staging is not None:
-            await asyncio.to_thread(self._staging.close)
-            self._staging = None
+        if self._allocated is not None:
+            await asyncio.to_thread(self._allocated.close)
+            self._allocated = None
 
-    async def _fill(self, names: Sequence[BlockHash], slots: Sequence[int], deadline: float) -> int:
-        """Read blocks into a lane; returns how many leading ones are there and whole."""
-        values = await self._within(deadline, self._values.get([self._prefix + name for name in names]))
+    async def _read_into(self, slots: Sequence[int], names: Sequence[BlockHash], deadline: float) -> int:
+        """Read blocks into a lane; returns how many leading ones exist and are undamaged."""
+        values = await self._await_until(deadline, self._values.get_values([self._prefix + name for name in names]))
         for i, (name, value) in enumerate(zip(names, values, strict=True)):
-            if not unpack_value(value, name, self._lanes().arena.blocks[slots[i]]):
+            if not unpack_value(value, name, self._lanes.arena.blocks[slots[i]]):
                 return i
         return len(names)
 
-    async def _within(self, deadline: float, call: Coroutine[Any, Any, T]) -> T:
+    async def _await_until(self, deadline: float, call: Coroutine[Any, Any, T]) -> T:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                found = await call
+                answer = await call
         except TimeoutError:
             raise DeadlineError(f"{self._values.kind} did not answer in time") from None
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # asyncio.wait_for, within a client, may swallow it (Python 3.11)
             raise asyncio.CancelledError
-        return found
+        return answer
 
-    def _lanes(self) -> Lanes:
-        if self._staging is None:
-            own, most = self._fingerprint, self._blocks_per_call
-            self._staging = Lanes(self._pool, own, max_blocks=most, kept=self._kept)
-        return self._staging
+    @property
+    def _lanes(self) -> StagingLanes:
+        if self._allocated is None:
+            self._allocated = StagingLanes(
+                self._pool, self._fingerprint, max_blocks=self._blocks_per_call, stored=self._stored
+            )
+        return self._allocated
 
 
-_MAX_VALUE_BYTES = 512 << 20  # what Redis takes
+_MAX_VALUE_BYTES = 512 << 20  # limit of Redis
 _OUT_OF_MEMORY = "OOM "
 
 
 class RedisValues:
-    """Values in a Redis; see :class:`Values`. Connections are made with the first call.
+    """Values in a Redis. Connections are made with the first call.
 
     Args:
-        url: ``redis://`` or ``rediss://``, with ``+cluster`` before the colon where it is a cluster.
-        timeout_s: Seconds that Redis has for one value.
+        url: ``redis://`` or ``rediss://`` URL, with ``+cluster`` before the colon for a cluster.
+        timeout_s: Time limit in seconds for one value.
         ttl_s: Seconds for which a value is kept after its last use; 0: for ever.
 
     Raises:
@@ -242,40 +232,38 @@ class RedisValues:
         else:
             self._redis = open_redis(url, timeout_s=timeout_s)
 
-    async def renew(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys are there, and give those their whole time again."""
+    async def touch_keys(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which keys exist, and restart their time to live."""
         if self._ttl_ms:
-            answers = await self._run([("PEXPIRE", key, self._ttl_ms) for key in keys])
+            answers = await self._run_pipeline([("PEXPIRE", key, self._ttl_ms) for key in keys])
         else:
-            answers = await self._run([("EXISTS", key) for key in keys])
+            answers = await self._run_pipeline([("EXISTS", key) for key in keys])
         return [answer == 1 for answer in answers]
 
-    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return values, and give them their whole time again."""
+    async def get_values(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return values, and restart their time to live."""
         if self._ttl_ms:
-            answers = await self._run([("GETEX", key, "PX", self._ttl_ms) for key in keys])
+            answers = await self._run_pipeline([("GETEX", key, "PX", self._ttl_ms) for key in keys])
         else:
-            answers = await self._run([("GET", key) for key in keys])
+            answers = await self._run_pipeline([("GET", key) for key in keys])
         for answer in answers:
             if isinstance(answer, Exception):
                 raise TransferError(f"Redis did not answer with a block: {answer}") from answer
         return answers
 
-    async def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """Keep values."""
+    async def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
         expiry = ("PX", self._ttl_ms) if self._ttl_ms else ()
-        answers = await self._run([("SET", key, value, *expiry) for key, value in items])
+        answers = await self._run_pipeline([("SET", key, value, *expiry) for key, value in items])
         for answer in answers:
             if isinstance(answer, Exception) and not str(answer).startswith(_OUT_OF_MEMORY):
                 raise TransferError(f"Redis refused a block: {answer}") from answer
         return [not isinstance(answer, Exception) for answer in answers]
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._redis.aclose()
 
-    async def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send commands in one go; an answer may be an error."""
+    async def _run_pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send commands in one pipeline; an answer may be an error."""
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -294,14 +282,14 @@ _DEFAULTS = {"host": "127.0.0.1", "metadata": "P2PHANDSHAKE", "protocol": "tcp",
 
 
 class MooncakeValues:
-    """Values in a Mooncake Store; see :class:`Values`. The connection is made with the first call.
+    """Values in a Mooncake Store. The connection is made with the first call.
 
-    Its calls block, so they run in threads of their own.
+    The store's calls block, so they run in threads of their own.
 
     Args:
-        url: ``mooncake://host:port`` of its master. After a question mark may stand: ``host``, this host's address for
-            others; ``metadata``, the metadata server; ``protocol``, ``tcp`` or ``rdma``; ``devices``;
-            ``segment_bytes``, memory that this process lends to the store.
+        url: ``mooncake://host:port`` of the master. Query parameters: ``host``, this host's address for others;
+            ``metadata``, the metadata server; ``protocol``, ``tcp`` or ``rdma``; ``devices``; ``segment_bytes``,
+            memory that this process lends to the store.
 
     Raises:
         ConfigError: The package is not installed, or the URL cannot be read.
@@ -323,44 +311,42 @@ class MooncakeValues:
         self._lock = asyncio.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "baton-mooncake")
 
-    async def renew(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys are there."""
+    async def touch_keys(self, keys: Sequence[bytes]) -> list[bool]:
         names = _names(keys)
         answers = await self._call(lambda store: store.batch_is_exist(names))
         return [_checked(answer) == 1 for answer in answers]
 
-    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return values; one that cannot be had counts as missing."""
+    async def get_values(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return values; one that cannot be read counts as missing."""
         names = _names(keys)
 
-        def get(store: Any) -> list[bytes]:
-            found: list[bytes] = store.get_batch(names)
-            if found and not found[0]:  # missing, or the master is away: this tells
+        def get_batch(store: Any) -> list[bytes]:
+            values: list[bytes] = store.get_batch(names)
+            if values and not values[0]:  # missing, or the master does not answer: this call raises then
                 _checked(store.is_exist(names[0]))
-            return found
+            return values
 
-        return [answer or None for answer in await self._call(get)]
+        return [value or None for value in await self._call(get_batch)]
 
-    async def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """Keep values."""
+    async def put_values(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
         names = _names([key for key, _ in items])
 
-        def put(store: Any) -> list[int]:
+        def put_each(store: Any) -> list[int]:
             return [store.put(name, value) for name, (_, value) in zip(names, items, strict=True)]
 
-        answers = await self._call(put)
+        answers = await self._call(put_each)
         return [answer != _NO_ROOM and _checked(answer) == 0 for answer in answers]
 
     async def close(self) -> None:
-        """Leave the store. Calls that no caller waits for any more end first."""
+        """Disconnect, after calls that no caller waits for any more have ended."""
 
-        def end() -> None:
+        def disconnect() -> None:
             self._threads.shutdown()
             if self._store is not None:
                 self._store.close()
                 self._store = None
 
-        await asyncio.to_thread(end)
+        await asyncio.to_thread(disconnect)
 
     async def _call(self, work: Callable[[Any], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -370,7 +356,8 @@ class MooncakeValues:
         return await loop.run_in_executor(self._threads, work, self._store)
 
     def _connect(self) -> Any:
-        options, store = self._options, self._make()
+        options = self._options
+        store = self._make()
         code = store.setup(
             options["host"],
             options["metadata"],
@@ -386,10 +373,10 @@ class MooncakeValues:
 
 
 def mooncake_options(url: str) -> dict[str, str]:
-    """Read a URL.
+    """Parse a ``mooncake://`` URL into its parameters, with ``master`` and the defaults.
 
     Raises:
-        ConfigError: It cannot be read; says why.
+        ConfigError: The URL is malformed.
     """
     parts = urlsplit(url)
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
