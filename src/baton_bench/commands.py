@@ -492,7 +492,7 @@ def run_router(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A flag or a file that cannot work.
     """
-    from baton_bench.router.report import replay_all
+    from baton_bench.router import replay_all
 
     return replay_all(args, shlex.join(["baton", *sys.argv[1:]]), 160)
 

@@ -13,8 +13,7 @@ import heapq
 import itertools
 import math
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,84 +23,9 @@ from baton.engine.scheduler import LOOKAHEAD, PASSES, BlockForecast, OutputLengt
 from baton.engine.step_budget import PrefillRoom, StepBudget, StepCost, StepWork
 from baton.types import Role
 from baton_bench.simulator.profile import EngineProfile, Limits
+from baton_bench.simulator.router import OnBlocksChanged, PrefixCache
 from baton_bench.simulator.timeline import Event, Processors, Timeline
 from baton_bench.traces import BLOCK_TOKENS
-
-Changed = Callable[[Sequence[int], Sequence[int]], None]
-"""Is told of names of blocks that came, and of those that went."""
-
-
-class PrefixCache:
-    """The pool of one instance, as far as it matters: tokens in use, and named blocks of 512 tokens that it keeps.
-
-    Sequences that run share what has one name. What nobody uses stays, least recently used first to go, while there is
-    room for it.
-
-    Args:
-        capacity: Tokens that the pool holds.
-        changed: Is told of what came and went.
-
-    Attributes:
-        held: Tokens of sequences that run, what they share counted once.
-    """
-
-    def __init__(self, capacity: int, changed: Changed) -> None:
-        self.capacity = capacity
-        self.held = 0.0
-        self._users: dict[int, int] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        self._changed = changed
-
-    @property
-    def free(self) -> float:
-        """Tokens that sequences can still take."""
-        return self.capacity - self.held
-
-    def matched(self, names: Sequence[int]) -> int:
-        """Return how many leading blocks are there."""
-        kept = self._kept
-        return next((at for at, name in enumerate(names) if name not in kept), len(names))
-
-    def missing(self, names: Sequence[int]) -> int:
-        """Return the tokens of those blocks that no sequence holds."""
-        return BLOCK_TOKENS * sum(name not in self._users for name in names)
-
-    def hold(self, names: Sequence[int]) -> None:
-        """Hold blocks for a sequence."""
-        users = self._users
-        for name in names:
-            count = users.get(name, 0)
-            users[name] = count + 1
-            if not count:
-                self.held += BLOCK_TOKENS
-
-    def release(self, names: Sequence[int]) -> None:
-        """Give a sequence's blocks back."""
-        users = self._users
-        for name in names:
-            if users[name] == 1:
-                del users[name]
-                self.held -= BLOCK_TOKENS
-            else:
-                users[name] -= 1
-
-    def store(self, names: Sequence[int]) -> None:
-        """Note that blocks were computed, or came; forget others if there are too many."""
-        kept, new = self._kept, []
-        for name in names:
-            if name in kept:
-                kept.move_to_end(name)
-            else:
-                kept[name] = None
-                new.append(name)
-        private = self.held - BLOCK_TOKENS * len(self._users)
-        room = max(len(self._users), int((self.capacity - private) // BLOCK_TOKENS))
-        gone = []
-        while len(kept) > room:
-            gone.append(kept.popitem(last=False)[0])
-        if new or gone:
-            self._changed(new, gone)
-
 
 _LEARNT = 1 << 29
 
@@ -222,19 +146,21 @@ Plan = list[tuple[SimulatedSequence, int]]
 class Owner(Protocol):
     """What an engine tells of its sequences."""
 
-    def loads(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
+    def needs_load(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
         """Whether a sequence's KV comes from elsewhere, where so many of its tokens are there."""
 
     def start_load(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """Have it come; :meth:`SimulatedEngine.load_ended` says that it has."""
 
-    def computed(self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float) -> None:
+    def on_chunk_computed(
+        self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float
+    ) -> None:
         """So many tokens of a pinned sequence were computed, in a step that began then and ends now."""
 
-    def first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+    def on_first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """A sequence has its first token."""
 
-    def finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+    def on_finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """A sequence has ended."""
 
 
@@ -266,13 +192,13 @@ class EngineExtras:
     """What some instances have.
 
     Attributes:
-        changed: Is told of the prefix cache.
+        on_change: Called after each change of the prefix cache.
         step_s: Seconds that each step takes beyond the profile.
         speculation: Of decodes.
         processors: Shared with other instances; ``None``: it has its own.
     """
 
-    changed: Changed = lambda new, gone: None
+    on_change: OnBlocksChanged = lambda stored, dropped: None
     step_s: float = 0.0
     speculation: Speculation = field(default_factory=Speculation)
     processors: Processors | None = None
@@ -325,7 +251,7 @@ class SimulatedEngine:
         self.role, self.profile, self.limits, self._timeline, self._owner = role, profile, limits, timeline, owner
         self._step_s, self._processors = extras.step_s, extras.processors
         self._emitted, self._queries = extras.speculation.per_step, 1 + extras.speculation.tokens
-        self.cache = PrefixCache(profile.kv_tokens, extras.changed)
+        self.cache = PrefixCache(profile.kv_tokens, extras.on_change)
         self._lengths = OutputLengths()
         self._budget: StepBudget | None = None
         if limits.step_budget_ms is not None and limits.step_budget_ms > 0:
@@ -401,7 +327,7 @@ class SimulatedEngine:
         else:
             grown = self._emitted * batch
             count = math.ceil(self.decoding[0][0] - self._steps - 1e-9)
-            count = max(1, min(count, int(self.cache.free / grown)))
+            count = max(1, min(count, int(self.cache.free_tokens / grown)))
             self._plan_run(began, seconds, self.profile.decode.per_context_s * grown, count)
 
     def _start(self, seconds: float, done: Callable[[], None]) -> None:
@@ -434,7 +360,7 @@ class SimulatedEngine:
                 if not sequence.pinned:
                     self._generated(sequence)
             if sequence.pinned:
-                self._owner.computed(self, sequence, count, began)
+                self._owner.on_chunk_computed(self, sequence, count, began)
         self._begin()
 
     def _decoded(self, began: float, count: int) -> None:
@@ -444,9 +370,9 @@ class SimulatedEngine:
         grown = count * self._emitted * batch
         self._steps += count
         self._context += grown
-        self.cache.held += grown
+        self.cache.used_tokens += grown
         self.use.sequence_s += batch * (now - began)
-        self.use.most_held = max(self.use.most_held, self.cache.held)
+        self.use.most_held = max(self.use.most_held, self.cache.used_tokens)
         self._worst -= grown
         while self.decoding and self.decoding[0][0] <= self._steps + 1e-9:
             _, _, sequence = heapq.heappop(self.decoding)
@@ -458,11 +384,11 @@ class SimulatedEngine:
         now = self._timeline.now
         sequence.output += 1
         sequence.private += 1
-        self.cache.held += 1
+        self.cache.used_tokens += 1
         self._worst -= 1
         if math.isnan(sequence.first_at):
             sequence.first_at = now
-            self._owner.first_token(self, sequence)
+            self._owner.on_first_token(self, sequence)
         else:  # it paused: this token is the first after that
             sequence.slices.append((0, 0, now - sequence.last_at))
         sequence.last_at = now
@@ -496,11 +422,11 @@ class SimulatedEngine:
         self._lengths.add(sequence.target)
         self._worst -= sequence.to_come
         self._give_back(sequence)
-        self._owner.finished(self, sequence)
+        self._owner.on_finished(self, sequence)
 
     def _give_back(self, sequence: SimulatedSequence) -> None:
         self.cache.release(sequence.names)
-        self.cache.held -= sequence.private
+        self.cache.used_tokens -= sequence.private
 
     # Who gets into a step
 
@@ -517,7 +443,7 @@ class SimulatedEngine:
 
     def _make_room(self) -> None:
         """Preempt the last until all that decodes can grow by a step."""
-        while self.decoding and self.cache.free < self._emitted * len(self.decoding):
+        while self.decoding and self.cache.free_tokens < self._emitted * len(self.decoding):
             others = [sequence for _, _, sequence in self.decoding] + self._loaded
             others += [sequence for sequence in self.prefilling if not sequence.pinned]
             if len(others) == 1:
@@ -570,7 +496,7 @@ class SimulatedEngine:
         left = LOOKAHEAD
         for sequence in list(itertools.islice(self.waiting, self.limits.max_num_batched_tokens)):
             matched = self._matched(sequence)
-            loads = self._owner.loads(self, sequence, matched)
+            loads = self._owner.needs_load(self, sequence, matched)
             full = budget <= 0 or (room is not None and room.full)
             if self._num_running >= self.limits.max_num_seqs or (full and not loads):
                 return
@@ -593,9 +519,9 @@ class SimulatedEngine:
     def _admit(self, sequence: SimulatedSequence, matched: int, *, loads: bool) -> None:
         self.waiting.remove(sequence)
         sequence.private = self._private(sequence)
-        self.cache.hold(sequence.names)
-        self.cache.held += sequence.private
-        self.use.most_held = max(self.use.most_held, self.cache.held)
+        self.cache.acquire(sequence.names)
+        self.cache.used_tokens += sequence.private
+        self.use.most_held = max(self.use.most_held, self.cache.used_tokens)
         self._worst += sequence.to_come
         if loads:
             self._loading.add(sequence)
@@ -608,7 +534,7 @@ class SimulatedEngine:
 
     def _matched(self, sequence: SimulatedSequence) -> int:
         """Return the leading tokens that are cached: all but the last one at most, from which logits come."""
-        matched = BLOCK_TOKENS * self.cache.matched(sequence.names)
+        matched = BLOCK_TOKENS * self.cache.match_prefix(sequence.names)
         return matched if matched < sequence.prompt else matched - BLOCK_TOKENS
 
     def _private(self, sequence: SimulatedSequence) -> float:
@@ -625,7 +551,7 @@ class SimulatedEngine:
 
     def _fits(self, sequence: SimulatedSequence) -> bool:
         """Whether a sequence can begin without others having to give their blocks back, as far as can be foreseen."""
-        need, free = self._private(sequence) + self.cache.missing(sequence.names), self.cache.free
+        need, free = self._private(sequence) + self.cache.unused_tokens(sequence.names), self.cache.free_tokens
         if need > free:
             return False
         if sequence.pinned or need + max(0.0, self._worst) + sequence.to_come <= free:

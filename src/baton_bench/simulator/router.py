@@ -1,8 +1,11 @@
-"""The router of ``baton plan``: placement, index, policy and admission as they are, on virtual time."""
+"""The router's own code (placement, index, policies, admission, learnt speeds) over instances on virtual time."""
 
 from __future__ import annotations
 
+import math
 import random
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -25,21 +28,31 @@ from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
+from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds
+
+_EPOCH = Epoch(b"replay".ljust(16))
+OnBlocksChanged = Callable[[Sequence[int], Sequence[int]], None]
+"""Called with the names of the blocks that were stored and of those that were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What there is to choose from.
+    """The simulated instances and the router's settings.
 
     Attributes:
-        prefills: Prefill instances.
-        decodes: Decode instances.
-        kv_bytes_per_token: All layers.
-        max_num_seqs: Sequences that an instance batches.
-        policy: Name of the router's policy.
-        threshold: ``--remote-prefill-threshold`` of the router; ``None``: the policy says who computes a prompt.
-        seed: Of its choices.
+        prefills: Number of prefill instances; may be 0.
+        decodes: Number of decode instances, at least 1.
+        kv_bytes_per_token: KV bytes of a token over all layers.
+        max_num_seqs: Sequences that an instance batches, which it tells the router; 0: it does not say.
+        policy: Name of the placement policy.
+        threshold: ``--remote-prefill-threshold`` of the router; ``None``: the policy decides who computes a prompt.
+        seed: Seed of the policy's random choices.
+        beta: Weight of load for ``match_minus_load``.
+        temperature: Softmax temperature of ``match_minus_load``; 0: the best score wins.
+        max_inflight: Requests that a decode instance may have; 0: any number. ``None``: the router's admission control
+            decides, as in production.
+        whole_blocks: Whether the last block of a prompt counts as a full one.
     """
 
     prefills: int
@@ -49,6 +62,10 @@ class Fleet:
     policy: str = "match_minus_load"
     threshold: int | None = None
     seed: int = 0
+    beta: float = 0.5
+    temperature: float = 0.0
+    max_inflight: int | None = None
+    whole_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +76,7 @@ class Route:
         decode: Number of the decode instance.
         prefill: Number of the prefill instance; ``None``: the decode instance computes the prompt.
         threshold: Missing prompt tokens from which prefill is asked; ``None``: the decode instance's own threshold.
-        ticket: The router's own note of it.
+        ticket: The router's record of the request; only the router reads it.
     """
 
     decode: int
@@ -69,16 +86,16 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What instances say of a request with its first token, from which routers learn.
+class PrefillReport:
+    """What instances report with a request's first token; the router learns speeds from it.
 
     Attributes:
         remote: Whether a prefill instance computed the prompt.
         computed: Prompt tokens computed.
-        cached: Prompt tokens that the computing instance had.
-        moved: Prompt tokens whose KV travelled.
-        exposed_s: Seconds that this took after the computation.
-        ttft_s: Since its arrival.
+        cached: Prompt tokens that the computing instance had cached.
+        moved: Prompt tokens whose KV was transferred.
+        exposed_s: Seconds of the transfer after the computation had ended.
+        ttft_s: Seconds from arrival to the first token.
     """
 
     remote: bool
@@ -95,20 +112,96 @@ class Routing(Protocol):
     def place(self, request: TraceRequest) -> Route | None:
         """Choose instances and reserve a share of them; ``None``: none has room."""
 
-    def changed(self, role: Role, number: int, new: Sequence[int], gone: Sequence[int]) -> None:
-        """An instance's prefix cache has changed: names of blocks of 512 tokens."""
+    def on_blocks_changed(self, role: Role, number: int, stored: Sequence[int], dropped: Sequence[int]) -> None:
+        """Apply a change of an instance's prefix cache: names of blocks of 512 tokens."""
 
-    def first_token(self, route: Route, served: Served) -> None:
-        """A request has its first token."""
+    def on_first_token(self, route: Route, report: PrefillReport) -> None:
+        """Return the prompt's share of its instances, and learn from the report."""
 
-    def finished(self, route: Route, tokens: int) -> None:
-        """A request has ended, with so many tokens."""
+    def on_finished(self, route: Route, num_tokens: int) -> None:
+        """Return everything that a request of ``num_tokens`` output tokens has reserved."""
 
 
 MakeRouting = Callable[[Fleet, Callable[[], float]], Routing]
 """Makes a router for a fleet; the second argument returns the virtual time in seconds."""
 
-_EPOCH = Epoch(b"replay".ljust(16))
+
+class PrefixCache:
+    """The KV pool of one instance, in tokens, with the named blocks of 512 tokens that it keeps.
+
+    Running sequences share the blocks of one name. Blocks that no sequence uses are kept while there is room for them;
+    the least recently used are dropped first.
+
+    Args:
+        capacity: Tokens that the pool holds.
+        on_change: Called after each change of the kept blocks.
+
+    Attributes:
+        used_tokens: Tokens of running sequences; shared blocks count once.
+    """
+
+    def __init__(self, capacity: float, on_change: OnBlocksChanged) -> None:
+        self.capacity = capacity
+        self.used_tokens = 0.0
+        self._users: dict[int, int] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._on_change = on_change
+
+    def __len__(self) -> int:
+        """Number of blocks kept."""
+        return len(self._kept)
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens that sequences can still take."""
+        return self.capacity - self.used_tokens
+
+    def match_prefix(self, names: Sequence[int]) -> int:
+        """Return how many leading blocks are kept."""
+        kept = self._kept
+        return next((at for at, name in enumerate(names) if name not in kept), len(names))
+
+    def unused_tokens(self, names: Sequence[int]) -> int:
+        """Return the tokens of those blocks that no sequence uses: what acquiring them takes of the free ones."""
+        return BLOCK_TOKENS * sum(name not in self._users for name in names)
+
+    def acquire(self, names: Sequence[int]) -> None:
+        """Count a sequence as a user of blocks."""
+        users = self._users
+        for name in names:
+            count = users.get(name, 0)
+            users[name] = count + 1
+            if not count:
+                self.used_tokens += BLOCK_TOKENS
+
+    def release(self, names: Sequence[int]) -> None:
+        """Count a sequence as a user of blocks no more."""
+        users = self._users
+        for name in names:
+            if users[name] == 1:
+                del users[name]
+                self.used_tokens -= BLOCK_TOKENS
+            else:
+                users[name] -= 1
+
+    def store(self, names: Sequence[int]) -> None:
+        """Keep blocks that were computed or received; drop others if there are too many."""
+        kept = self._kept
+        stored = []
+        for name in names:
+            if name in kept:
+                kept.move_to_end(name)
+            else:
+                kept[name] = None
+                stored.append(name)
+        dropped = []
+        if math.isfinite(self.capacity):
+            private = self.used_tokens - BLOCK_TOKENS * len(self._users)
+            room = max(len(self._users), int((self.capacity - private) // BLOCK_TOKENS))
+            while len(kept) > room:
+                dropped.append(kept.popitem(last=False)[0])
+        if stored or dropped:
+            self._on_change(stored, dropped)
 
 
 class _NoChannel:
@@ -121,48 +214,44 @@ class _NoChannel:
 
 
 class VirtualInstance:
-    """One instance.
+    """One instance as the router sees it, without a process: load accounting, and KV events on virtual time.
 
     Args:
-        name: Its name and address.
+        name: Name and address of the instance.
         role: Prefill or decode.
-        index: Where its events go.
-        now: Virtual time, in seconds.
-        kv_bytes_per_token: All layers.
-        max_num_seqs: Sequences that it batches; 0: it does not say.
+        index: Prefix index that its events are applied to.
+        now: Returns the virtual time in seconds.
+        fleet: The fleet that it belongs to.
 
     Attributes:
-        instance: What the router has of it.
+        instance: The router's record of it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        role: Role,
-        index: PrefixIndex,
-        now: Callable[[], float],
-        kv_bytes_per_token: float,
-        max_num_seqs: int = 0,
-    ) -> None:
-        self.role = role
+    def __init__(self, name: str, role: Role, index: PrefixIndex, now: Callable[[], float], fleet: Fleet) -> None:
         self._sequence = 0
         events = EventApplier(index, now=now)
         self.instance = Instance(name, role, cast(grpc.aio.Channel, _NoChannel()), Dialer(name), events)
         self.instance.load.now = now
-        self.instance.info = _info(name, role, kv_bytes_per_token, max_num_seqs)
+        self.instance.info = _info(name, role, fleet.kv_bytes_per_token, fleet.max_num_seqs)
         self.instance.status = Status.READY
-        self.send([], [], snapshot=True)
+        if role is Role.DECODE and fleet.max_inflight:
+            self.instance.load.limit = fleet.max_inflight
+        self._apply(events_pb2.KvEventBatch(snapshot=True))
 
-    def send(self, new: Sequence[BlockHash], gone: Sequence[BlockHash], *, snapshot: bool = False) -> None:
-        """Tell the router of blocks that came and of blocks that went."""
-        batch = events_pb2.KvEventBatch(epoch=_EPOCH, sequence=self._sequence + 1, snapshot=snapshot)
-        if new:
-            batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=new, tier="device"))
-        if gone:
-            batch.events.add(removed=events_pb2.KvBlocksRemoved(block_hashes=gone, tier="device"))
-        if batch.events or snapshot:
-            self._sequence += 1
-            self.instance.events.apply(batch)
+    def send_events(self, stored: Sequence[BlockHash], dropped: Sequence[BlockHash]) -> None:
+        """Report blocks that were stored and blocks that were dropped."""
+        batch = events_pb2.KvEventBatch()
+        if stored:
+            batch.events.add(stored=events_pb2.KvBlocksStored(block_hashes=stored, tier="device"))
+        if dropped:
+            batch.events.add(removed=events_pb2.KvBlocksRemoved(block_hashes=dropped, tier="device"))
+        self._apply(batch)
+
+    def _apply(self, batch: events_pb2.KvEventBatch) -> None:
+        self._sequence += 1
+        batch.epoch = _EPOCH
+        batch.sequence = self._sequence
+        self.instance.events.apply(batch)
 
 
 def _info(name: str, role: Role, kv_bytes_per_token: float, max_num_seqs: int) -> InstanceInfo:
@@ -191,113 +280,129 @@ def _info(name: str, role: Role, kv_bytes_per_token: float, max_num_seqs: int) -
 
 
 class VirtualRouter:
-    """A router over instances that are simulated; implements :class:`baton_bench.simulator.simulation.Routing`.
+    """The router's placement over simulated instances; implements :class:`Routing`.
 
     Args:
-        fleet: The instances, and the policy.
-        now: Virtual time, in seconds.
+        fleet: The instances and the router's settings.
+        now: Returns the virtual time in seconds.
+        policy: Policy to use instead of the fleet's.
+
+    Attributes:
+        instances: The router's records of the instances, by role.
+        index: Prefix index of all instances.
+        decision_us: Processor time of each placement in microseconds.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The policy is unknown.
     """
 
-    def __init__(self, fleet: Fleet, now: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, now: Callable[[], float], policy: Policy | None = None) -> None:
         self.index = PrefixIndex()
+        self.decision_us: list[float] = []
         self._fleet = fleet
         self._speeds = Speeds(now)
-        counts = {Role.PREFILL: fleet.prefills, Role.DECODE: fleet.decodes}
-        self._members = {
-            role: [
-                VirtualInstance(
-                    f"{role.value[0]}{number}", role, self.index, now, fleet.kv_bytes_per_token, fleet.max_num_seqs
-                )
-                for number in range(count)
-            ]
-            for role, count in counts.items()
+        self._virtual = {
+            role: [VirtualInstance(f"{role.value[0]}{number}", role, self.index, now, fleet) for number in range(count)]
+            for role, count in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes))
         }
-        self._instances = {role: [each.instance for each in members] for role, members in self._members.items()}
+        self.instances = {role: [each.instance for each in members] for role, members in self._virtual.items()}
         self._numbers = {
-            each.address: number for members in self._instances.values() for number, each in enumerate(members)
+            each.address: number for members in self.instances.values() for number, each in enumerate(members)
         }
-        context = PolicyContext(rng=random.Random(fleet.seed), speeds=self._speeds)
+        if policy is None:
+            context = PolicyContext(
+                beta=fleet.beta, temperature=fleet.temperature, rng=random.Random(fleet.seed), speeds=self._speeds
+            )
+            policy = make_policy(fleet.policy, context)
         self._placer = Placer(
             self,
-            make_policy(fleet.policy, context),
+            policy,
             SchedulerMetrics(CollectorRegistry()),
             max_prefills=1,
             threshold=fleet.threshold,
             speeds=self._speeds,
             seed=fleet.seed,
         )
-        self._room = Room(self, self._speeds, None, None, now)
-        info = self._instances[Role.DECODE][0].info
-        assert info is not None
+        self._room = Room(self, self._speeds, None, None, now) if fleet.max_inflight is None else None
+        info = self.instances[Role.DECODE][0].info
+        if info is None:
+            raise AssertionError("a simulated instance has no info")
         self._root = root_hash(info.content_key)
         self._hashes: dict[int, BlockHash] = {}
 
     def ready(self, role: Role) -> list[Instance]:
         """Return the instances of a role, all of them."""
-        return self._instances[role]
+        return self.instances[role]
 
     def place(self, request: TraceRequest) -> Route | None:
         """Choose instances and reserve a share of them; ``None``: requests wait in the router for now."""
-        # A block's name stands for all of its tokens, as far as the prompt goes.
-        tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)[: request.input_tokens]
-        if not self._room.take(1, request.input_tokens):
+        # A block's name stands for all of its tokens.
+        tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
+        if not self._fleet.whole_blocks:
+            tokens = tokens[: request.input_tokens]
+        if self._room is not None and not self._room.take(1, request.input_tokens):
             return None
-        ask = PlacementRequest(tokens, session=request.session, max_tokens=request.output_tokens)
-        placement = self._placer.place(ask)
+        placement_request = PlacementRequest(tokens, session=request.session, max_tokens=request.output_tokens)
+        began = time.thread_time()
+        placement = self._placer.place(placement_request)
         if placement is None:
-            self._room.give_back(1, request.input_tokens)
+            if self._room is not None:
+                self._room.give_back(1, request.input_tokens)
             return None
-        for name, item in zip(request.blocks, block_hashes(tokens, BLOCK_TOKENS, self._root), strict=False):
-            self._hashes[name] = item
+        self.decision_us.append(1e6 * (time.thread_time() - began))
+        for name, block_hash in zip(request.blocks, block_hashes(tokens, BLOCK_TOKENS, self._root), strict=False):
+            self._hashes[name] = block_hash
         decision = placement.decision
         local = decision.path in (PrefillPath.LOCAL, PrefillPath.STORE) or not decision.prefill_addresses
         prefill = None if local else self._numbers[decision.prefill_addresses[0]]
         decode = self._numbers[placement.decode.address]
         return Route(decode, prefill, placement.remote_threshold, (placement, request))
 
-    def changed(self, role: Role, number: int, new: Sequence[int], gone: Sequence[int]) -> None:
-        """Take an instance's KV events."""
+    def on_blocks_changed(self, role: Role, number: int, stored: Sequence[int], dropped: Sequence[int]) -> None:
         hashes = self._hashes
-        self._members[role][number].send([hashes[name] for name in new], [hashes[name] for name in gone])
+        self._virtual[role][number].send_events([hashes[name] for name in stored], [hashes[name] for name in dropped])
 
-    def first_token(self, route: Route, served: Served) -> None:
-        """Give the prompt's shares back, and keep what instances say for the speeds."""
+    def on_first_token(self, route: Route, report: PrefillReport) -> None:
         placement, request = self._ticket(route)
-        placement.trace = self._trace(placement, request, route, served)
+        placement.trace = self._trace(placement, request, report)
         placement.grow(1)
         placement.prefilled()
-        self._room.give_back(0, request.input_tokens)
+        if self._room is not None:
+            self._room.give_back(0, request.input_tokens)
 
-    def finished(self, route: Route, tokens: int) -> None:
-        """Give everything back."""
+    def on_finished(self, route: Route, num_tokens: int) -> None:
         placement, _ = self._ticket(route)
-        if tokens > 1:
-            placement.grow(tokens - 1)
+        if num_tokens > 1:
+            placement.grow(num_tokens - 1)
+        self._release(placement)
+
+    def on_given_up(self, route: Route) -> None:
+        """Return everything that a request has reserved which was never computed."""
+        placement, _ = self._ticket(route)
+        self._release(placement)
+
+    def _release(self, placement: Placement) -> None:
         placement.release()
-        self._room.give_back(1, 0)
+        if self._room is not None:
+            self._room.give_back(1, 0)
 
     @staticmethod
     def _ticket(route: Route) -> tuple[Placement, TraceRequest]:
         placement, request = route.ticket
         return placement, request
 
-    def _trace(
-        self, placement: Placement, request: TraceRequest, route: Route, served: Served
-    ) -> common_pb2.RequestTrace:
-        path = common_pb2.PREFILL_PATH_REMOTE if served.remote else common_pb2.PREFILL_PATH_LOCAL
+    def _trace(self, placement: Placement, request: TraceRequest, report: PrefillReport) -> common_pb2.RequestTrace:
+        path = common_pb2.PREFILL_PATH_REMOTE if report.remote else common_pb2.PREFILL_PATH_LOCAL
         return common_pb2.RequestTrace(
             path=path,
-            prefill_instance=placement.prefill[0].instance_id if served.remote else "",
+            prefill_instance=placement.prefill[0].instance_id if report.remote else "",
             decode_instance=placement.decode.instance_id,
             prompt_tokens=request.input_tokens,
-            cached_tokens=0 if served.remote else served.cached,
-            prefill_cached_tokens=served.cached if served.remote else 0,
-            recomputed_tokens=0 if served.remote else served.computed,
-            transferred_tokens=served.moved,
-            kv_bytes=round(served.moved * self._fleet.kv_bytes_per_token),
-            exposed_us=round(1e6 * served.exposed_s),
-            ttft_us=round(1e6 * served.ttft_s),
+            cached_tokens=0 if report.remote else report.cached,
+            prefill_cached_tokens=report.cached if report.remote else 0,
+            recomputed_tokens=0 if report.remote else report.computed,
+            transferred_tokens=report.moved,
+            kv_bytes=round(report.moved * self._fleet.kv_bytes_per_token),
+            exposed_us=round(1e6 * report.exposed_s),
+            ttft_us=round(1e6 * report.ttft_s),
         )

@@ -20,7 +20,7 @@ from baton.types import Role
 from baton_bench.serve.records import ITL_SHARE
 from baton_bench.simulator.engine import EngineExtras, SimulatedEngine, SimulatedSequence, Speculation
 from baton_bench.simulator.profile import EngineProfile, Limits, Link, Overheads
-from baton_bench.simulator.router import Fleet, MakeRouting, Route, Served, VirtualRouter
+from baton_bench.simulator.router import Fleet, MakeRouting, PrefillReport, Route, VirtualRouter
 from baton_bench.simulator.timeline import Processors, Timeline
 from baton_bench.traces import BLOCK_TOKENS, TraceRequest
 
@@ -336,7 +336,7 @@ class Simulation:
             self._timeline,
             self,
             EngineExtras(
-                changed=lambda new, gone: self._routing.changed(role, number, new, gone),
+                on_change=lambda new, gone: self._routing.on_blocks_changed(role, number, new, gone),
                 step_s=deployment.overheads.step_s,
                 speculation=deployment.speculation if role is Role.DECODE else Speculation(),
                 processors=self._processors,
@@ -382,7 +382,7 @@ class Simulation:
 
     # What engines ask and tell
 
-    def loads(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
+    def needs_load(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
         """Whether a prefill instance computes a sequence's prompt: enough is missing, and there is one."""
         if sequence.pinned:
             return False
@@ -404,8 +404,8 @@ class Simulation:
         if route is None or route.prefill is None:
             raise AssertionError("a sequence loads that has no prefill instance")
         prefill = self.prefills[route.prefill]
-        there = BLOCK_TOKENS * decode.cache.matched(sequence.names)
-        own = BLOCK_TOKENS * prefill.cache.matched(sequence.names)
+        there = BLOCK_TOKENS * decode.cache.match_prefix(sequence.names)
+        own = BLOCK_TOKENS * prefill.cache.match_prefix(sequence.names)
         there = min(there, sequence.prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         job.remote, job.sent, job.arrives_at = True, there, self._timeline.now
         job.moved += sequence.prompt - there
@@ -419,7 +419,9 @@ class Simulation:
         end = self._travel(decode, prefill, there - own, self._timeline.now, self._timeline.now)
         self._timeline.at(end, lambda: prefill.submit(copy))
 
-    def computed(self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float) -> None:
+    def on_chunk_computed(
+        self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float
+    ) -> None:
         """Send the KV of a chunk, and after the last one the first token."""
         job, now = self._jobs[sequence], self._timeline.now
         if job.route is None or job.sequence is None:
@@ -456,18 +458,20 @@ class Simulation:
             self._link_busy[each] += seconds
         return end + link.latency_s
 
-    def first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+    def on_first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """Tell the router."""
         job = self._jobs[sequence]
         if job.route is None:
             return
         ttft = sequence.first_at - job.at
         computed = max(1, sequence.prompt - job.cached)
-        self._routing.first_token(job.route, Served(job.remote, computed, job.cached, job.moved, job.exposed_s, ttft))
+        self._routing.on_first_token(
+            job.route, PrefillReport(job.remote, computed, job.cached, job.moved, job.exposed_s, ttft)
+        )
         if self._waiting:
             self._place_waiting()
 
-    def finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
+    def on_finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """Note the request's times; who waits in the router may have room now."""
         job = self._jobs.pop(sequence)
         gaps = gaps_of(engine.gaps, sequence.slices)
@@ -478,6 +482,6 @@ class Simulation:
             if self._most_failed is not None and self._failed > self._most_failed:
                 self._ended = True
         if job.route is not None:
-            self._routing.finished(job.route, job.request.output_tokens)
+            self._routing.on_finished(job.route, job.request.output_tokens)
         if self._waiting:
             self._place_waiting()

@@ -28,11 +28,11 @@ class Straight:
     def place(self, request):
         return Route(0, self._prefill)
 
-    def changed(self, role, number, new, gone) -> None: ...
+    def on_blocks_changed(self, role, number, new, gone) -> None: ...
 
-    def first_token(self, route, served) -> None: ...
+    def on_first_token(self, route, served) -> None: ...
 
-    def finished(self, route, tokens) -> None: ...
+    def on_finished(self, route, tokens) -> None: ...
 
 
 def of_length(rate: float, count: int, seed: int) -> list[TraceRequest]:
@@ -117,7 +117,7 @@ def test_what_decode_alone_holds_comes_from_there():
     simulation = Simulation(DEPLOYMENT, VirtualRouter)
     request = TraceRequest(0.0, 1600, 2, (1, 2, 3, 4))
     # The router's index has to know the names: it learns them when it places the first request.
-    simulation._routing.finished(simulation._routing.place(request), 2)
+    simulation._routing.on_finished(simulation._routing.place(request), 2)
     simulation.decodes[0].cache.store((1, 2, 3))
     outcome = simulation.run([request])
     assert outcome.requests[0].ttft_ms < 25

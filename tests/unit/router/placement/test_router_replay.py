@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,8 @@ from baton.cli.main import main
 from baton.errors import ConfigError
 from baton.types import Role
 from baton_bench.prefixes import read_dataset, repeated_prefixes
-from baton_bench.router.report import record
-from baton_bench.router.rivals import RIVALS
-from baton_bench.router.simulation import Hardware, Replay, Setup
+from baton_bench.rival_policies import RIVALS
+from baton_bench.router import Hardware, Replay, ReplayInstance, ReplayResult, Setup, record
 from baton_bench.traces import (
     GeneratorOptions,
     TraceRequest,
@@ -28,6 +28,7 @@ from baton_bench.traces import (
     with_sessions,
     write_trace,
 )
+from baton_router.registry.instance import Instance
 from baton_router.scheduler.policies import POLICIES
 
 CHATS = generate(GeneratorOptions(requests=400, prefixes=5, prefix_blocks=3, turns=4, turn_blocks=3, rate=4, seed=1))
@@ -129,6 +130,12 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
 # --- replay ---
 
 
+def both_views(replay: Replay, run: ReplayResult) -> Iterator[tuple[ReplayInstance, Instance]]:
+    """Yield every instance, and the router's record of it."""
+    for role, simulated in ((Role.PREFILL, run.prefills), (Role.DECODE, run.decodes)):
+        yield from zip(simulated, replay.router.instances[role], strict=True)
+
+
 @pytest.mark.parametrize("policy", [*POLICIES, *RIVALS])
 def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
     setup = Setup(prefills=4, decodes=3, policy=policy, hardware=Hardware(cache_blocks=400))
@@ -136,11 +143,11 @@ def test_every_policy_replays_and_nothing_is_left_over(policy: str) -> None:
     run = replay.run(CHATS)
     assert len(run.ttft_ms) == len(CHATS)
     assert sum(x.num_requests for x in [*run.prefills, *run.decodes]) == len(CHATS)
-    for machine in (*run.prefills, *run.decodes):
-        book = machine.instance.load
-        assert (book.requests, book.tokens, book.prompts, machine.decoding) == (0, 0, 0, 0)
-        assert machine.instance.events.num_blocks == len(machine._cache) <= 400, "the index knows what the cache holds"
-        assert replay.index.num_pending(machine.instance.events.slot) == 0
+    for simulated, instance in both_views(replay, run):
+        book = instance.load
+        assert (book.requests, book.tokens, book.prompts, simulated.decoding) == (0, 0, 0, 0)
+        assert instance.events.num_blocks == len(simulated.cache) <= 400, "the index knows what the cache holds"
+        assert replay.router.index.num_pending(instance.events.slot) == 0
     found = record(setup, run, CHATS)
     assert 0 < found.hit_rate + found.reused_rate <= best_hit_rate(CHAT_BLOCKS)
     assert found.ttft_ms["p50"] <= found.ttft_ms["p99"]
@@ -224,12 +231,15 @@ def test_nobody_waits_for_ever_and_nobody_is_quick_by_serving_less() -> None:
     flood = generate(GeneratorOptions(requests=300, prefixes=300, rate=12, seed=4))
     for limit in (0, 8):
         setup = Setup(prefills=2, decodes=2, policy="least_loaded", max_inflight=limit, patience_s=10.0)
-        run = Replay(setup).run(flood)
+        replay = Replay(setup)
+        run = replay.run(flood)
         found = record(setup, run, flood)
         assert len(run.ttft_ms) == len(flood)
         assert 0.1 < found.given_up_share < 0.9
         assert max(run.ttft_ms) >= 10_000
-        assert all(x.instance.load.requests == 0 and not x.queue for x in (*run.prefills, *run.decodes))
+        assert all(
+            instance.load.requests == 0 and not simulated.queue for simulated, instance in both_views(replay, run)
+        )
 
 
 def test_bursts_keep_every_request_and_its_minute() -> None:

@@ -1,1 +1,0 @@
-"""``baton bench router`` and ``baton bench prefixes``: traces against the real index and policies, on virtual time."""
