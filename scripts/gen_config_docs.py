@@ -1,7 +1,7 @@
-"""Writes the flag tables of docs/configuration.md from the code; ``--check`` fails if they are out of date.
+"""Writes the flag lists of docs/configuration.md from the code; ``--check`` fails if they are out of date.
 
-Each table is between ``<!-- flags: NAME -->`` and ``<!-- end flags -->``; everything else in the file is prose. What
-several commands have alike is one table of its own (``SHARED``) and left out of theirs.
+Each list is between ``<!-- flags: NAME -->`` and ``<!-- end flags -->``; everything else in the file is prose. What
+several commands have alike is one list of its own (``SHARED``) and left out of theirs.
 """
 
 from __future__ import annotations
@@ -146,8 +146,7 @@ def table(name: str) -> str:
     """Return the table of a section."""
     elsewhere = {row for shared in LEFT_OUT.get(name, ()) for row in rows_of(shared)}
     rows = [row for row in rows_of(name) if row not in elsewhere]
-    lines = ["| flag | meaning |", "| --- | --- |"]
-    lines += [f"| {_with_default(flag, default)} | {_plain(text)} |" for flag, default, text in rows]
+    lines = [f"- {_with_default(flag, default)}: {_plain(text)}" for flag, default, text in rows]
     return "\n" + "\n".join(lines) + "\n\n"
 
 
@@ -155,7 +154,7 @@ def _with_default(flag: str, default: str) -> str:
     if not default:
         return f"`{flag}`"
     if "`, `" in flag or re.search(r"[` |]", default):  # a flag with its opposite, or a text
-        return f"`{flag}` {_code(default)}"
+        return f"`{flag}` ({_code(default)})"
     return f"`{flag}={default}`"
 
 
@@ -165,7 +164,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|")
+    return text.replace("<", "&lt;")
 
 
 def render(text: str) -> str:

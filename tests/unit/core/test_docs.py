@@ -116,7 +116,7 @@ def section_of_configuration(name: str) -> str:
 
 def documented_flags(command: str) -> set[str]:
     rows = "\n".join(section_of_configuration(name) for name in SECTIONS[command]).splitlines()
-    return {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)[`=]", row.split(" | ")[0])}
+    return {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)[`=]", row.split(": ")[0])}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
