@@ -175,7 +175,7 @@ async def run(load: list[Sent], config: AutoscaleConfig | None) -> dict[str, Any
     rows: list[dict[str, Any]] = []
     changes: list[dict[str, Any]] = []
     async with fleet() as (client, instances):
-        blocks = lambda: {x.context.instance_id: x.context.engine.core.stats().blocks_cached for x in instances}  # noqa: E731
+        blocks = lambda: {x.context.base.instance_id: x.context.engine.core.stats().blocks_cached for x in instances}  # noqa: E731
         began = time.perf_counter()
 
         def looked(seen: Observation, decision: Decision) -> None:

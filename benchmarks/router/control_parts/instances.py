@@ -110,8 +110,7 @@ class SimulatedEngine:
         if events:
             loop.call_soon_threadsafe(self.log.append, merge_events(events))
         if ended and self.role is Role.DECODE:
-            log: Any = self.log  # of older checkouts the one or the other is missing
-            loop.call_soon_threadsafe(getattr(log, "request_ended", getattr(log, "flush", lambda: None)))
+            loop.call_soon_threadsafe(self.log.flush_request)
         self.stats = self._look()
 
     def _new(self) -> tuple[int, int]:

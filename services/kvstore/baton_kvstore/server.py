@@ -17,8 +17,7 @@ from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
-from baton.worker.process import serve_metrics
-from baton.worker.span_export import open_span_exporter
+from baton.worker.process import open_span_exporter, serve_metrics
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.memory.store import BlockStore

@@ -25,8 +25,7 @@ from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
-from baton.worker.process import ServiceMetrics, serve_metrics
-from baton.worker.span_export import open_span_exporter
+from baton.worker.process import ServiceMetrics, open_span_exporter, serve_metrics
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher

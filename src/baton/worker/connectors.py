@@ -1,4 +1,4 @@
-"""The connectors of one instance: those that ``--kv-connectors`` names, its KV store, and its role's hand-over."""
+"""The connectors of one instance: those of ``--kv-connectors``, the KV store, and the role's hand-over."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _MAX_BYTES = 1 << 60
 
 
 class InstanceConnectors:
-    """All of an instance's connectors, as one.
+    """All connectors of an instance, combined into one.
 
-    The named ones are asked first, then the KV store, then the role's own; all save.
+    For loads, the named connectors are asked first, then the KV store, then the role's hand-over; all of them save.
 
     Args:
         context: The instance's parts.
 
     Attributes:
-        connector: The engine's.
-        fetcher: Copies other instances' and the store's blocks into the pool.
-        store_use: What the store was used for; all zero without one.
-        uses: What Baton's own named ones were used for, by their names.
+        connector: The combined connector, for the engine.
+        fetcher: Copies blocks of other instances and of the store into the pool.
+        store_use: Counters of the KV store's use; all zero without a store.
+        uses: Counters of the use of Baton's own named connectors, by name.
 
     Raises:
-        ConfigError: One is not installed, does not start or does not want its options.
+        ConfigError: A connector is not installed, fails to start or has invalid options.
     """
 
     def __init__(self, context: InstanceContext) -> None:
         self.fetcher = BlockFetcher(
-            context.shards,
-            context.executor.fingerprint,
+            context.model.shards,
+            context.model.fingerprint,
             kinds=context.config.pipes,
             max_threads=context.config.fetch_threads,
             links=context.links,
@@ -58,10 +58,10 @@ class InstanceConnectors:
             self._store = open_connector(
                 _store_options(context),
                 pool=_pool(context),
-                fingerprint=context.executor.fingerprint,
+                fingerprint=context.model.fingerprint,
                 fetcher=self.fetcher,
                 loop=context.loop,
-                wake=context.wake,
+                wake=context.wake_engine,
                 follows_all=context.config.kvstore_decode_saves,
             )
         self._named, self.uses = _named_connectors(context)
@@ -70,18 +70,18 @@ class InstanceConnectors:
         connectors = [*self._named, *([] if self._store is None else [self._store]), self._role]
         self.connector: KVConnector = connectors[0] if len(connectors) == 1 else MultiConnector(connectors)
 
-    def enter(self, role: InstanceRole) -> None:
-        """Use a role's hand-over from now on; in the engine's thread, or before it runs.
+    def set_role(self, role: InstanceRole) -> None:
+        """Switch to a role's hand-over; call it in the engine's thread, or before that runs.
 
         Raises:
-            BusyError: The one before has something outstanding.
+            BusyError: The previous role's hand-over has loads or saves outstanding.
         """
         self._role.switch(role.connector)
         if self._store is not None:
             self._store.follow_steps(role.next_step)
 
     async def close(self) -> None:
-        """End loads and saves and wait for them; ``connector`` was closed before."""
+        """Cancel loads and saves and wait for their end; ``connector`` was closed before."""
         for connector in self._named:
             if isinstance(connector, StoreConnector):
                 await connector.aclose()
@@ -91,20 +91,21 @@ class InstanceConnectors:
 
 
 class _RoleConnector(GuardedConnector):
-    """The hand-over of the role that the instance has now."""
+    """Hand-over of the instance's current role."""
 
     def __init__(self) -> None:
         super().__init__(KVConnector())
 
-    def switch(self, to: KVConnector) -> None:
-        """Exchange it.
+    def switch(self, connector: KVConnector) -> None:
+        """Replace the connector.
 
         Raises:
-            BusyError: It has something outstanding.
+            BusyError: The current one has loads or saves outstanding.
         """
         if self._connector.has_pending():
             raise BusyError("KV of this instance is being loaded, or kept for others", retry_after_s=1.0)
-        self._connector, self.name = to, type(to).__name__
+        self._connector = connector
+        self.name = type(connector).__name__
 
 
 def _store_options(context: InstanceContext) -> StoreOptions:
@@ -122,7 +123,7 @@ def _store_options(context: InstanceContext) -> StoreOptions:
 
 
 def _named_connectors(context: InstanceContext) -> tuple[list[KVConnector], dict[str, StoreUse]]:
-    """Return the connectors that the configuration names, and what Baton's own ones were used for."""
+    """Return the connectors of ``--kv-connectors``, and counters of the use of Baton's own ones by name."""
     config = context.config
     options = options_by_name(config.kv_connectors, config.kv_connector_options, field=FIELD)
     connectors: list[KVConnector] = []
@@ -130,14 +131,14 @@ def _named_connectors(context: InstanceContext) -> tuple[list[KVConnector], dict
     try:
         for name in config.kv_connectors:
             if name in BUILT_IN:
-                connector = BUILT_IN[name](context, options[name])
-                uses[name] = connector.use
-                connectors.append(connector)
+                built_in = BUILT_IN[name](context, options[name])
+                uses[name] = built_in.use
+                connectors.append(built_in)
             else:
                 connectors.append(make_connector(name, _connector_context(context, options[name]), BUILT_IN))
     except BaseException:
-        for made in connectors:
-            made.close()
+        for connector in connectors:
+            connector.close()
         raise
     return connectors, uses
 
@@ -146,10 +147,10 @@ def _connector_context(context: InstanceContext, options: Options) -> ConnectorC
     return ConnectorContext(
         instance_id=InstanceId(context.config.instance_id or str(context.role)),
         role=context.role,
-        shards=context.shards,
-        fingerprint=context.executor.fingerprint,
+        shards=context.model.shards,
+        fingerprint=context.model.fingerprint,
         loop=context.loop,
-        wake=context.wake,
+        wake=context.wake_engine,
         options=options,
     )
 
@@ -160,18 +161,18 @@ def _stored_fingerprint(context: InstanceContext) -> Fingerprint:
     Raises:
         ConfigError: This instance's KV cannot be converted to it; names ``kv_tier_dtype``.
     """
-    return context.executor.fingerprint.kept_as(context.config.kv_tier_dtype)
+    return context.model.fingerprint.kept_as(context.config.kv_tier_dtype)
 
 
 def _shared_storage(context: InstanceContext, options: Options) -> StoreConnector:
     """Files in a directory: ``path``, ``max_bytes`` (64 GiB), ``sync`` (off), ``threads`` (4)."""
-    known = _known("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
+    known = _with_defaults("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
     if not known["path"]:
         raise ConfigError("the shared_storage connector needs shared_storage.path", field=FIELD)
     if known["sync"] not in ("on", "off"):
         raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
     threads = _number("shared_storage.threads", known["threads"], most=256)
-    fingerprint = context.executor.fingerprint
+    fingerprint = context.model.fingerprint
     stored = _stored_fingerprint(context)
     folder = BlockFolder(
         Path(known["path"]),
@@ -181,7 +182,7 @@ def _shared_storage(context: InstanceContext, options: Options) -> StoreConnecto
     )
     files = FileStore(
         folder,
-        context.shards,
+        context.model.shards,
         fingerprint,
         threads=threads,
         blocks_per_call=StoreLimits().blocks_per_call,
@@ -192,7 +193,7 @@ def _shared_storage(context: InstanceContext, options: Options) -> StoreConnecto
 
 def _offload(context: InstanceContext, options: Options) -> StoreConnector:
     """Host memory: ``bytes`` (1 GiB)."""
-    known = _known("offload", options, bytes=str(1 << 30))
+    known = _with_defaults("offload", options, bytes=str(1 << 30))
     size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
     stored = _stored_fingerprint(context)
     block_bytes = stored.block_bytes
@@ -202,7 +203,7 @@ def _offload(context: InstanceContext, options: Options) -> StoreConnector:
     available = available_bytes()
     if arena_bytes(num_blocks, block_bytes) > available:
         raise ConfigError(f"offload.bytes is {size}, but only {available} bytes are free", field=FIELD)
-    staging = StagingArena(context.shards, context.executor.fingerprint, num_blocks, stored=stored)
+    staging = StagingArena(context.model.shards, context.model.fingerprint, num_blocks, stored=stored)
     staging.arena.touch()
     host = HostMemoryStore(staging, context.events.append)
     context.tiers.append(host.snapshot)
@@ -222,16 +223,21 @@ def _local_connector(context: InstanceContext, backend: StoreBackend) -> StoreCo
         pool=_pool(context),
         use=StoreUse(),
         loop=context.loop,
-        wake=context.wake,
+        wake=context.wake_engine,
         follows_all=True,
     )
 
 
 def _pool(context: InstanceContext) -> SavedPool:
-    return SavedPool(context.arena, context.engine_config.block_size, context.source)
+    return SavedPool(context.model.arena, context.engine_config.block_size, context.get_source)
 
 
-def _known(name: str, options: Options, **defaults: str) -> dict[str, str]:
+def _with_defaults(name: str, options: Options, **defaults: str) -> dict[str, str]:
+    """Return a connector's options with defaults filled in.
+
+    Raises:
+        ConfigError: There is an unknown option.
+    """
     if unknown := sorted(set(options) - set(defaults)):
         message = f"the {name} connector has no option {unknown[0]!r} (there are: {', '.join(defaults)})"
         raise ConfigError(message, field=FIELD)

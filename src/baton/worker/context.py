@@ -1,4 +1,4 @@
-"""What the parts of one instance share, and what a role adds to it."""
+"""Parts that one instance shares: its context, the base class of its roles, and admission of calls."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.api.v1 import worker_pb2
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.executor.base import Executor
-from baton.engine.request import EngineRequest
+from baton.engine.request import EngineRequest, RequestMetrics
+from baton.engine.speculation.drafter import Drafter
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.connector import KVConnector
+from baton.kv_cache.connector import KVConnector, TransferStats
 from baton.kv_cache.events import BlocksStored
+from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import BlockFetcher, BlockServer, BlockSource, LinkOptions
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
-from baton.tracing import UNTRACED, Span, SpanExporter, continue_span
+from baton.tracing import UNTRACED, Attribute, Span, SpanExporter, continue_span
 from baton.types import InstanceId, RequestId, Role
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
@@ -42,15 +44,15 @@ class Admission:
 
     @property
     def active(self) -> int:
-        """Calls in progress."""
+        """Number of calls in progress."""
         return self._active
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count one call.
+        """Count a call while the context is open.
 
         Raises:
-            UnavailableError: The instance drains.
+            UnavailableError: The instance is draining.
         """
         if self.draining:
             raise UnavailableError("the instance is draining", retry_after_s=1.0)
@@ -64,10 +66,13 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> int:
-        """Admit no call any more and wait for those in progress.
+        """Stop admission and wait for the calls in progress.
+
+        Args:
+            timeout_s: Longest wait in seconds.
 
         Returns:
-            Calls still in progress when the time was up.
+            Number of calls still in progress at the timeout.
         """
         self.draining = True
         try:
@@ -78,85 +83,128 @@ class Admission:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class InstanceContext:
-    """What exists before the engine; connectors are built from it.
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded model, and the memory of its KV pool.
 
     Attributes:
-        role: In which the instance starts.
-        shards: The KV pool's memory, of all ranks.
-        arena: This process's part of it, whose generations fence all parts.
-        wake: Makes the engine poll its connector; any thread may call it.
-        source: Returns where this instance's blocks can be read, once it listens.
-        links: How other instances' blocks are reached.
-        events: The log of KV events; connectors tell there what they keep outside the pool.
-        tiers: Return what connectors keep there, for snapshots: each change must be told in the same step of the loop.
-        tls: Certificates, if the services use some.
-        spans: Takes the spans of traced requests; ``None``: nothing is traced here.
+        executor: Runs the model on all ranks.
+        drafter: Drafts tokens for speculative decoding, if it is used.
+        shards: Memory of the KV pool on all ranks.
+    """
+
+    executor: Executor
+    drafter: Drafter | None
+    shards: KVShards
+
+    @property
+    def arena(self) -> Arena:
+        """This process's part of the KV pool; its generations fence the blocks of all ranks."""
+        return self.shards.primary
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Format of the model's KV."""
+        return self.executor.fingerprint
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of whole KV blocks in the pool."""
+        return self.arena.num_blocks // self.executor.layout.num_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceContext:
+    """Parts of an instance that exist before its engine; connectors are built from them.
+
+    Attributes:
+        role: Role in which the instance starts.
+        instance_id: Name of the instance.
+        config: Configuration of the service.
+        engine_config: Configuration of the engine.
+        model: Model and KV pool.
+        token: Shared token, if the services use one.
+        tls: Certificates, if the services use them.
+        loop: Event loop of the instance.
+        wake_engine: Makes the engine poll its connector; any thread may call it.
+        get_source: Returns where this instance's blocks can be read, once the instance listens.
+        links: Options of connections to other instances' blocks.
+        events: Log of KV events; connectors append events of blocks that they keep outside the pool.
+        tiers: Return the blocks that connectors keep outside the pool, for snapshots; a change must be appended to
+            ``events`` in the same step of the loop.
+        metrics: Metrics of the instance.
+        spans: Exports the spans of traced requests; ``None``: tracing is off.
     """
 
     role: Role
+    instance_id: InstanceId
     config: WorkerConfig
     engine_config: EngineConfig
-    executor: Executor
-    shards: KVShards
-    arena: Arena
+    model: LoadedModel
     token: Token | None
-    loop: asyncio.AbstractEventLoop
-    wake: Callable[[], None]
-    source: Callable[[], BlockSource]
-    links: LinkOptions
     tls: Tls | None
+    loop: asyncio.AbstractEventLoop
+    wake_engine: Callable[[], None]
+    get_source: Callable[[], BlockSource]
+    links: LinkOptions
     events: KvEventLog
-    tiers: list[Callable[[], list[BlocksStored]]]
-    spans: SpanExporter | None = None
+    tiers: list[Callable[[], list[BlocksStored]]] = field(default_factory=list)
+    metrics: WorkerMetrics
+    spans: SpanExporter | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerContext(InstanceContext):
-    """The parts of a running instance that its calls use.
+class WorkerContext:
+    """Parts of a running instance that its calls use.
 
     Attributes:
+        base: Parts that exist before the engine.
+        engine: The engine in its thread.
         fetcher: Copies other instances' blocks into the pool.
+        block_server: Serves this instance's blocks to other instances.
+        admission: Counts calls, and refuses them while the instance drains.
+        tokenizer_digest: Digest of the model's tokenizer; routers compare it between instances.
     """
 
-    instance_id: InstanceId
+    base: InstanceContext
     engine: EngineThread
     fetcher: BlockFetcher
     block_server: BlockServer
     admission: Admission
-    metrics: WorkerMetrics
     tokenizer_digest: str
 
     async def constrain(self, request: EngineRequest) -> EngineRequest:
         """Return a request with its grammar compiled, outside the engine's thread.
 
         Raises:
-            InvalidRequestError: The grammar is wrong or costs too much, or this instance has no support for grammars.
+            InvalidRequestError: The grammar is invalid or too costly, or this instance does not support grammars.
         """
-        grammar, compiler = request.sampling.grammar, self.engine.core.grammars
+        grammar = request.sampling.grammar
+        compiler = self.engine.core.grammars
         if grammar is None:
             return request
         if compiler is None:
             raise InvalidRequestError("this instance has no support for grammars", field="grammar")
-        grammar.validate(vocab_size=self.executor.vocab_size)
-        found = None if request.output_token_ids else compiler.find(grammar, request.cache_salt)
-        if found is None:
-            found = await asyncio.to_thread(compiler.constraint, grammar, request.output_token_ids, request.cache_salt)
-        return dataclasses.replace(request, constraint=found)
+        grammar.validate(vocab_size=self.base.model.executor.vocab_size)
+        constraint = None if request.output_token_ids else compiler.find(grammar, request.cache_salt)
+        if constraint is None:
+            constraint = await asyncio.to_thread(
+                compiler.constraint, grammar, request.output_token_ids, request.cache_salt
+            )
+        return dataclasses.replace(request, constraint=constraint)
 
     @contextmanager
     def call(self, method: str, trace_context: Mapping[str, str]) -> Iterator[CallOutcome]:
-        """Admit a call and count it by its outcome, which is an error's code or ``ok`` at its end.
+        """Admit a call and count it by its outcome: ``ok``, ``cancelled`` or the error's code.
 
         Args:
-            method: Which; also the name of its span.
-            trace_context: That it is part of.
+            method: Label of the call in metrics, and name of its span.
+            trace_context: The caller's trace context (``traceparent``); empty: the call is not traced.
 
         Raises:
-            UnavailableError: The instance drains.
+            UnavailableError: The instance is draining.
         """
-        span = continue_span(method, trace_context["traceparent"], self.spans) if trace_context else UNTRACED
+        span = continue_span(method, trace_context["traceparent"], self.base.spans) if trace_context else UNTRACED
         outcome = CallOutcome(span)
         try:
             with self.admission.admit():
@@ -166,27 +214,27 @@ class WorkerContext(InstanceContext):
             outcome.code = error.code
             raise
         finally:
-            self.metrics.requests.labels(method, outcome.code).inc()
+            self.base.metrics.requests.labels(method, outcome.code).inc()
             if span.recording:
-                span.attributes["baton.instance"] = self.instance_id
+                span.attributes["baton.instance"] = self.base.instance_id
                 span.end(outcome.code)
 
 
 @dataclass(slots=True)
 class CallOutcome:
-    """What a call counts as that is cancelled now, and its span."""
+    """A call's span, and the code that it is counted under when it ends now."""
 
     span: Span
     code: str = "cancelled"
 
 
 class InstanceRole:
-    """What an instance does as prefill or as decode instance; calls of the other role are refused.
+    """Calls of a prefill or decode instance; this base refuses them all, a role overrides its own.
 
     Attributes:
-        role: Which.
-        connector: Its point-to-point hand-over.
-        next_step: Returns the arena's progress before the step that begins next, where blocks may be read layer by
+        role: The role.
+        connector: Point-to-point hand-over of KV.
+        next_step: Returns the arena's progress counter before the step that begins next, if blocks may be read layer by
             layer; ``None``: they are read when they are complete.
     """
 
@@ -203,32 +251,32 @@ class InstanceRole:
         raise self._refusal("prefill for others")
 
     async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
-        """Compute a prompt and let it wait for the decode instance that claims it."""
+        """Compute a prompt and keep it for the decode instance that claims it."""
         raise self._refusal("prefill for others")
 
     def withdraw(self, request_id: RequestId) -> bool:
-        """Drop a prompt that waits under this id; ``False``: there is none."""
+        """Drop an unclaimed prompt; returns whether there was one with this id."""
         return False
 
-    def silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
-        """Hear which prefill instances do not answer a router now; replaces what it said before."""
+    def set_silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
+        """Set the addresses of prefill instances that do not answer a router now; replaces that router's last set."""
 
     def num_kept(self) -> int:
-        """Prompts whose blocks are kept for others."""
+        """Return the number of prompts whose blocks are kept for other instances."""
         return 0
 
     async def close(self) -> None:
-        """Release what the role opened; its connector is closed by then."""
+        """Release the role's resources; its connector was closed before."""
 
     def _refusal(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(f"this is a {self.role} instance: it does not {what}", field="role")
 
 
 def require_request(request_id: str, num_tokens: int) -> RequestId:
-    """Check what every call with a request carries.
+    """Check the id and prompt length of a request.
 
     Raises:
-        InvalidRequestError: The id is missing, too long or not printable, or there are no tokens.
+        InvalidRequestError: The id is missing, too long or not printable, or the number of tokens is out of bounds.
     """
     if not 1 <= len(request_id) <= 256:
         raise InvalidRequestError("request_id must have 1 to 256 characters", field="request_id")
@@ -237,3 +285,34 @@ def require_request(request_id: str, num_tokens: int) -> RequestId:
     if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
         raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
     return RequestId(request_id)
+
+
+def record_engine_times(span: Span, metrics: RequestMetrics) -> None:
+    """Add a request's engine times to a recording span as events, and its KV loads as child spans."""
+    if metrics.queue_us:
+        span.event("admitted", at_ns=metrics.arrived_ns + 1000 * metrics.queue_us)
+    if metrics.ttft_us:
+        span.event("first_token", at_ns=metrics.arrived_ns + 1000 * metrics.ttft_us)
+    for load in metrics.transfer.loads:
+        if load.kind:
+            span.part(load.kind, load.began_ns, load.ended_ns, _load_attributes(load))
+
+
+def _load_attributes(load: TransferStats) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "baton.path": str(load.path),
+        "baton.kv_bytes": load.kv_bytes,
+        "baton.transferred_tokens": load.transferred_tokens,
+        "baton.transfer_us": load.transfer_us,
+        "baton.exposed_us": load.exposed_us,
+    }
+    texts = {
+        "baton.source": load.source,
+        "baton.pipe": load.pipe,
+        "baton.pipe_fallback": load.pipe_fallback,
+        "baton.local_reason": load.local_reason,
+    }
+    attributes |= {name: text for name, text in texts.items() if text}
+    if load.failures:
+        attributes["baton.failures"] = load.failures
+    return attributes

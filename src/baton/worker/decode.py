@@ -43,41 +43,47 @@ from baton.rpc.errors import from_rpc_error, readable
 from baton.token_ids import pack_ids, unpack_ids
 from baton.tracing import Span, continue_span
 from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob
-from baton.worker.context import InstanceContext, InstanceRole, WorkerContext, require_request
+from baton.worker.context import (
+    InstanceContext,
+    InstanceRole,
+    WorkerContext,
+    record_engine_times,
+    require_request,
+)
 from baton.worker.engine_thread import RequestStream
-from baton.worker.spans import note_engine
 
 _MAX_CHANNELS = 256
 
 
 class DecodeRole(InstanceRole):
-    """Runs requests; their KV comes from prefill instances where that pays."""
+    """Runs requests; fetches their KV from prefill instances where that is faster than computing it."""
 
     role = Role.DECODE
     connector: P2PConsumer
 
     def __init__(self, context: WorkerContext) -> None:
         self._worker = context
-        config = context.config
-        self._dialer = _PrefillDialer(context)
+        base = context.base
+        config = base.config
+        self._dialer = _PrefillDialer(base)
         self.connector = P2PConsumer(
             pool=OwnPool(
                 context.fetcher,
-                context.arena,
-                context.engine_config.block_size,
-                context.source,
-                context.executor.layout.num_groups,
+                base.model.arena,
+                base.engine_config.block_size,
+                base.get_source,
+                base.model.executor.layout.num_groups,
             ),
             dialer=self._dialer,
-            loop=context.loop,
-            wake=context.wake,
+            loop=base.loop,
+            wake=base.wake_engine,
             threshold=config.remote_prefill_threshold,
             stall_s=config.prefill_stall_s,
             wait_s=config.prefill_wait_s,
         )
 
-    def silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
-        """Have what waits in vain for an instance that a router does not hear either go on elsewhere."""
+    def set_silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
+        """Set the prefill instances that do not answer a router; requests that wait for them go on elsewhere."""
         self.connector.watch.tell(router, addresses)
 
     async def close(self) -> None:
@@ -97,12 +103,13 @@ class DecodeRole(InstanceRole):
                     stream.close()
                     self.connector.forget(RequestId(request.request_id))
             finally:
-                self._worker.events.request_ended()
+                self._worker.base.events.flush_request()
 
     async def _responses(
         self, request: worker_pb2.GenerateRequest, stream: RequestStream, span: Span
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        first, metrics = True, None
+        first = True
+        metrics: RequestMetrics | None = None
         try:
             async for outputs in stream.until_finished(request.sampling.n or 1):
                 response = worker_pb2.GenerateResponse(deltas=[_delta(output) for output in outputs])
@@ -114,13 +121,13 @@ class DecodeRole(InstanceRole):
                     if output.prompt_logprobs is not None:
                         response.prompt_logprobs.extend(prompt_logprobs_to_pb(output.prompt_logprobs))
                 if first and response.HasField("trace"):
-                    self._worker.metrics.trace(response.trace)
+                    self._worker.base.metrics.count_trace(response.trace)
                     first = False
                 yield response
         finally:
             if span.recording and metrics is not None:
                 span.attributes.update(trace_attributes(self._trace(RequestId(request.request_id), metrics)))
-                note_engine(span, metrics)
+                record_engine_times(span, metrics)
 
     def _trace(self, request_id: RequestId, metrics: RequestMetrics) -> common_pb2.RequestTrace:
         transfer = metrics.transfer
@@ -130,7 +137,7 @@ class DecodeRole(InstanceRole):
         return common_pb2.RequestTrace(
             path=path_to_pb(transfer.path),
             prefill_instance=transfer.source if transfer.path is PrefillPath.REMOTE else "",
-            decode_instance=self._worker.instance_id,
+            decode_instance=self._worker.base.instance_id,
             pipe=transfer.pipe,
             pipe_fallback=transfer.pipe_fallback,
             kv_bytes=transfer.kv_bytes,
@@ -186,9 +193,9 @@ def _delta(output: SequenceOutput) -> worker_pb2.SequenceDelta:
 
 
 def _raise_if_failed(output: SequenceOutput) -> None:
-    """End the stream with a status on an error or a foreign abort, so that the router can go on elsewhere."""
+    """Raise for an engine error or an abort by others, so that the router can continue on another instance."""
     if output.finish_reason is FinishReason.ERROR:
-        if output.unfit:  # else a client has all instances' circuit breakers open, one after the other
+        if output.unfit:  # an internal error would open the circuit breakers of all instances that the router tries
             raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
         raise InternalError(output.error or "the engine failed the request")
     if output.finish_reason is FinishReason.ABORT:
@@ -196,29 +203,31 @@ def _raise_if_failed(output: SequenceOutput) -> None:
 
 
 class _PrefillDialer:
-    """Opens Prefill streams and keeps a channel per address.
+    """Opens Prefill streams, over one channel per address.
 
     Args:
-        context: This instance's parts; a prefill instance compares the fingerprint with its own.
+        context: This instance's parts.
     """
 
     def __init__(self, context: InstanceContext) -> None:
-        self._fingerprint = fingerprint_to_pb(context.executor.fingerprint)
-        self._token, self._tls, self._spans = context.token, context.tls, context.spans
+        self._fingerprint = fingerprint_to_pb(context.model.fingerprint)
+        self._token = context.token
+        self._tls = context.tls
+        self._spans = context.spans
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     @asynccontextmanager
     async def open(
         self, address: str, request: LoadRequest, held: HeldBlocks, claim: str | None = None
     ) -> AsyncIterator[AsyncIterator[PrefillEvent]]:
-        """Open a stream; leaving the context cancels it, which is how a lease is given back."""
+        """Open a stream; leaving the context cancels it, which releases the lease."""
         stub = worker_pb2_grpc.WorkerServiceStub(await self._channel(address))
         span = continue_span("remote_prefill", request.traceparent, self._spans, kind="client")
         if span.recording:
             span.attributes["server.address"] = address
         call = stub.Prefill(
             worker_pb2.PrefillRequest(
-                # Unique per attempt: a stream that broke may not be gone yet where the next one arrives.
+                # Unique per attempt: the prefill instance may not have noticed yet that the last stream broke.
                 request_id=f"{request.request_id}.{secrets.token_hex(4)}",
                 prompt_token_ids=pack_ids(request.token_ids),
                 num_output_tokens=request.num_output_tokens,
@@ -246,8 +255,8 @@ class _PrefillDialer:
             span.end(status)
 
     async def close(self) -> None:
-        """Close every channel."""
-        channels, self._channels = self._channels, {}
+        channels = self._channels
+        self._channels = {}
         for channel in channels.values():
             await channel.close(None)
 
@@ -264,7 +273,7 @@ async def _events(
     call: grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse],
 ) -> AsyncIterator[PrefillEvent]:
     try:
-        # In a task of its own: gRPC's call with interceptors would take a cancellation here for its own, and go on.
+        # Shielded: with interceptors, gRPC would treat a cancellation here as one of its own task, and continue.
         await asyncio.shield(asyncio.ensure_future(call.initial_metadata()))
         yield Acknowledged()
         async for response in call:
@@ -274,8 +283,9 @@ async def _events(
             elif kind == "offer":
                 offer = response.offer
                 ready = offer.ready if offer.HasField("ready") else None
-                ids, generations = tuple(offer.block_ids), tuple(offer.generations)
-                yield Offer(offer.first_block, ids, generations, offer.num_tokens, ready)
+                yield Offer(
+                    offer.first_block, tuple(offer.block_ids), tuple(offer.generations), offer.num_tokens, ready
+                )
             elif kind == "queue":
                 queue = response.queue
                 yield Queued(queue.tokens_ahead, queue.tokens_per_s, queue.running)
@@ -283,7 +293,7 @@ async def _events(
                 result = response.result
                 first = logprob_from_pb(result.logprob) if result.HasField("logprob") else None
                 token = first or TokenLogprob(result.first_token_id, 0.0, 0)
-                # Another version's draw is not what this one goes on from: the token is chosen here.
+                # Another sampler version may have drawn differently: the token is sampled here instead.
                 same = result.sampler in ("", SAMPLER_VERSION)
                 yield Finished(token if same else None, result.prefix_hit_tokens)
     except grpc.aio.AioRpcError as error:

@@ -1,7 +1,7 @@
 """One engine in one thread, used from one event loop.
 
-The engine's thread owns the :class:`EngineCore`; the loop talks to it through a queue of commands and hears from it
-once per step, whatever the number of sequences: one ``call_soon_threadsafe`` carries all outputs of a step.
+The engine's thread owns the :class:`EngineCore`. The loop sends it commands through a queue and gets its outputs once
+per step, whatever the number of sequences: one ``call_soon_threadsafe`` carries all outputs of a step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ T = TypeVar("T")
 
 STATS_INTERVAL_S = 0.02
 IDLE_WAIT_S = 1.0
-"""A bound on every wait; the engine is woken by commands and by its connector."""
+"""Longest wait in seconds; commands and the connector wake the engine earlier."""
 
 
 class EngineThread:
-    """Runs an engine.
+    """Runs an engine in a thread of its own.
 
     Args:
         core: The engine; after :meth:`start` only its own thread touches it.
-        loop: The loop that outputs are delivered to.
-        on_failure: Called in the loop when the engine cannot go on.
+        loop: Event loop that outputs are delivered to.
+        on_failure: Called in the loop when the engine fails and cannot continue.
 
     Attributes:
-        stats: The engine's statistics, as of the last step but for 20 ms; safe to read from any thread.
+        stats: Statistics of the engine, at most ``STATS_INTERVAL_S`` older than the last step; any thread may read
+            them.
+        steps: Number of engine steps.
+        step_seconds: Time spent in engine steps, in seconds.
+        failure: The error that ended the engine, if one did.
     """
 
     def __init__(
@@ -60,27 +64,26 @@ class EngineThread:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Make the engine look at its connector; any thread may call this."""
+        """Make the engine poll its connector; any thread may call this."""
         self._wakeup.set()
 
     def fail(self, error: Exception) -> None:
         """End the engine with an error, as if a step had raised it; any thread may call this."""
 
-        def end() -> None:
+        def raise_error() -> None:
             raise error
 
-        self._post(end)
+        self._post(raise_error)
 
     async def submit(self, request: EngineRequest) -> RequestStream:
-        """Hand a request in.
+        """Add a request and return the stream of its outputs.
 
         Raises:
-            InvalidRequestError: The engine refuses it.
-            QueueFullError: The queue is full.
+            InvalidRequestError: The engine refuses the request.
+            QueueFullError: The engine's queue is full.
             UnavailableError: The engine has stopped.
         """
         stream = RequestStream(self, request.request_id)
@@ -103,11 +106,11 @@ class EngineThread:
         return stream
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request; unknown ids are no error."""
+        """Abort a request; unknown ids are ignored."""
         self._post(lambda: self._core.abort(request_id))
 
     def abort_all(self) -> None:
-        """End every request that has not ended."""
+        """Abort all running requests."""
         for request_id in list(self._streams):
             self.abort(request_id)
 
@@ -136,7 +139,7 @@ class EngineThread:
         return await asyncio.shield(asyncio.wrap_future(future, loop=self._loop))
 
     async def stop(self) -> None:
-        """End the thread; streams still open end with an error."""
+        """Stop the thread; streams that are still open end with an error."""
         self._stopping = True
         self._wakeup.set()
         await asyncio.to_thread(self._thread.join, 30.0)
@@ -145,7 +148,7 @@ class EngineThread:
         self._end_calls()
 
     def forget(self, request_id: RequestId, stream: RequestStream) -> None:
-        """Drop a stream that nobody reads any more."""
+        """Drop a stream that is no longer read, without aborting its request."""
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
 
@@ -176,7 +179,7 @@ class EngineThread:
                     self._wakeup.wait(IDLE_WAIT_S)
         except BaseException as error:
             self.failure = error
-            if isinstance(error, ExecutorLostError):  # nothing of ours to trace
+            if isinstance(error, ExecutorLostError):  # no traceback: the cause is in another process
                 log.critical("the engine stops: %s", error.message)
             else:
                 log.critical("the engine failed and stops", exc_info=error)
@@ -200,7 +203,7 @@ class EngineThread:
                 stream.feed(items)
 
     def _fail_all(self, error: BaseException) -> None:
-        """End all streams; where a process was lost they may go on elsewhere, as if all of the instance had died."""
+        """End all streams; after the loss of a rank, requests are retryable as if the whole instance had died."""
         lost = isinstance(error, ExecutorLostError)
         for stream in list(self._streams.values()):
             stream.fail(
@@ -213,14 +216,14 @@ class EngineThread:
             self._on_failure()
 
     def _end_calls(self) -> None:
-        """Answer those that came too late for the thread to run them; it has ended."""
+        """Fail the calls that the thread did not run before its end."""
         for future in list(self._calls):
             if not (future.running() or future.done()):
                 future.set_exception(UnavailableError("the engine has stopped"))
 
 
 class RequestStream:
-    """The outputs of one request: each item is what one step gave to its sequences."""
+    """Outputs of one request; each item is the outputs of its sequences in one step."""
 
     def __init__(self, engine: EngineThread, request_id: RequestId) -> None:
         self._engine = engine
@@ -230,17 +233,16 @@ class RequestStream:
         self.request_id = request_id
 
     def feed(self, items: list[SequenceOutput]) -> None:
-        """Add a step's outputs."""
         self._items.append(items)
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error once what came before is read."""
+        """End the stream with an error, after the outputs that arrived before it."""
         self._error = error
         self._ready.set()
 
     async def next(self) -> list[SequenceOutput]:
-        """Wait for the next step's outputs; steps that piled up are joined, in order."""
+        """Wait for outputs; those of several unread steps are joined in order."""
         while not self._items:
             if self._error is not None:
                 raise self._error
@@ -252,7 +254,7 @@ class RequestStream:
         return joined
 
     async def until_finished(self, num_sequences: int) -> AsyncIterator[list[SequenceOutput]]:
-        """Yield outputs until every sequence has ended."""
+        """Yield outputs until all sequences have finished."""
         finished = 0
         while finished < num_sequences:
             outputs = await self.next()
@@ -260,6 +262,6 @@ class RequestStream:
             yield outputs
 
     def close(self) -> None:
-        """Stop listening; aborts the request if it still runs."""
+        """Close the stream, and abort the request if it still runs."""
         self._engine.forget(self.request_id, self)
         self._engine.abort(self.request_id)

@@ -1,10 +1,10 @@
-"""The log of KV events that routers follow: numbered batches in a bounded ring, snapshots for those who fell behind.
+"""The log of KV events that routers follow: numbered batches in a bounded ring, and snapshots for late followers.
 
-A message costs a router more than what it says, and a busy engine has news at every step. So what steps do is gathered
-into a batch until ``GATHER_BLOCKS`` have come or gone, or as long as the least patient follower allows since the one
-before. Followers that name no time get it after ``GATHER_S`` and at the end of each request: until then they count its
-blocks as here. Those that name one count them for that time longer, and a batch costs them the same however many
-requests end.
+A message costs a router more than its content, and a busy engine has events at every step. So events are gathered into
+a batch until ``GATHER_BLOCKS`` blocks were stored or removed, or until the shortest gathering time of all followers has
+passed since the last batch. Followers that set no time get a batch after ``GATHER_S`` and at the end of each request:
+until then they count the request's blocks as cached here. Followers that set a time count them for that time longer, so
+that their number of batches does not grow with the number of requests.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVE
 from baton.types import Epoch
 
 GATHER_S = 0.38
-"""Longest that an event waits for followers that name no time: less than the 400 ms after which those want a heartbeat,
-which it replaces."""
+"""Longest delay of an event, in seconds, for followers that set no time: less than the 400 ms after which those want a
+heartbeat, which the batch replaces."""
 GATHER_BLOCKS = 512
-"""As many as a prompt of 8192 tokens has: what costs seconds to compute twice, other routers should know at once."""
+"""The blocks of a prompt of 8192 tokens: other routers should know at once what takes seconds to compute."""
 _AT_ONCE_S = 0.001
 _PART_BLOCKS = 1 << 16
-"""Blocks in one message: 2 MiB of hashes."""
+"""Largest number of blocks in one message: 2 MiB of hashes."""
 Snapshot = Callable[[], Awaitable[tuple[int, list[KVEvent]]]]
 
 
 class KvEventLog:
-    """Keeps the last ``capacity`` batches and serves them to any number of followers. Lives in one event loop.
+    """Keeps the last ``capacity`` batches and serves them to any number of followers. Used from one event loop.
 
     Args:
-        epoch: Of this process.
-        capacity: Batches kept for replay.
-        gather_s: Seconds for which events are gathered into a batch, where followers name none; 0: each :meth:`append`
-            is a batch.
+        epoch: Epoch of this process.
+        capacity: Number of batches kept for replay.
+        gather_s: Seconds for which events are gathered into a batch for followers that set no time; 0: each
+            :meth:`append` is a batch.
 
     Attributes:
-        sequence: Number of the last batch.
+        sequence: Number of the last batch, from 1.
     """
 
     def __init__(self, epoch: Epoch, *, capacity: int = 8192, gather_s: float = GATHER_S) -> None:
-        self._epoch, self._gather_s = epoch, gather_s
+        self._epoch = epoch
+        self._gather_s = gather_s
         self._gathered: list[KVEvent] = []
         self._num_gathered = 0
         self._flushed_at = -math.inf
-        self._patience: dict[object, float] = {}
-        """Of every follower, in seconds; 0: it names none."""
+        self._gather_times: dict[object, float] = {}
+        """Gathering time of every follower, in seconds; 0: not set."""
         self._due: asyncio.TimerHandle | None = None
         self._ring: deque[events_pb2.KvEventBatch] = deque(maxlen=capacity)
         self._changed = asyncio.Event()
@@ -58,42 +59,44 @@ class KvEventLog:
         self.sequence = 0
 
     def append(self, events: list[KVEvent]) -> None:
-        """Add what one engine step did."""
+        """Append the events of one engine step."""
         self._gathered += events
         self._num_gathered += sum(1 if isinstance(event, CacheCleared) else len(event.hashes) for event in events)
-        gather_s = min([x or self._gather_s for x in self._patience.values()], default=self._gather_s)
+        gather_s = min((time_s or self._gather_s for time_s in self._gather_times.values()), default=self._gather_s)
         wait_s = self._flushed_at + gather_s - time.monotonic()
         if self._num_gathered >= GATHER_BLOCKS or wait_s <= 0:
             self.flush()
         elif self._due is None:
             self._due = asyncio.get_running_loop().call_later(wait_s, self.flush)
 
-    def request_ended(self) -> None:
-        """Have those hear of its blocks now who count them no more."""
-        if not all(self._patience.values()):
+    def flush_request(self) -> None:
+        """Flush at the end of a request, for followers without a gathering time: they stop counting its blocks now."""
+        if not all(self._gather_times.values()):
             self.flush()
 
     def flush(self) -> int:
-        """Make what was gathered the next batch, or more than one where that would be too large.
+        """Turn the gathered events into the next batch, or several if they are too many for one.
 
         Returns:
-            The number of the last batch.
+            Number of the last batch.
         """
         if self._due is not None:
             self._due.cancel()
             self._due = None
         if self._gathered:
-            events, self._gathered, self._num_gathered = net_events(self._gathered), [], 0
+            events = net_events(self._gathered)
+            self._gathered = []
+            self._num_gathered = 0
             for part in _parts(events):
                 self.sequence += 1
                 self._ring.append(self._batch(self.sequence, part))
             self._flushed_at = time.monotonic()
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+            self._changed.set()
+            self._changed = asyncio.Event()
         return self.sequence
 
     def close(self) -> None:
-        """End every follower's stream."""
+        """End all followers' streams."""
         self._closed = True
         if self._due is not None:
             self._due.cancel()
@@ -111,24 +114,24 @@ class KvEventLog:
     ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """Yield batches from ``from_sequence`` on, until :meth:`close`.
 
-        A snapshot comes first when the follower knows another process, asks from the start, or wants batches that the
-        ring has already dropped; the same happens when it falls behind later.
+        A snapshot comes first when the follower's epoch is another process's, when it asks from the start, or when the
+        ring has already dropped the batches it wants; the same happens when it falls behind later.
 
         Args:
-            from_sequence: First sequence number wanted; 0: begin with a snapshot.
-            epoch: The process the follower knew.
-            snapshot: Returns the sequence number it stands for, as :meth:`flush` gives it, and the events that rebuild
-                the cache.
-            heartbeat_s: A heartbeat is sent when the follower has caught up, and then without news for so long: who
-                hears none knows that the stream is cut, also where no connection broke. 0: none.
-            gather_s: Longest that news may wait for more, also beyond the end of requests. 0: see ``GATHER_S``.
-            packed: Neighbours of one kind and tier come as one event, its hashes as one string, without parents.
+            from_sequence: First batch number wanted; 0: begin with a snapshot.
+            epoch: Epoch of the process that the follower knew.
+            snapshot: Returns the events that rebuild the cache, and the number of the last batch that they include.
+            heartbeat_s: Seconds without a batch after which a heartbeat is sent, and one when the follower has caught
+                up; a follower without heartbeats knows that the stream is dead, even if no connection broke. 0: none.
+            gather_s: Longest gathering time in seconds, also across the end of requests; 0: see ``GATHER_S``.
+            packed: Send neighbours of one kind and tier as one event, with their hashes in one string and no parents.
         """
-        position, silence_s = from_sequence, min(heartbeat_s, _AT_ONCE_S)
+        position = from_sequence
+        silence_s = min(heartbeat_s, _AT_ONCE_S)
         if from_sequence == 0 or epoch != self._epoch or not self._reaches(from_sequence):
             position = 0
         follower = object()
-        self._patience[follower] = gather_s
+        self._gather_times[follower] = gather_s
         try:
             while not self._closed:
                 if position == 0 or not self._reaches(position):
@@ -136,7 +139,8 @@ class KvEventLog:
                     parts = list(_parts(events))
                     for i, part in enumerate(parts):
                         batch = self._batch(sequence, part)
-                        batch.snapshot, batch.more = i == 0, i + 1 < len(parts)
+                        batch.snapshot = i == 0
+                        batch.more = i + 1 < len(parts)
                         yield _packed(batch) if packed else batch
                     position = sequence + 1
                 changed = self._changed
@@ -146,11 +150,11 @@ class KvEventLog:
                     position += 1
                 while position > self.sequence and not await _set_within(changed, silence_s):
                     silence_s = heartbeat_s
-                    # What came since the time was up is sent first: a heartbeat names the last batch that was sent.
+                    # New batches are sent first: a heartbeat names the last batch that was sent.
                     if position > self.sequence:
                         yield events_pb2.KvEventBatch(epoch=self._epoch, sequence=self.sequence, heartbeat=True)
         finally:
-            del self._patience[follower]
+            del self._gather_times[follower]
 
     def _reaches(self, sequence: int) -> bool:
         return self.sequence - len(self._ring) < sequence <= self.sequence + 1
@@ -162,7 +166,7 @@ class KvEventLog:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for an event, for ever if ``seconds`` is 0; ``False``: the time is up."""
+    """Wait for an event, without limit if ``seconds`` is 0; returns whether it was set in time."""
     try:
         async with asyncio.timeout(seconds or None):
             await event.wait()
@@ -172,7 +176,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def _parts(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
-    """Divide events into messages of bounded size; there is at least one."""
+    """Split events into messages of bounded size; yields at least one."""
     part: list[KVEvent] = []
     room = _PART_BLOCKS
     for event in events:
@@ -183,18 +187,20 @@ def _parts(events: Iterable[KVEvent]) -> Iterator[list[KVEvent]]:
         while at < len(event.hashes):
             if not room:
                 yield part
-                part, room = [], _PART_BLOCKS
+                part = []
+                room = _PART_BLOCKS
             hashes = event.hashes[at : at + room]
             if isinstance(event, BlocksStored):
                 part.append(BlocksStored(event.hashes[at - 1] if at else event.parent, hashes, event.tier))
             else:
                 part.append(BlocksRemoved(hashes, event.tier))
-            at, room = at + len(hashes), room - len(hashes)
+            at += len(hashes)
+            room -= len(hashes)
     yield part
 
 
 def _packed(batch: events_pb2.KvEventBatch) -> events_pb2.KvEventBatch:
-    """Return a batch in as few events and strings as there can be."""
+    """Return a batch with as few events and strings as possible."""
     packed = events_pb2.KvEventBatch(
         epoch=batch.epoch, sequence=batch.sequence, snapshot=batch.snapshot, more=batch.more
     )
@@ -205,12 +211,13 @@ def _packed(batch: events_pb2.KvEventBatch) -> events_pb2.KvEventBatch:
             continue
         hashes = chain.from_iterable(getattr(x, kind).block_hashes for x in events)
         changed = event.stored if kind == "stored" else event.removed
-        changed.tier, changed.packed_hashes = tier, b"".join(hashes)
+        changed.tier = tier
+        changed.packed_hashes = b"".join(hashes)
     return packed
 
 
 def kind_and_tier(event: events_pb2.KvEvent) -> tuple[str, str]:
-    """Return which field of an event is set, and the tier that it is about; of an unknown kind neither."""
+    """Return which field of an event is set, and its tier; two empty strings for an unknown kind."""
     kind = event.WhichOneof("event")
     return ("", "") if kind is None else (kind, getattr(event, kind).tier)
 

@@ -6,10 +6,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import random
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from baton.api.v1 import worker_pb2_grpc
+import grpc.aio
+
+from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.build import load_grammars, make_arena
@@ -19,46 +23,51 @@ from baton.engine.speculation.methods import load_drafter
 from baton.errors import BusyError, InvalidRequestError
 from baton.kv_cache.events import KVEvent
 from baton.kv_transfer.blocks import BlockServer, LinkOptions, MemoryNetwork, ServerOptions, TcpOptions
+from baton.logs import Absence
 from baton.rpc.auth import require_clear_pipes, require_safe_bind
-from baton.rpc.redis import RedisPresence
+from baton.rpc.channel import open_channel
+from baton.rpc.convert import role_to_pb
+from baton.rpc.errors import readable
+from baton.rpc.redis import RedisPresence, instance_key, news_key
 from baton.rpc.server import GrpcServer, require_free_port
-from baton.rpc.service_token import read_token
+from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import Bearer, TicketCheck, read_ticket_key
-from baton.rpc.tls import read_tls
+from baton.rpc.tls import Tls, read_tls
 from baton.tokenizer.model_files import tokenizer_digest
-from baton.types import InstanceId, Role
+from baton.types import Epoch, InstanceId, Role
 from baton.worker.connectors import InstanceConnectors
-from baton.worker.context import Admission, InstanceContext, InstanceRole, WorkerContext
+from baton.worker.context import Admission, InstanceContext, InstanceRole, LoadedModel, WorkerContext
 from baton.worker.decode import DecodeRole
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.prefill import PrefillRole
-from baton.worker.process import serve_metrics
-from baton.worker.registration import Identity, Registration, redis_registration
+from baton.worker.process import open_span_exporter, serve_metrics
 from baton.worker.servicer import WorkerServicer
-from baton.worker.span_export import open_span_exporter
 
 log = logging.getLogger(__name__)
 SERVICE = "baton.api.v1.WorkerService"
+CALL_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
 
 
 _ROLES: dict[Role, Callable[[WorkerContext], InstanceRole]] = {Role.PREFILL: PrefillRole, Role.DECODE: DecodeRole}
 
 
 class WorkerInstance:
-    """A running instance.
+    """A prefill or decode instance.
 
     Args:
-        role: In which it starts; see :meth:`change_role`.
-        config: The service.
-        engine_config: Its engine.
-        on_failure: Called in the loop when the engine cannot go on.
-        memory: Joins the instances of one process, for the ``memory`` pipe.
+        role: Role in which the instance starts; see :meth:`change_role`.
+        config: Configuration of the service.
+        engine_config: Configuration of the engine.
+        on_failure: Called in the event loop when the engine fails and cannot continue.
+        memory: Connects the instances of one process, for the ``memory`` pipe.
 
     Attributes:
-        port: Of the gRPC server, once started.
-        context: The parts, once started.
+        port: Port of the gRPC server, once started.
+        context: Parts of the running instance, once started.
     """
 
     port: int
@@ -73,8 +82,11 @@ class WorkerInstance:
         on_failure: Callable[[], None] | None = None,
         memory: MemoryNetwork | None = None,
     ) -> None:
-        self._first_role, self._config, self._engine_config = role, config, engine_config
-        self._on_failure, self._memory = on_failure, memory
+        self._first_role = role
+        self._config = config
+        self._engine_config = engine_config
+        self._on_failure = on_failure
+        self._memory = memory
         self._registrations: list[Registration | RedisPresence] = []
         self._stack = contextlib.AsyncExitStack()
         self._server: GrpcServer | None = None
@@ -84,19 +96,19 @@ class WorkerInstance:
 
     @property
     def role(self) -> Role:
-        """What it is now."""
+        """Current role."""
         return self._first_role if self._role is None else self._role.role
 
     @property
     def address(self) -> str:
-        """host:port of the gRPC server."""
+        """``host:port`` of the gRPC server."""
         return f"{self._config.host}:{self.port}"
 
     async def start(self) -> None:
         """Load the model, listen, register.
 
         Raises:
-            ConfigError: Something cannot work; everything opened so far is closed again.
+            ConfigError: The configuration cannot work; everything opened so far is closed again.
         """
         try:
             await self._start()
@@ -114,169 +126,183 @@ class WorkerInstance:
         require_free_port(config.host, config.port)
         require_free_port(config.host, config.kv_port, field="kv_port")
         require_free_port(config.host, config.metrics_port, field="metrics_port")
-        # Blocks of layer groups can be filled from others' whole blocks, and are not read or kept by anybody else.
-        alone = self._first_role is Role.DECODE and not config.kvstore and not config.kv_connectors
-        grouped = self._engine_config.layer_groups and alone
-        executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=grouped))
+        model = self._load_model()
+        base = self._make_base(model, token, tls)
+        self._connectors = InstanceConnectors(base)
+        self._stack.push_async_callback(self._close_connectors)
+        self._engine = engine = await self._make_engine(base)
+        self.context = context = WorkerContext(
+            base=base,
+            engine=engine,
+            fetcher=self._connectors.fetcher,
+            block_server=self._serve_blocks(base),
+            admission=Admission(),
+            tokenizer_digest=tokenizer_digest(self._engine_config.model),
+        )
+        self._role = role = _ROLES[self._first_role](context)
+        base.metrics.describe_kv(model.fingerprint)
+        base.metrics.watch(
+            engine, lambda: (self._role or role).num_kept(), self._connectors.store_use, self._connectors.uses
+        )
+        self._connectors.set_role(role)
+        engine.start()
+        self._stack.push_async_callback(engine.stop)
+        # A lost rank stops the engine even while it is idle.
+        model.executor.watch(engine.fail)
+        await self._listen(role)
+
+    def _load_model(self) -> LoadedModel:
+        """Load the model and its drafter, and allocate the KV pool."""
+        # Blocks with layer groups can be filled from other instances' whole blocks, but others cannot read them.
+        alone = self._first_role is Role.DECODE and not self._config.kvstore and not self._config.kv_connectors
+        layer_groups = self._engine_config.layer_groups and alone
+        executor = load_executor(dataclasses.replace(self._engine_config, layer_groups=layer_groups))
         self._stack.callback(executor.close)
-        # Before there is a pool: its blocks may keep the drafter's KV too.
+        # Before the pool is allocated: its blocks may contain the drafter's KV too.
         drafter = load_drafter(self._engine_config, executor)
         if drafter is not None:
             self._stack.callback(drafter.close)
         shards = make_arena(self._engine_config, executor)
         self._stack.callback(shards.close)
-        arena = shards.primary
-        events = KvEventLog(arena.epoch)
-        loop = asyncio.get_running_loop()
-        instance_id = InstanceId(
-            config.instance_id or f"{self._first_role}-{socket.gethostname()}-{config.port or arena.epoch.hex()[:8]}"
-        )
+        return LoadedModel(executor, drafter, shards)
+
+    def _make_base(self, model: LoadedModel, token: Token | None, tls: Tls | None) -> InstanceContext:
+        config = self._config
+        epoch = model.arena.epoch
+        default_id = f"{self._first_role}-{socket.gethostname()}-{config.port or epoch.hex()[:8]}"
+        instance_id = InstanceId(config.instance_id or default_id)
         metrics = WorkerMetrics()
         spans = open_span_exporter(config.otlp_traces_endpoint, self._first_role, instance_id, metrics.registry)
         if spans is not None:
             self._stack.push_async_callback(asyncio.to_thread, spans.close)
-        before = InstanceContext(
-            role=self._first_role,
-            config=config,
-            engine_config=self._engine_config,
-            executor=executor,
-            shards=shards,
-            arena=arena,
+        links = LinkOptions(
             token=token,
-            loop=loop,
-            wake=self._wake,
-            source=lambda: self.context.block_server.source,
-            links=LinkOptions(
-                token=token,
-                tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
-                memory=self._memory,
-                tls=None if config.clear_kv else tls,
-            ),
-            tls=tls,
-            events=events,
-            tiers=[],
-            spans=spans,
-        )
-        self._connectors = connectors = InstanceConnectors(before)
-        self._stack.push_async_callback(self._close_connectors)
-
-        def on_events(items: list[KVEvent]) -> None:
-            loop.call_soon_threadsafe(events.append, items)
-
-        core = EngineCore(
-            self._engine_config,
-            executor,
-            shards,
-            connector=connectors.connector,
-            on_events=on_events,
-            grammars=await asyncio.to_thread(load_grammars, self._engine_config, executor),
-            drafter=drafter,
-        )
-        core.bound_steps(self._first_role is Role.DECODE)
-        self._engine = engine = EngineThread(core, loop, on_failure=self._on_failure)
-        options = ServerOptions(
-            port=config.kv_port,
-            advertise_host=config.advertise.rpartition(":")[0] or None,
+            tcp=TcpOptions(streams=config.kv_streams, checksums=config.kv_checksums),
             memory=self._memory,
             tls=None if config.clear_kv else tls,
         )
+        return InstanceContext(
+            role=self._first_role,
+            instance_id=instance_id,
+            config=config,
+            engine_config=self._engine_config,
+            model=model,
+            token=token,
+            tls=tls,
+            loop=asyncio.get_running_loop(),
+            wake_engine=self._wake_engine,
+            get_source=lambda: self.context.block_server.source,
+            links=links,
+            events=KvEventLog(epoch),
+            metrics=metrics,
+            spans=spans,
+        )
+
+    async def _make_engine(self, base: InstanceContext) -> EngineThread:
+        def append_events(events: list[KVEvent]) -> None:
+            base.loop.call_soon_threadsafe(base.events.append, events)
+
+        core = EngineCore(
+            self._engine_config,
+            base.model.executor,
+            base.model.shards,
+            connector=self._connectors.connector,
+            on_events=append_events,
+            grammars=await asyncio.to_thread(load_grammars, self._engine_config, base.model.executor),
+            drafter=base.model.drafter,
+        )
+        core.bound_steps(self._first_role is Role.DECODE)
+        return EngineThread(core, base.loop, on_failure=self._on_failure)
+
+    def _serve_blocks(self, base: InstanceContext) -> BlockServer:
+        config = self._config
         block_server = BlockServer(
-            shards,
-            executor.fingerprint,
-            instance_id,
+            base.model.shards,
+            base.model.fingerprint,
+            base.instance_id,
             kinds=config.pipes,
             host=config.host,
-            token=token,
-            options=options,
+            token=base.token,
+            options=ServerOptions(
+                port=config.kv_port,
+                advertise_host=config.advertise.rpartition(":")[0] or None,
+                memory=self._memory,
+                tls=None if config.clear_kv else base.tls,
+            ),
         )
         self._stack.callback(block_server.close)
-        self.context = context = WorkerContext(
-            **vars(before),
-            instance_id=instance_id,
-            engine=engine,
-            fetcher=connectors.fetcher,
-            block_server=block_server,
-            admission=Admission(),
-            metrics=metrics,
-            tokenizer_digest=tokenizer_digest(self._engine_config.model),
-        )
-        self._role = role = _ROLES[self._first_role](context)
-        context.metrics.describe_kv(executor.fingerprint)
-        context.metrics.watch(engine, lambda: (self._role or role).num_kept(), connectors.store_use, connectors.uses)
-        connectors.enter(self._role)
-        engine.start()
-        self._stack.push_async_callback(engine.stop)
-        # An engine that has lost a rank ends also while it has nothing to do.
-        executor.watch(engine.fail)
-        await self._listen(self._role)
+        return block_server
 
-    def _wake(self) -> None:
-        """Make the engine look at its connector, once it exists: connectors are built before it."""
+    def _wake_engine(self) -> None:
+        """Make the engine poll its connector; without effect until it exists (connectors are built before it)."""
         if self._engine is not None:
             self._engine.wake()
 
     async def _listen(self, role: InstanceRole) -> None:
-        config, context = self._config, self.context
+        config = self._config
+        context = self.context
+        base = context.base
         tickets = None
         key = read_ticket_key(config.ticket_key_file)
         if key is not None:
-            tickets = TicketCheck(key, Bearer(context.instance_id, context.arena.epoch))
+            tickets = TicketCheck(key, Bearer(base.instance_id, base.model.arena.epoch))
         server = GrpcServer(
             host=config.host,
             port=config.port,
             services=[SERVICE],
-            token=context.token,
-            tls=context.tls,
-            # Clients that come with a ticket have no token.
-            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if tickets and context.token else None,
+            token=base.token,
+            tls=base.tls,
+            # Clients with a ticket have no token.
+            admits=(lambda method, _: method == f"/{SERVICE}/Generate") if tickets and base.token else None,
         )
         self._servicer = WorkerServicer(context, role, tickets, self.change_role)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, server.server)
         self.port = await server.start()
         self._server = server
         if config.metrics_port:
-            metrics = self.context.metrics.registry
-            self._stack.callback(serve_metrics(config.host, config.metrics_port, metrics))
+            self._stack.callback(serve_metrics(config.host, config.metrics_port, base.metrics.registry))
         await server.set_serving(True)
         self._register()
         log.info(
             "%s instance %s listening on %s, %d KV blocks of %d tokens, attention %s, pipes %s",
             role.role,
-            context.instance_id,
+            base.instance_id,
             self.address,
-            context.arena.num_blocks // context.executor.layout.num_groups,
-            context.engine_config.block_size,
-            context.executor.attention_backend,
+            base.model.num_blocks,
+            base.engine_config.block_size,
+            base.model.executor.attention_backend,
             ",".join(endpoint.kind for endpoint in context.block_server.endpoints),
         )
 
     async def change_role(self, role: Role) -> None:
-        """Become an instance of the other role, with the same epoch, blocks and events; a drained one is opened again.
+        """Switch to the other role, with the same epoch, blocks and events; a drained instance accepts requests again.
 
-        Routers that it registers with hear that it leaves and that it comes.
+        The instance deregisters from its routers, and registers again in its new role.
 
         Raises:
-            BusyError: Requests run, or blocks are kept for others.
-            InvalidRequestError: Its blocks hold groups of layers, which others cannot read.
+            BusyError: Requests run, or blocks are kept for other instances.
+            InvalidRequestError: The blocks have layer groups, which other instances cannot read.
         """
-        if role is not self.role and self.context.executor.layout.groups:
+        context = self.context
+        if role is not self.role and context.base.model.executor.layout.groups:
             raise InvalidRequestError(
                 "this decode instance has layer groups, whose blocks others cannot read: start it with "
                 "--no-layer-groups to change its role",
                 field="role",
             )
         async with self._changing:
-            context, before = self.context, self._role
-            assert before is not None  # it was started
+            before = self._role
+            assert before is not None  # the instance was started
             if before.role is role:
                 context.admission.draining = False
                 return
-            was_draining, context.admission.draining = context.admission.draining, True
+            was_draining = context.admission.draining
+            context.admission.draining = True
             try:
                 await self._require_idle(before)
                 after = _ROLES[role](context)
                 try:
-                    await context.engine.call(lambda: self._enter(after))
+                    await context.engine.call(lambda: self._enter_role(after))
                 except BaseException:
                     after.connector.close()
                     await after.close()
@@ -292,27 +318,29 @@ class WorkerInstance:
             self._register()
             log.info("this is a %s instance now", role)
 
-    def _enter(self, role: InstanceRole) -> None:
-        self._connectors.enter(role)
+    def _enter_role(self, role: InstanceRole) -> None:
+        self._connectors.set_role(role)
         self.context.engine.core.bound_steps(role.role is Role.DECODE)
 
     async def _require_idle(self, role: InstanceRole) -> None:
-        engine, active = self.context.engine, self.context.admission.active
+        engine = self.context.engine
+        active = self.context.admission.active
         stats = await engine.call(engine.core.stats)
         busy = stats.num_running + stats.num_waiting + stats.num_loading
         if active or busy or role.num_kept():
             message = (
-                f"the role of an idle instance alone can be changed: here are {active} calls in progress, "
-                f"{busy} sequences, and {role.num_kept()} prompts kept for others; drain it first"
+                f"only an idle instance can change its role: {active} calls in progress, "
+                f"{busy} sequences, {role.num_kept()} prompts kept for others; drain it first"
             )
             raise BusyError(message, field="role", retry_after_s=1.0)
 
     def _register(self) -> None:
-        config, context = self._config, self.context
-        identity = Identity(config.advertise or self.address, context.instance_id, self.role, context.arena.epoch)
-        self._registrations = [Registration(x, identity, context.token, context.tls) for x in config.routers]
+        config = self._config
+        base = self.context.base
+        identity = Identity(config.advertise or self.address, base.instance_id, self.role, base.model.arena.epoch)
+        self._registrations = [Registration(router, identity, base.token, base.tls) for router in config.routers]
         if config.redis:
-            presence = redis_registration(config.redis, config.redis_prefix, identity, context.token)
+            presence = redis_registration(config.redis, config.redis_prefix, identity, base.token)
             self._registrations.append(presence)
         for registration in self._registrations:
             registration.start()
@@ -324,7 +352,7 @@ class WorkerInstance:
         await self._connectors.close()
 
     async def stop(self, drain_s: float) -> None:
-        """Leave the routers, let running calls end for ``drain_s`` seconds, then close everything."""
+        """Deregister from the routers, drain running calls for at most ``drain_s`` seconds, then close everything."""
         admission = self.context.admission
         log.info("draining: %d calls in progress", admission.active)
         await asyncio.gather(*(registration.stop() for registration in self._registrations))
@@ -335,3 +363,112 @@ class WorkerInstance:
                 log.warning("%d calls did not end within %g s and are cut off", left, drain_s)
             await self._server.stop(0.5)
         await self._stack.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an instance registers as."""
+
+    address: str
+    instance_id: InstanceId
+    role: Role
+    epoch: Epoch
+
+
+class Registration:
+    """Registers with one router and renews the lease until :meth:`stop`; registers again if the router lost it.
+
+    Args:
+        router: gRPC address of the router.
+        identity: Address, name, role and epoch to register.
+        token: Shared token, if the services use one.
+        tls: Certificates, if the services use them.
+    """
+
+    def __init__(self, router: str, identity: Identity, token: Token | None, tls: Tls | None = None) -> None:
+        self._router = router
+        self._identity = identity
+        self._token = token
+        self._tls = tls
+        self._task: asyncio.Task[None] | None = None
+        self._lease_id = ""
+        self._interval = FIRST_BACKOFF_S
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"registration {self._router}")
+
+    async def stop(self) -> None:
+        """Stop renewing, and deregister."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._lease_id:
+            return
+        async with open_channel(self._router, token=self._token, tls=self._tls) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            try:
+                await stub.Deregister(router_pb2.DeregisterRequest(lease_id=self._lease_id), timeout=1.0)
+            except grpc.aio.AioRpcError as error:
+                log.info("router %s did not hear the goodbye: %s", self._router, error.code().name)
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF_S
+        absence = Absence(log, "router %s answers again", self._router)
+        async with open_channel(self._router, token=self._token, tls=self._tls) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            while True:
+                try:
+                    interval = await self._renew(stub)
+                    absence.ended()
+                    backoff = FIRST_BACKOFF_S
+                except grpc.aio.AioRpcError as error:
+                    absence.failed("router %s is away: %s %s", self._router, error.code().name, error.details())
+                    interval = backoff
+                    backoff = min(2 * backoff, LAST_BACKOFF_S)
+                # Jitter: instances must not call all at once after a router's restart.
+                await asyncio.sleep(interval * random.uniform(0.8, 1.0))
+
+    async def _renew(self, stub: router_pb2_grpc.RouterServiceAsyncStub) -> float:
+        """Send a heartbeat or register; returns seconds until the next renewal."""
+        if self._lease_id:
+            beat = await stub.Heartbeat(router_pb2.HeartbeatRequest(lease_id=self._lease_id), timeout=CALL_TIMEOUT_S)
+            if readable(beat).known:
+                return self._interval
+            log.info("router %s forgot this instance: registering again", self._router)
+        identity = self._identity
+        answer = await stub.Register(
+            router_pb2.RegisterRequest(
+                address=identity.address,
+                instance_id=identity.instance_id,
+                role=role_to_pb(identity.role),
+                epoch=identity.epoch,
+            ),
+            timeout=CALL_TIMEOUT_S,
+        )
+        self._lease_id = readable(answer).lease_id
+        self._interval = answer.ttl_ms / 3000
+        log.info("registered with router %s", self._router)
+        return self._interval
+
+
+def redis_registration(url: str, prefix: str, identity: Identity, token: Token | None) -> RedisPresence:
+    """Return a registration in Redis, for routers with ``--discover redis``.
+
+    Args:
+        url: URL of the Redis.
+        prefix: Prefix of every key.
+        identity: Address, name, role and epoch to register.
+        token: Shared token that signs the registration; ``None``: it is not signed.
+
+    Raises:
+        ConfigError: The URL is malformed, or the Redis client is not installed.
+    """
+    return RedisPresence(
+        url,
+        key=instance_key(prefix, identity.instance_id),
+        value={"address": identity.address, "role": identity.role.value, "epoch": identity.epoch.hex()},
+        token=token,
+        news=news_key(prefix),
+        name=str(identity.instance_id),
+    )

@@ -1,4 +1,4 @@
-"""A prefill or decode process."""
+"""Entry point of prefill and decode processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from baton.worker.process import StopRequest, run_service
 
 
 def main(role: Role, argv: Sequence[str] | None = None) -> int:
-    """Run an instance until it is told to end; see :func:`~baton.worker.process.run_service`.
+    """Run an instance until it is asked to stop; see :func:`~baton.worker.process.run_service`.
 
     Args:
-        role: In which it starts.
-        argv: Command line; default: the process's.
+        role: Role in which the instance starts.
+        argv: Command line; ``None``: the process's own.
     """
     serve = functools.partial(_serve, role)
     return run_service(role, f"Run a {role} instance.", (WorkerConfig, EngineConfig), serve, argv)

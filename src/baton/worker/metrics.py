@@ -1,4 +1,4 @@
-"""Prometheus metrics of a prefill or decode instance; the list stands in ``docs/metrics.md``."""
+"""Prometheus metrics of a prefill or decode instance; ``docs/metrics.md`` lists them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class WorkerMetrics:
-    """Everything an instance counts. ``registry`` is its own, so that several can live in one process."""
+    """Metrics of one instance. Each has its own ``registry``, so that several instances can run in one process."""
 
     def __init__(self) -> None:
         self.registry = ServiceMetrics("worker")
@@ -36,7 +36,7 @@ class WorkerMetrics:
             "baton_worker_local_prefills", "Local prefills by reason", ["reason"], registry=reg
         )
         self.failed_prefills = Counter(
-            "baton_worker_failed_remote_prefills", "Prefill candidates in vain", registry=reg
+            "baton_worker_failed_remote_prefills", "Prefill candidates that failed", registry=reg
         )
         self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes fetched", ["pipe"], registry=reg)
         self.transfer_tokens = Counter(
@@ -62,28 +62,28 @@ class WorkerMetrics:
             "baton_engine_kv_bytes_per_token", "Bytes that a token takes in the KV pool", ["kv_dtype"], registry=reg
         )
 
-    def describe_kv(self, kind: Fingerprint) -> None:
-        """Export what the KV pool holds."""
-        layout = KVLayout(kind.layer_shapes, kind.block_size, kind.kv_dtype)
-        self.kv_bytes_per_token.labels(kind.kv_dtype).set(layout.bytes_per_token)
+    def describe_kv(self, fingerprint: Fingerprint) -> None:
+        """Export the size of a token's KV in the pool."""
+        layout = KVLayout(fingerprint.layer_shapes, fingerprint.block_size, fingerprint.kv_dtype)
+        self.kv_bytes_per_token.labels(fingerprint.kv_dtype).set(layout.bytes_per_token)
 
     def watch(
-        self, engine: EngineThread, kept: Callable[[], int], store: StoreUse, connectors: Mapping[str, StoreUse]
+        self, engine: EngineThread, num_leases: Callable[[], int], store: StoreUse, connectors: Mapping[str, StoreUse]
     ) -> None:
-        """Export what is read at scrape time.
+        """Export metrics that are read at scrape time.
 
         Args:
-            engine: Its statistics.
-            kept: Returns how many prompts are kept for others.
-            store: How the KV store is used.
-            connectors: How Baton's other connectors are used, by their names.
+            engine: The engine.
+            num_leases: Returns the number of prompts kept for other instances.
+            store: Counters of the KV store's use.
+            connectors: Counters of the use of Baton's named connectors, by name.
         """
-        self.leases.set_function(kept)
+        self.leases.set_function(num_leases)
         for collector in (
             _FieldCollector("baton_engine_", lambda: {"": engine.stats}, _ENGINE_COUNTERS, _ENGINE_GAUGES),
             _FieldCollector("baton_engine_", lambda: {"": engine}, _STEP_COUNTERS),
-            _FieldCollector("baton_grammar_", lambda: _present(engine.core.grammars), _GRAMMAR_COUNTERS),
-            _FieldCollector("baton_grammar_", lambda: _present(engine.core.masks), _MASK_COUNTERS),
+            _FieldCollector("baton_grammar_", lambda: _unlabeled(engine.core.grammars), _GRAMMAR_COUNTERS),
+            _FieldCollector("baton_grammar_", lambda: _unlabeled(engine.core.masks), _MASK_COUNTERS),
             _SpeculationCollector(engine),
             _OperatorCollector(engine),
             _FieldCollector("baton_store_", lambda: {"": store}, _STORE_COUNTERS, _STORE_GAUGES),
@@ -91,12 +91,12 @@ class WorkerMetrics:
         ):
             self.registry.register(collector)
 
-    def trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count a request's trace, once, at its first token."""
+    def count_trace(self, trace: common_pb2.RequestTrace) -> None:
+        """Count a request's trace; call it once per request, at the first token."""
         path = path_from_pb(trace.path)
         self.prefills.labels(path.value if path else "unknown").inc()
         if trace.local_reason:
-            # What stands behind a colon is an error's text: without bounds, and for the trace alone.
+            # An error's text follows the colon: of unbounded variety, so it is for the trace only.
             self.local_reasons.labels(trace.local_reason.partition(":")[0]).inc()
         self.failed_prefills.inc(len(trace.failed_prefills))
         if trace.pipe:
@@ -110,7 +110,7 @@ class WorkerMetrics:
         self.queue.observe(trace.queue_us / 1e6)
 
 
-def _present(item: object) -> Mapping[str, object]:
+def _unlabeled(item: object) -> Mapping[str, object]:
     return {} if item is None else {"": item}
 
 
@@ -118,11 +118,11 @@ class _FieldCollector(Collector):
     """Metrics that are fields of objects, read at scrape time.
 
     Args:
-        prefix: Of the metrics; their names go on with those of the fields.
-        objects: Returns the objects, by the value of their label.
-        counters: What the fields count that only rise, by their names.
-        gauges: What the others say.
-        label: Name of the label; empty: there is one object, without any.
+        prefix: Prefix of the metrics' names; the field's name follows.
+        objects: Returns the objects by their label value.
+        counters: Help texts of the fields that only rise, by field name.
+        gauges: Help texts of the other fields, by field name.
+        label: Name of the label; empty: there is one object without label.
     """
 
     def __init__(
@@ -134,11 +134,12 @@ class _FieldCollector(Collector):
         *,
         label: str = "",
     ) -> None:
-        self._prefix, self._objects, self._label = prefix, objects, label
+        self._prefix = prefix
+        self._objects = objects
+        self._label = label
         self._kinds = ((GaugeMetricFamily, gauges or {}), (CounterMetricFamily, counters))
 
     def collect(self) -> Iterable[Metric]:
-        """Read all."""
         labels = [self._label] if self._label else []
         objects = self._objects()
         for family_of, texts in self._kinds:
@@ -150,19 +151,18 @@ class _FieldCollector(Collector):
 
 
 class _OperatorCollector(Collector):
-    """What runs the model, and how far that is from exact arithmetic where weights are quantized.
+    """Operators that run the model, and the deviation of quantized weights from exact arithmetic.
 
     Args:
-        engine: Its executor says so.
+        engine: The engine, whose executor is read.
     """
 
     def __init__(self, engine: EngineThread) -> None:
         self._executor = engine.core.executor
 
     def collect(self) -> Iterable[Metric]:
-        """Read all."""
-        what = "What runs the model, as the log says it; always 1"
-        info = GaugeMetricFamily("baton_engine_operators", what, labels=["description"])
+        text = "Operators that run the model, as in the log; always 1"
+        info = GaugeMetricFamily("baton_engine_operators", text, labels=["description"])
         info.add_metric([self._executor.description], 1)
         yield info
         quality: Quality | None = getattr(self._executor, "quality", None)
@@ -183,15 +183,14 @@ class _SpeculationCollector(Collector):
     """Metrics of speculative decoding, read at scrape time; none without it.
 
     Args:
-        engine: Its speculator has the counts.
+        engine: The engine, whose speculator is read.
     """
 
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """Read all."""
-        found = {
+        families = {
             name: CounterMetricFamily(f"baton_spec_{name}", text, labels=["method", *labels])
             for name, (text, labels) in _SPECULATION_COUNTERS.items()
         }
@@ -199,15 +198,15 @@ class _SpeculationCollector(Collector):
         if speculator is not None:
             stats = speculator.stats
             method = stats.method
-            found["steps"].add_metric([method], stats.steps)
+            families["steps"].add_metric([method], stats.steps)
             for name, counts in (("drafted", stats.drafted), ("accepted", stats.accepted)):
-                found[f"{name}_tokens"].add_metric([method], counts.total())
+                families[f"{name}_tokens"].add_metric([method], counts.total())
                 for position, count in counts.copy().items():
-                    found[f"{name}_at_position"].add_metric([method, str(position)], count)
+                    families[f"{name}_at_position"].add_metric([method, str(position)], count)
             for name, reasons in (("faults", stats.faults), ("context_tokens", stats.context)):
                 for reason, count in reasons.copy().items():
-                    found[name].add_metric([method, reason], count)
-        yield from found.values()
+                    families[name].add_metric([method, reason], count)
+        yield from families.values()
 
 
 _SPECULATION_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {

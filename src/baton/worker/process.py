@@ -1,4 +1,4 @@
-"""The process of a service: its flags, how it logs, is asked to stop, shows its metrics and ends."""
+"""The process of a service: flags, logging, request to stop, metrics, export of spans, and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 
 from baton.config import add_flags, from_flags
 from baton.config.cluster_file import ROLES, ClusterFile
-from baton.config.flags import Placed
+from baton.config.environment import traces_endpoint
+from baton.config.flags import Placed, ServiceConfig
 from baton.config.secrets import flags_with_passwords
 from baton.errors import BatonError, ConfigError
 from baton.logs import set_up_logging
@@ -36,9 +37,11 @@ from baton.worker.parent import end_with_parent
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+    from baton.otlp import OtlpExporter
+
 log = logging.getLogger(__name__)
 
-_INSTEAD = "give it as @FILE, or by its BATON_... variable"
+_PASSWORD_HINT = "give it as @FILE, or by its BATON_... variable"
 _MOST_DESCRIPTORS = 1 << 20
 _FEW_DESCRIPTORS = 4096
 _MAX_SCRAPES = 16
@@ -58,16 +61,17 @@ def run_service(
     """Run the process of a service from its flags to its end.
 
     Args:
-        name: Of the service; its command is ``baton-<name>``.
-        description: For ``--help``.
-        configs: Dataclasses that its flags are made of; the first one has ``log_level`` and ``log_format``.
-        serve: Gets one of each and serves until it is told to end; returns the exit status.
-        argv: Command line; ``None``: the process's.
-        loop_factory: Makes the event loop.
+        name: Name of the service; its command is ``baton-<name>``.
+        description: Description for ``--help``.
+        configs: Dataclasses that define the flags; the first one is a :class:`ServiceConfig`.
+        serve: Gets an instance of each dataclass and serves until the process is asked to stop; returns the exit
+            status.
+        argv: Command line; ``None``: the process's own.
+        loop_factory: Creates the event loop; ``None``: asyncio's default.
 
     Returns:
-        The exit status: what ``serve`` returned, 2 for a configuration that cannot work, 1 for any other failure. With
-        the process's own command line it does not return: the process ends with that status.
+        The exit status: that of ``serve``, 2 for an invalid configuration, 1 for any other failure. With the process's
+        own command line it does not return: the process ends with that status.
     """
     command = f"baton-{name}"
     parser = argparse.ArgumentParser(prog=command, description=description)
@@ -79,13 +83,14 @@ def run_service(
     try:
         file = file_values(args, name, configs)
         given: list[Any] = [from_flags(config, args, file=file) for config in configs]
-        shown = getattr(given[0], "instance_id", "") or name
-        set_up_logging(given[0].log_level, shown, form=given[0].log_format)
-        open_audit_log(given[0].audit_log, shown)
+        service: ServiceConfig = given[0]
+        log_name = getattr(service, "instance_id", "") or name
+        set_up_logging(service.log_level, log_name, form=service.log_format)
+        open_audit_log(service.audit_log, log_name)
         for flag in flags_with_passwords(sys.argv[1:] if argv is None else argv):
-            log.warning("everybody on this host can read the password in %s (ps): %s", flag, _INSTEAD)
-        if argv is None:  # this process is the service: its limits may change, those of a caller's process may not
-            if not given[0].core_dumps:
+            log.warning("all users of this host can read the password in %s (ps): %s", flag, _PASSWORD_HINT)
+        if argv is None:  # this process is the service's own: its limits may be changed
+            if not service.core_dumps:
                 forbid_core_dumps()
             raise_descriptor_limit()
             watch_thread_starts()
@@ -93,11 +98,11 @@ def run_service(
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
     except BatonError as error:
-        unusable = isinstance(error, ConfigError)
-        print(f"{command}: {'error' if unusable else 'failed'}: {error.message}", file=sys.stderr)  # noqa: T201
-        code = 2 if unusable else 1
+        invalid = isinstance(error, ConfigError)
+        print(f"{command}: {'error' if invalid else 'failed'}: {error.message}", file=sys.stderr)  # noqa: T201
+        code = 2 if invalid else 1
     if argv is None:
-        leave(code)
+        end_process(code)
     return code
 
 
@@ -110,10 +115,10 @@ def add_config_flags(parser: argparse.ArgumentParser, service: str) -> None:
 
 
 def file_values(args: argparse.Namespace, service: str, configs: Sequence[type]) -> dict[str, Placed]:
-    """Return what the file says that ``--config`` names, by field.
+    """Return a service's values in the file that ``--config`` names, by field.
 
     Raises:
-        ConfigError: It cannot be read, or something in it is wrong, or the pool is another role's.
+        ConfigError: The file cannot be read or is invalid, or the pool is another role's.
     """
     if not args.config:
         return {}
@@ -126,11 +131,11 @@ def file_values(args: argparse.Namespace, service: str, configs: Sequence[type])
 
 
 def forbid_core_dumps() -> None:
-    """Have a crash of this process, and of those that it starts, leave nothing of its memory on disk.
+    """Prevent a crash of this process, and of its children, from writing its memory to disk.
 
-    Programs that the kernel hands dumps to (``core_pattern`` with a pipe) are not bound by the limit, so what they get
-    has no memory in it. The process stays one that others of its user may look into (``PR_SET_DUMPABLE``): NIXL's
-    copies within a host do, and whoever runs a profiler.
+    Programs that get dumps through a pipe (``core_pattern``) ignore the limit, so those dumps are made without memory.
+    Other processes of the same user may still read this one (``PR_SET_DUMPABLE`` is kept): NIXL's copies within a host
+    and profilers do.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
@@ -141,10 +146,10 @@ def forbid_core_dumps() -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files and connections as the hard limit allows, and say so in the log.
+    """Raise this process's limit of open files and connections to the hard limit, and log it.
 
     Returns:
-        How many.
+        The limit now.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -163,21 +168,22 @@ def raise_descriptor_limit() -> int:
 
 
 def watch_thread_starts(interval_s: float = _THREAD_START_S) -> None:
-    """End this process, with status 1, when one of its threads does not come to life.
+    """End this process, with status 1, when one of its threads fails to start.
 
-    ``Thread.start`` waits for ever where the new thread finds no memory for its first frame (seen with CPython 3.11).
-    Then a server accepts nothing any more, say, while health checks are answered; a process started anew serves.
+    ``Thread.start`` waits without limit if the new thread finds no memory for its first frame (seen with CPython 3.11).
+    Then, for example, a server accepts no connection although health checks are answered; a new process does serve.
 
     Args:
-        interval_s: A start that takes longer has failed; twice that passes at most.
+        interval_s: Seconds after which a start has failed; it is noticed within twice that time.
     """
 
     def watch() -> None:
         starting: set[threading.Thread] = set()
         while True:
             time.sleep(interval_s)
-            with suppress(MemoryError):  # another look will have some
-                before, starting = starting, {thread for thread in threading.enumerate() if thread.ident is None}
+            with suppress(MemoryError):  # the next round will have memory
+                before = starting
+                starting = {thread for thread in threading.enumerate() if thread.ident is None}
                 if lost := before & starting:
                     try:
                         names = ", ".join(sorted(thread.name for thread in lost))
@@ -189,10 +195,10 @@ def watch_thread_starts(interval_s: float = _THREAD_START_S) -> None:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask for a drain; the second one ends the process at once. Made in the running event loop.
+    """Waits for SIGTERM or SIGINT; a second signal ends the process at once. Create it in the running event loop.
 
     Attributes:
-        exit_code: What the process should end with.
+        exit_code: Exit status that the process should end with.
     """
 
     def __init__(self) -> None:
@@ -211,25 +217,25 @@ class StopRequest:
         self._event.set()
 
     def fail(self) -> None:
-        """Ask for an end with an error."""
+        """Request a stop with exit status 1."""
         self.exit_code = 1
         self._event.set()
 
     async def wait(self) -> None:
-        """Wait for the request."""
+        """Wait for a signal or :meth:`fail`."""
         await self._event.wait()
 
 
 class ServiceMetrics(CollectorRegistry):
-    """What every service tells of itself: ``process_*``, ``baton_build_info``, what became of its spans.
+    """Registry with the metrics of every service: ``process_*``, ``baton_build_info``, ``baton_trace_spans``.
 
-    Each has its own, so that several services can live in one process.
+    Each service has its own registry, so that several can run in one process.
 
     Args:
-        service: Which.
+        service: Kind of service, for ``baton_build_info``.
 
     Attributes:
-        spans: Spans of traced requests, by outcome.
+        spans: Counter of the spans of traced requests, by outcome.
     """
 
     def __init__(self, service: str) -> None:
@@ -243,15 +249,20 @@ class ServiceMetrics(CollectorRegistry):
 def serve_metrics(
     host: str, port: int, registry: CollectorRegistry, *, allowed_hosts: Sequence[str] = ()
 ) -> Callable[[], None]:
-    """Serve ``/metrics`` in a thread; returns what ends that, which blocks for up to half a second.
+    """Serve ``/metrics`` in a thread.
 
-    A connection has a few seconds for its request. Of more than some at once the oldest are closed, so that those that
-    say nothing keep neither threads nor scrapes. Foreign ``Host`` headers get 403, where :class:`HostRule` says so.
+    A connection has ``_SCRAPE_S`` seconds for its request. Of more than ``_MAX_SCRAPES`` connections the oldest are
+    closed, so that silent clients block neither threads nor scrapes. Foreign ``Host`` headers get 403, by
+    :class:`HostRule`.
+
+    Returns:
+        A function that ends the server; it blocks for up to half a second.
 
     Raises:
-        ConfigError: The port cannot be had.
+        ConfigError: The address cannot be bound.
     """
-    app, rule = make_wsgi_app(registry), HostRule.of_server(host, allowed_hosts, keyed=False)
+    app = make_wsgi_app(registry)
+    rule = HostRule.of_server(host, allowed_hosts, keyed=False)
     if rule is not None:
         app = _only_own_hosts(app, rule)
     kind: type[WSGIServer] = (
@@ -287,11 +298,11 @@ class _MetricsHandler(WSGIRequestHandler):
     timeout = _SCRAPE_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing about scrapes."""
+        """Override: scrapes are not logged."""
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread per connection, for a bounded number of them."""
+    """A server with a thread per connection, for a bounded number of connections."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -302,15 +313,14 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def get_request(self) -> tuple[Any, Any]:
-        """Accept a connection."""
         try:
             return super().get_request()
-        except OSError:  # out of descriptors, as a rule: not in a hurry then
+        except OSError:  # usually out of descriptors: do not retry at once
             time.sleep(0.1)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread; the oldest gives way if there are too many."""
+        """Serve a connection in a thread; if there are too many, the oldest is closed."""
         with self._lock:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > _MAX_SCRAPES else None
@@ -321,25 +331,61 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say little of a connection that broke off."""
+        """Override: broken connections are logged at debug level."""
         log.debug("a scrape from %s failed", client_address, exc_info=True)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process without taking the interpreter apart.
-
-    What was registered for the end runs and what was printed is written. Then the kernel takes everything back. Python
-    would free torch and transformers module by module, 1.5 s of a processor whenever an instance ends; and once gRPC
-    has used TLS it would wait for 2 s.
+def open_span_exporter(
+    endpoint: str, service: str, instance: str, metrics: ServiceMetrics, sample_rate: float | None = None
+) -> OtlpExporter | None:
+    """Return an exporter of spans, to be closed at the end; ``None``: tracing is off.
 
     Args:
-        code: The exit status.
+        endpoint: Value of ``--otlp-traces-endpoint``; empty: the endpoint in OpenTelemetry's variables, if any.
+        service: Kind of service: ``router``, ``prefill``, ``decode`` or ``kvstore``.
+        instance: Name of the process.
+        metrics: Metrics in which exported and dropped spans are counted.
+        sample_rate: Share of the traces started here that are sampled, 0 to 1; ``None``: by OpenTelemetry's variables.
+
+    Raises:
+        ConfigError: The ``otel`` extra is not installed although the flag is given, or the endpoint is malformed.
+    """
+    collector = endpoint or traces_endpoint()
+    if not collector:
+        return None
+    try:
+        from baton.otlp import OtlpExporter
+    except ImportError as error:
+        message = f"traces need an extra: pip install 'baton-serve[otel]' ({error})"
+        if endpoint:
+            raise ConfigError(message, field="otlp_traces_endpoint") from error
+        log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but %s", message)
+        return None
+
+    def count_spans(outcome: str, spans: int) -> None:
+        metrics.spans.labels(outcome).inc(spans)
+
+    try:
+        return OtlpExporter(
+            collector, service=f"baton-{service}", instance=instance, sample_rate=sample_rate, count=count_spans
+        )
+    except ValueError as error:
+        raise ConfigError(f"no traces can go to {collector!r}: {error}", field="otlp_traces_endpoint") from error
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without finalizing the interpreter.
+
+    Exit handlers run and output is flushed; the kernel frees the rest. Python would free torch and transformers module
+    by module, which takes 1.5 s of a processor whenever an instance ends; after use of TLS, gRPC would wait for 2 s.
+
+    Args:
+        code: Exit status.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

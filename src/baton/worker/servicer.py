@@ -1,4 +1,4 @@
-"""The calls of a prefill or decode instance; what they do for a request is its role's (``InstanceRole``)."""
+"""The gRPC calls of a prefill or decode instance, and its load reports; its ``InstanceRole`` runs the requests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import grpc
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config.stores import DISCOVER, StoreAddress
 from baton.engine.executor.base import Quality
+from baton.engine.request import EngineStats
 from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import PermissionDeniedError, UnavailableError
 from baton.kv_cache.events import KVEvent
@@ -24,23 +25,30 @@ from baton.rpc.ticket import TicketCheck
 from baton.types import RequestId, Role
 from baton.version import __version__
 from baton.worker.context import InstanceRole, WorkerContext
-from baton.worker.load_report import SLOW_S, LoadReporter, is_urgent
 
+SLOW_S = 2.0
+"""Seconds after which any change of the load is reported."""
 _ABORTED_S = 10.0
-"""Seconds in which calls end whose requests were aborted."""
+"""Seconds that calls have to end after their requests were aborted."""
+_SHARE = 1 / 8
+_THRESHOLDS = {"num_waiting": 1, "waiting_prompt_tokens": 2048}
+"""Fields of a load report that routers decide by, with the change that is ignored however small the number is."""
+_DECODE_THRESHOLDS = {**_THRESHOLDS, "blocks_active": 64}
+"""Without ``blocks_active`` on prefill instances: their blocks come and go with each prompt."""
+_REQUESTS_THRESHOLD = 1
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves both roles.
+    """The gRPC service of both roles.
 
     Args:
         context: The instance's parts.
-        role: What it does at first.
-        tickets: Checks those of clients that come without a router; ``None``: they need none.
-        change_role: Makes the instance another role's; see :meth:`SetRole`.
+        role: Role in which the instance starts.
+        tickets: Checks tickets of clients that call without a router; ``None``: they need no ticket.
+        change_role: Switches the instance to another role; see :meth:`SetRole`.
 
     Attributes:
-        role: What it does now.
+        role: Current role.
     """
 
     def __init__(
@@ -50,20 +58,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         tickets: TicketCheck | None,
         change_role: Callable[[Role], Awaitable[None]],
     ) -> None:
-        self._worker, self.role = context, role
-        self._tickets, self._change_role = tickets, change_role
+        self._worker = context
+        self.role = role
+        self._tickets = tickets
+        self._change_role = change_role
         self._load = LoadReporter()
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[worker_pb2.GenerateResponse]:
-        """Run a request that came without a router between: it has a ticket where this instance has a key."""
+        """Run a request of a direct client, which needs a ticket if this instance has a ticket key."""
         responses = self._generate(request, context)
         if self._tickets is not None:
             try:
                 self._tickets.verify(request)
             except PermissionDeniedError as error:
-                self._worker.metrics.requests.labels("generate", error.code).inc()
+                self._worker.base.metrics.requests.labels("generate", error.code).inc()
                 audit("denied", over="grpc", method="Generate", reason="ticket", peer=peer_of(context))
                 raise
         async with aclosing(responses):
@@ -78,23 +88,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GenerateMany(
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
-        """Generate for many requests on one stream, which routers open: what runs on it needs no ticket."""
+        """Run many requests on one stream, which routers open; they need no tickets."""
         router = object()
         messages = generate_many(
-            self._generate, requests, context, lambda addresses: self.role.silent_prefills(router, addresses)
+            self._generate, requests, context, lambda addresses: self.role.set_silent_prefills(router, addresses)
         )
         try:
             async with aclosing(messages):
                 async for message in messages:
                     yield message
         finally:
-            self.role.silent_prefills(router, frozenset())
+            self.role.set_silent_prefills(router, frozenset())
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         """Offer a prompt's blocks, computed now or beforehand, and keep them until the caller closes the stream."""
-        await context.send_initial_metadata(())  # the caller knows from it that somebody is here
+        await context.send_initial_metadata(())  # tells the caller that this instance is alive
         async with aclosing(self.role.prefill(request)) as responses:
             async for response in responses:
                 yield response
@@ -106,16 +116,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return await self.role.prefill_first(request)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End a request, or drop the prompt that waits under its id."""
-        request_id, engine = RequestId(request.request_id), self._worker.engine
-        found = self.role.withdraw(request_id) or await engine.call(lambda: engine.core.abort(request_id))
-        return worker_pb2.AbortResponse(found=found)
+        """Abort a request, or drop its unclaimed prompt."""
+        request_id = RequestId(request.request_id)
+        engine = self._worker.engine
+        known = self.role.withdraw(request_id) or await engine.call(lambda: engine.core.abort(request_id))
+        return worker_pb2.AbortResponse(found=known)
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
-        """Make an idle instance one of the other role; a drained one takes requests again.
+        """Switch an idle instance to a role; a drained instance accepts requests again.
 
         Raises:
-            InvalidRequestError: There is no such role.
+            InvalidRequestError: The role is unknown.
             BusyError: The instance is not idle.
         """
         before = self.role.role
@@ -124,30 +135,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.SetRoleResponse(previous=role_to_pb(before))
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
-        """Tell who this is."""
         worker = self._worker
-        quality: Quality | None = getattr(worker.executor, "quality", None)  # other packages' executors may have none
+        base = worker.base
+        executor = base.model.executor
+        quality: Quality | None = getattr(executor, "quality", None)  # optional in other packages' executors
         return worker_pb2.GetInfoResponse(
-            instance_id=worker.instance_id,
+            instance_id=base.instance_id,
             role=role_to_pb(self.role.role),
-            epoch=worker.arena.epoch,
-            fingerprint=fingerprint_to_pb(worker.executor.fingerprint),
-            num_blocks=worker.arena.num_blocks // worker.executor.layout.num_groups,
+            epoch=base.model.arena.epoch,
+            fingerprint=fingerprint_to_pb(executor.fingerprint),
+            num_blocks=base.model.num_blocks,
             max_model_len=worker.engine.core.max_model_len,
-            max_num_seqs=worker.engine_config.max_num_seqs,
+            max_num_seqs=base.engine_config.max_num_seqs,
             endpoints=[common_pb2.KvEndpoint(kind=e.kind, address=e.address) for e in worker.block_server.endpoints],
-            served_model_name=worker.engine_config.model_name,
+            served_model_name=base.engine_config.model_name,
             version=__version__,
-            attention_backend=worker.executor.attention_backend,
-            device=worker.engine_config.device,
-            eos_token_ids=sorted(worker.executor.eos_token_ids),
-            vocab_size=worker.executor.vocab_size,
-            model_path=worker.engine_config.model,
+            attention_backend=executor.attention_backend,
+            device=base.engine_config.device,
+            eos_token_ids=sorted(executor.eos_token_ids),
+            vocab_size=executor.vocab_size,
+            model_path=base.engine_config.model,
             tokenizer_digest=worker.tokenizer_digest,
-            kvstore=_store_nodes(worker.config.kvstore),
+            kvstore=_store_nodes(base.config.kvstore),
             grammars=worker.engine.core.grammars is not None,
             sampler=SAMPLER_VERSION,
-            operators=worker.executor.description,
+            operators=executor.description,
             quality_kl=None if quality is None else quality.kl,
             quality_top1=None if quality is None else quality.top1,
         )
@@ -155,10 +167,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def StreamKvEvents(
         self, request: worker_pb2.StreamKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamKvEventsResponse]:
-        """Follow the prefix cache."""
-        if not self._worker.config.kv_events:
+        base = self._worker.base
+        if not base.config.kv_events:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this instance was started with --no-kv-events")
-        batches = self._worker.events.follow(
+        batches = base.events.follow(
             request.from_sequence,
             request.epoch,
             self._snapshot,
@@ -173,18 +185,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def StreamLoad(
         self, request: worker_pb2.StreamLoadRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamLoadResponse]:
-        """Report the load, at once and then when it changed; see :mod:`baton.worker.load_report`."""
-        worker, role = self._worker, self.role
-        interval_s = (request.interval_ms or worker.config.load_interval_ms) / 1000
-        last, slow_at = common_pb2.LoadReport(), -math.inf
+        """Report the load, at once and then when it changed; see :class:`LoadReporter`."""
+        worker = self._worker
+        role = self.role
+        interval_s = (request.interval_ms or worker.base.config.load_interval_ms) / 1000
+        last = common_pb2.LoadReport()
+        slow_at = -math.inf
         while self.role is role:
             now = time.monotonic()
             report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
             if is_urgent(report, last, role.role) or (now >= slow_at and report != last):
                 yield worker_pb2.StreamLoadResponse(load=report)
-                last, slow_at = report, now + SLOW_S
+                last = report
+                slow_at = now + SLOW_S
             await asyncio.sleep(interval_s)
-        raise UnavailableError(f"this is a {self.role.role} instance now")  # a router asks again who this is
+        raise UnavailableError(f"this is a {self.role.role} instance now")  # routers call GetInfo again then
 
     async def ResetPrefixCache(
         self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
@@ -195,7 +210,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
-        """Stop admission and wait for running requests."""
+        """Stop admission and wait for running requests; with ``migrate``, abort those that do not end in time."""
         admission = self._worker.admission
         left = await admission.drain(request.timeout_ms / 1000)
         if left and request.migrate:
@@ -204,25 +219,96 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse(num_unfinished=left)
 
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
-        engine, log = self._worker.engine, self._worker.events
+        """Return the cache's content as events, and the number of the last batch that it includes."""
+        engine = self._worker.engine
+        base = self._worker.base
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[int, list[KVEvent]]] = loop.create_future()
 
-        def give(events: list[KVEvent]) -> None:
+        def finish_snapshot(events: list[KVEvent]) -> None:
             if not done.done():
-                done.set_result((log.flush(), [*events, *(x for tier in self._worker.tiers for x in tier())]))
+                tier_events = [event for snapshot_tier in base.tiers for event in snapshot_tier()]
+                done.set_result((base.events.flush(), [*events, *tier_events]))
 
-        def take() -> None:
+        def snapshot_pool() -> None:
             # Events of earlier steps reach the log through the same queue of callbacks, so they are counted
             # by the time this one runs: the sequence number fits the snapshot exactly.
             events: list[KVEvent] = list(engine.core.snapshot())
-            loop.call_soon_threadsafe(give, events)
+            loop.call_soon_threadsafe(finish_snapshot, events)
 
-        await engine.call(take)
+        await engine.call(snapshot_pool)
         return await done
 
 
+class LoadReporter:
+    """Makes load reports, with the speeds over the last seconds in which work was done.
+
+    Routers count at once what they place themselves. A report adds what others have placed, that requests wait, or that
+    the instance drains. So a report is sent as soon as one of these changed by more than a threshold
+    (:func:`is_urgent`), and any other change after ``SLOW_S``: every step of a busy engine changes some number, and
+    each message costs its routers more than the number is worth.
+    """
+
+    def __init__(self) -> None:
+        self._measured_at = time.monotonic()
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._rates = (0.0, 0.0)
+
+    def report(self, stats: EngineStats, *, draining: bool) -> common_pb2.LoadReport:
+        """Return the current report."""
+        self._update_rates(stats)
+        prefill_rate, decode_rate = self._rates
+        return common_pb2.LoadReport(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_loading=stats.num_loading,
+            blocks_total=stats.num_blocks,
+            blocks_active=stats.blocks_active,
+            blocks_cached=stats.blocks_cached,
+            waiting_prompt_tokens=stats.waiting_prompt_tokens,
+            prefill_tokens_per_s=prefill_rate,
+            decode_tokens_per_s=decode_rate,
+            num_preemptions=stats.num_preemptions,
+            draining=draining,
+        )
+
+    def _update_rates(self, stats: EngineStats) -> None:
+        """Update the speeds, rounded so that noise does not count as a change."""
+        now = time.monotonic()
+        seconds = now - self._measured_at
+        if seconds < 1.0:
+            return
+        prefill = stats.prefill_tokens - self._prefill_tokens
+        decode = stats.decode_tokens - self._decode_tokens
+        old_prefill, old_decode = self._rates
+        self._rates = (
+            float(round(prefill / seconds)) if prefill else old_prefill,
+            float(round(decode / seconds)) if decode else old_decode,
+        )
+        self._measured_at = now
+        self._prefill_tokens = stats.prefill_tokens
+        self._decode_tokens = stats.decode_tokens
+
+
+def is_urgent(report: common_pb2.LoadReport, last: common_pb2.LoadReport, role: Role) -> bool:
+    """Whether a number that routers decide by differs by more than a threshold from the last report."""
+    if report.draining != last.draining or _changed(_num_requests(report), _num_requests(last), _REQUESTS_THRESHOLD):
+        return True
+    fields = _THRESHOLDS if role is Role.PREFILL else _DECODE_THRESHOLDS
+    return any(_changed(getattr(report, name), getattr(last, name), threshold) for name, threshold in fields.items())
+
+
+def _num_requests(report: common_pb2.LoadReport) -> int:
+    return report.num_running + report.num_waiting + report.num_loading
+
+
+def _changed(now: int, before: int, threshold: int) -> bool:
+    # A drop to 0 always counts: routers whose own requests have ended would take the rest for others' work.
+    return now == 0 < before or abs(now - before) > max(threshold, _SHARE * before)
+
+
 def _store_nodes(kvstore: str) -> str:
-    """Return what routers are told of ``--kvstore``: its nodes, or that they are discovered; of a Redis nothing."""
+    """Return ``--kvstore`` as routers need it: the nodes or ``discover``; empty for a Redis or no store."""
     address = StoreAddress.parse(kvstore) if kvstore else StoreAddress()
     return DISCOVER if address.discover else ",".join(address.nodes)

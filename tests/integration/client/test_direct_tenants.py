@@ -89,7 +89,7 @@ async def test_a_ticket_opens_generate_and_nothing_else(tmp_path: Path) -> None:
     config = WorkerConfig(ticket_key_file=str(tmp_path / "key"), token_file=str(tmp_path / "token"))
     async with LocalCluster(engine, config, num_prefill=0) as cluster:
         (decode,) = cluster.decode
-        bearer = Bearer(decode.context.instance_id, decode.context.arena.epoch, decode.address)
+        bearer = Bearer(decode.context.base.instance_id, decode.context.base.model.arena.epoch, decode.address)
         request = worker_pb2.GenerateRequest(
             request_id="r",
             prompt_token_ids=pack_ids(PROMPT),

@@ -43,7 +43,7 @@ def cluster(model: Path, *options: str, kv_blocks: int = 400) -> LocalCluster:
 
 
 def registry(instance: WorkerInstance) -> CollectorRegistry:
-    return instance.context.metrics.registry
+    return instance.context.base.metrics.registry
 
 
 def count(instance: WorkerInstance, name: str, connector: str) -> float:

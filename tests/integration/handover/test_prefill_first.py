@@ -74,7 +74,7 @@ async def test_an_unclaimed_prompt_goes_by_its_lease_and_decode_computes_it(refe
 @pytest.mark.parametrize("prefill_first", [False, True])
 async def test_the_first_token_does_not_wait_for_a_step_of_decode(references, expected, *, prefill_first: bool) -> None:
     async with cluster(references) as rig:
-        executor, may_compute = rig.decode[0].context.executor, threading.Event()
+        executor, may_compute = rig.decode[0].context.base.model.executor, threading.Event()
         forward = executor.forward
 
         def held_back(batch: ForwardBatch) -> ForwardOutput:
@@ -174,7 +174,7 @@ async def test_a_claim_that_cannot_be_right_takes_nothing(references, expected) 
             request_id="it",
             prompt_token_ids=pack_ids(PROMPT),
             sampling=sampling_to_pb(GREEDY),
-            fingerprint=fingerprint_to_pb(rig.decode[0].context.executor.fingerprint),
+            fingerprint=fingerprint_to_pb(rig.decode[0].context.base.model.executor.fingerprint),
             num_held_tokens=len(PROMPT) + 1,
             claim=worker_pb2.PrefillClaim(key=where.key),
         )

@@ -50,13 +50,13 @@ async def busy_cluster(path: str, **changes: float) -> AsyncIterator[LocalCluste
     async with LocalCluster(engine, WorkerConfig(prefill_stall_s=STALL_S, **changes)) as running:  # type: ignore[arg-type]
         prefill = running.prefill[0]
         prefill._role._queue._interval_s = 0.2  # type: ignore[union-attr]
-        forward = prefill.context.executor.forward
+        forward = prefill.context.base.model.executor.forward
 
         def slow(*args: Any) -> Any:
             time.sleep(STEP_S)
             return forward(*args)
 
-        prefill.context.executor.forward = slow  # type: ignore[method-assign]
+        prefill.context.base.model.executor.forward = slow  # type: ignore[method-assign]
         decode: Any = running.decode[0]._role
         decode.connector._stall_s = 3600.0  # of copies: these tests are about words
         yield running
@@ -67,7 +67,7 @@ async def busy_cluster(path: str, **changes: float) -> AsyncIterator[LocalCluste
 def held_back(instance: WorkerInstance, go_on: threading.Event) -> Iterator[threading.Event]:
     """Have an instance's steps wait for ``go_on``; yields what is set when the first one does."""
     begun = threading.Event()
-    executor: Any = instance.context.executor
+    executor: Any = instance.context.base.model.executor
     forward = executor.forward
 
     def held(*args: Any) -> Any:

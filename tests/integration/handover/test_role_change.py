@@ -102,7 +102,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def test_a_decode_instance_becomes_a_prefill_instance_and_comes_back(fleet: Fleet) -> None:
     alone = [(await fleet.complete(prompt(at)))[0] for at in range(3)]
-    epoch, second = fleet.instances[1].context.arena.epoch, fleet.instances[1]
+    epoch, second = fleet.instances[1].context.base.model.arena.epoch, fleet.instances[1]
     scheduler = second.context.engine.core._scheduler
     assert scheduler.step_budget is not None, "streams wait for its steps"
     assert await set_role(second, Role.PREFILL) is Role.DECODE
@@ -118,7 +118,7 @@ async def test_a_decode_instance_becomes_a_prefill_instance_and_comes_back(fleet
     await fleet.until(lambda: other.events.num_blocks > 0)  # the prefix cache and its events went on
     assert await set_role(second, Role.DECODE) is Role.PREFILL
     await fleet.until(lambda: fleet.known() == {"i0": Role.DECODE, "i1": Role.DECODE})
-    assert second.context.arena.epoch == epoch
+    assert second.context.base.model.arena.epoch == epoch
     assert scheduler.step_budget is not None
     # At once: one after the other they might all go to the instance that was the faster one so far.
     answers = await asyncio.gather(*(fleet.complete(prompt(at % 3), cache_salt=str(at)) for at in range(12)))

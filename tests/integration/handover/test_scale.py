@@ -80,7 +80,7 @@ async def test_the_ratio_changes_under_load() -> None:
 
         loads = [asyncio.create_task(load(at)) for at in range(6)]
         try:
-            cached = {x.context.instance_id: x.context.engine.core.stats().blocks_cached for x in instances}
+            cached = {x.context.base.instance_id: x.context.engine.core.stats().blocks_cached for x in instances}
             for targets, wait_s in (({P: 1, D: 3}, 60.0), ({P: 3, D: 1}, 0.0)):
                 before = done.total()
                 changed = await scale(client, targets, wait_s)
@@ -90,9 +90,10 @@ async def test_the_ratio_changes_under_load() -> None:
                     while done.total() < before + 12 and not wrong:
                         await asyncio.sleep(0.01)
                 for instance in instances:
-                    if instance.context.instance_id in changed:
+                    if instance.context.base.instance_id in changed:
                         assert (
-                            instance.context.engine.core.stats().blocks_cached >= cached[instance.context.instance_id]
+                            instance.context.engine.core.stats().blocks_cached
+                            >= cached[instance.context.base.instance_id]
                         )
         finally:
             stop.set()
@@ -111,7 +112,7 @@ async def test_what_runs_goes_on_elsewhere_when_the_time_is_up() -> None:
         stream = await client.generate(prompt(0), max_tokens=400, temperature=0, ignore_eos=True, stream=True)
         chunks = [await anext(stream)]
         owner = next(x for x in instances if x.context.admission.active)
-        name = owner.context.instance_id
+        name = owner.context.base.instance_id
         with pytest.raises(BusyError):
             await client.set_role(name, P)
         with pytest.raises(ConfigError):

@@ -70,7 +70,7 @@ def prefill_request(instance: WorkerInstance, **changes) -> worker_pb2.PrefillRe
         "request_id": "p",
         "prompt_token_ids": pack_ids(PROMPT),
         "sampling": GREEDY,
-        "fingerprint": fingerprint_to_pb(instance.context.executor.fingerprint),
+        "fingerprint": fingerprint_to_pb(instance.context.base.model.executor.fingerprint),
         **changes,
     }
     return worker_pb2.PrefillRequest(**values)
@@ -179,7 +179,7 @@ async def test_too_many_leases_are_refused(cluster):
 )
 async def test_a_reader_with_other_kv_is_refused_by_the_field(cluster, field, value):
     prefill = cluster.prefill[0]
-    other = fingerprint_to_pb(dataclasses.replace(prefill.context.executor.fingerprint, **{field: value}))
+    other = fingerprint_to_pb(dataclasses.replace(prefill.context.base.model.executor.fingerprint, **{field: value}))
     async with open_channel(prefill.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         error = await refusal(stub.Prefill(prefill_request(prefill, fingerprint=other)))

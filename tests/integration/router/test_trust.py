@@ -36,7 +36,7 @@ from baton.rpc.redis import (
 )
 from baton.rpc.service_token import read_token
 from baton.types import InstanceId, Role
-from baton.worker.registration import Identity, Registration, redis_registration
+from baton.worker.instance import Identity, Registration, redis_registration
 from baton_router.replication.redis_log import RedisLog
 
 pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))

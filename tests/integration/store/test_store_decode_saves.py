@@ -79,7 +79,7 @@ async def test_what_came_from_the_store_does_not_go_back(model: Path, store: KVS
         result = await two.generate(two.decode[0], FIRST, GREEDY, candidates=())
         await two.settle()
         assert result.trace.transferred_tokens == len(FIRST) // BLOCK * BLOCK
-        metrics = two.decode[0].context.metrics.registry
+        metrics = two.decode[0].context.base.metrics.registry
         assert metrics.get_sample_value("baton_store_saved_bytes_total") == 0
         generated = (len(FIRST) + NEW_TOKENS - 1) // BLOCK - len(FIRST) // BLOCK
         assert metrics.get_sample_value("baton_store_saved_blocks_total") == generated
@@ -99,7 +99,7 @@ async def test_a_prefill_instance_loads_what_decode_saved_instead_of_computing_i
         result = await after.generate(after.decode[0], talk.second, GREEDY)
         assert result.token_ids == talk.expected
         assert result.trace.path == common_pb2.PREFILL_PATH_REMOTE
-        loaded = after.prefill[0].context.metrics.registry.get_sample_value("baton_store_loaded_tokens_total")
+        loaded = after.prefill[0].context.base.metrics.registry.get_sample_value("baton_store_loaded_tokens_total")
         assert loaded == (len(FIRST) + NEW_TOKENS - 1) // BLOCK * BLOCK
         await after.settle()
         await after.check_integrity()

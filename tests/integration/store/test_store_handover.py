@@ -39,7 +39,7 @@ async def test_equality_when_the_prefill_instance_is_gone_before_decode_asks(wor
         first = await asyncio.gather(*(saving.generate(saving.decode[0], prompt, SAMPLING) for prompt in prompts))
         assert [result.token_ids for result in first] == expected
         await saving.check_integrity()
-        metrics = saving.prefill[0].context.metrics.registry
+        metrics = saving.prefill[0].context.base.metrics.registry
         more = itertools.count()
         async with asyncio.timeout(240):  # blocks come while they are computed, where the store is not too slow for it
             while not metrics.get_sample_value("baton_store_followed_blocks_total"):

@@ -194,7 +194,7 @@ class LocalCluster:
                         await asyncio.sleep(0.01)
                         stats = await engine.call(engine.core.stats)
             except TimeoutError as error:
-                raise AssertionError(f"{instance.context.instance_id} is not idle: {stats}") from error
+                raise AssertionError(f"{instance.context.base.instance_id} is not idle: {stats}") from error
             await engine.call(engine.core.check_integrity)
 
 
@@ -215,7 +215,7 @@ def slow_steps(*instances: WorkerInstance) -> threading.Event:
         return forward_slowly
 
     for instance in instances:
-        executor: Any = instance.context.executor
+        executor: Any = instance.context.base.model.executor
         executor.forward = slowed(executor.forward)
     return slow
 

@@ -29,7 +29,7 @@ from tests.support.readable import readable
 
 from baton.cli.supervisor import ProcessSpec
 from baton.worker.parent import die_with_parent
-from baton.worker.process import leave
+from baton.worker.process import end_process
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def serve(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not message:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-            leave(0)
+            end_process(0)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -262,11 +262,11 @@ def become(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        end_process(end.code if isinstance(end.code, int) else int(end.code is not None))
     except BaseException:
         traceback.print_exc()
-        leave(1)
-    leave(0)
+        end_process(1)
+    end_process(0)
 
 
 def main(argv: Sequence[str]) -> NoReturn:

@@ -15,8 +15,7 @@ from baton.errors import ConfigError
 from baton.otlp import OtlpExporter
 from baton.rpc.server import free_port
 from baton.tracing import Span, begin_span, parse_traceparent
-from baton.worker.process import ServiceMetrics
-from baton.worker.span_export import open_span_exporter
+from baton.worker.process import ServiceMetrics, open_span_exporter
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT.removesuffix("01") + "00"

@@ -115,8 +115,12 @@ def test_the_process_to_fork_from_is_replaced_when_it_was_killed(caplog: pytest.
 
 
 def test_what_was_registered_for_the_end_runs_and_what_was_printed_is_written() -> None:
-    code = (
-        "import atexit; from baton.worker.process import leave; atexit.register(print, 'end'); print('out'); leave(3)"
+    lines = (
+        "import atexit",
+        "from baton.worker.process import end_process",
+        "atexit.register(print, 'end')",
+        "print('out')",
+        "end_process(3)",
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", "; ".join(lines)], stdout=subprocess.PIPE, text=True)
     assert (done.stdout, done.returncode) == ("out\nend\n", 3)

@@ -20,7 +20,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.proof import Prover
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId, Role
-from baton.worker.registration import Identity, Registration
+from baton.worker.instance import Identity, Registration
 from baton_router.indexer.event_applier import EventApplier
 from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex

@@ -11,9 +11,9 @@ from baton.api.v1 import common_pb2, events_pb2
 from baton.engine.request import EngineStats
 from baton.kv_cache.events import BlocksRemoved, BlocksStored, KVEvent
 from baton.types import BlockHash, Epoch, Role
-from baton.worker import load_report
+from baton.worker import servicer
 from baton.worker.events import GATHER_BLOCKS, KvEventLog
-from baton.worker.load_report import LoadReporter, is_urgent
+from baton.worker.servicer import LoadReporter, is_urgent
 
 NO_HITS = {"prefix_hit_tokens": 0, "prefix_query_tokens": 0}
 EPOCH = Epoch(b"e" * 16)
@@ -62,18 +62,18 @@ async def test_news_wait_as_long_as_the_least_patient_follower_allows() -> None:
         assert (await anext(patient)).sequence == 1
         log._flushed_at -= 1.0  # as if a second had passed
         log.append([BlocksStored(None, (block(1),))])
-        log.request_ended()
+        log.flush_request()
         assert log.sequence == 1
         old = log.follow(1, EPOCH, no_snapshot)
         assert (await anext(old)).sequence == 1
         log.append([BlocksStored(None, (block(2),))])
         assert log.sequence == 2
         log.append([BlocksStored(None, (block(3),))])
-        log.request_ended()
+        log.flush_request()
         assert log.sequence == 3
         await old.aclose()
         log.append([BlocksStored(None, (block(4),))])
-        log.request_ended()
+        log.flush_request()
         assert log.sequence == 3
         assert [(await anext(patient)).sequence for _ in range(2)] == [2, 3]
 
@@ -106,7 +106,7 @@ async def test_who_asks_for_what_is_gathered_begins_a_new_wait(monkeypatch: pyte
 
 def test_speeds_are_those_of_the_last_seconds_in_which_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(load_report.time, "monotonic", lambda: now)
+    monkeypatch.setattr(servicer.time, "monotonic", lambda: now)
     reporter = LoadReporter()
 
     def speeds(at: float, prefill: int, decode: int) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def test_through_prefill_and_decode(tmp_path: Path) -> None:
             answer = await cluster.generate(cluster.decode[0], prompt, sampling)
             async with open_channel(cluster.decode[0].address) as channel:
                 info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest())
-            text = generate_latest(cluster.decode[0].context.metrics.registry).decode()
+            text = generate_latest(cluster.decode[0].context.base.metrics.registry).decode()
         assert "29 x int4 per 32 by " in info.operators
         assert "inputs exact" in info.operators
         assert info.quality_kl < 1e-6

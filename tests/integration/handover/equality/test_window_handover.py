@@ -71,7 +71,7 @@ async def test_equality_through_pipes_and_shapes(
     whole = {"tp": 1, "pp": 1, "block_size": BLOCK, **decode}
     async with LocalCluster(engine_config(path, **prefill), decode_pipes=pipes, decode_changes=whole) as cluster:
         for kind, instance in zip(kinds, cluster.decode, strict=False):
-            fingerprint = instance.context.executor.fingerprint
+            fingerprint = instance.context.base.model.executor.fingerprint
             assert fingerprint.layer_groups == (1, 2, 3, 4, 5, 0)
             results = await generate_all(cluster, instance, prompts)
             assert [result.token_ids for result in results] == expected
@@ -131,9 +131,9 @@ async def test_what_others_read_holds_all_layers(workload: Workload) -> None:
     offload = WorkerConfig(kv_connectors=("offload",), kv_connector_options=("offload.bytes=1048576",))
     async with LocalCluster(engine_config(path), offload) as cluster:
         for instance in (*cluster.prefill, *cluster.decode):
-            assert instance.context.executor.fingerprint.layer_groups == ()
+            assert instance.context.base.model.executor.fingerprint.layer_groups == ()
     async with LocalCluster(engine_config(path)) as cluster:
-        assert cluster.prefill[0].context.executor.fingerprint.layer_groups == ()
+        assert cluster.prefill[0].context.base.model.executor.fingerprint.layer_groups == ()
         decode = cluster.decode[0]
         with pytest.raises(InvalidRequestError, match="no-layer-groups") as refused:
             await decode.change_role(Role.PREFILL)
