@@ -75,7 +75,7 @@ class BoundAttention:
     """Attention of one layer, bound to memory.
 
     Attributes:
-        call: To be made after :meth:`attend` has said to what.
+        call: The bound call; :meth:`set_batch` comes before it.
     """
 
     def __init__(self, call: BoundCall, spec: AttentionSpec) -> None:
@@ -83,8 +83,8 @@ class BoundAttention:
         self._spec = spec
         self._pool: LayerPool | None = None
 
-    def attend(self, plan: CpuPlan, pool: LayerPool) -> None:
-        """Take a batch and the layer's pool; both are used until the next call of this."""
+    def set_batch(self, plan: CpuPlan, pool: LayerPool) -> None:
+        """Set the batch and the layer's pool for the calls until the next ``set_batch``."""
         call = self.call.structure
         shared = plan.call
         if pool is not self._pool:

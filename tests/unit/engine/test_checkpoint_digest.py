@@ -76,7 +76,7 @@ def test_the_name_of_the_folder_and_of_who_saved_it_does_not_count(
 class TestKeptDigests:
     @pytest.fixture(autouse=True)
     def all_are_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpoint, "KEPT_FROM_BYTES", 1)
+        monkeypatch.setattr(checkpoint, "STORED_FROM_BYTES", 1)
 
     def test_a_start_reads_no_weights_that_are_known(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = digest(folder)

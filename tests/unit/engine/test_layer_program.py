@@ -145,7 +145,7 @@ def test_who_waits_for_layers_is_told_of_each_as_soon_as_it_is_stored(
 def test_steps_of_more_tokens_run_operator_by_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint(tmp_path, "llama")
     want, _ = logits_of(path)
-    monkeypatch.setattr(fused, "MOST_ROWS", 16)
+    monkeypatch.setattr(fused, "MAX_ROWS", 16)
     noted = Noted(monkeypatch)
     got, _ = logits_of(path)
     few = [count for count in COUNTS if count <= 16]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 8
 
 INPUTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
-"""What modules pass to their attention by name and the probe notes."""
+"""Keyword arguments of attention functions that the probe uses."""
 WITHOUT_EFFECT = frozenset(
     {
         "attention_mask",  # None, or refused
@@ -53,15 +53,15 @@ WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""What modules pass on of what their model was called with, and what does not change what is attended to."""
+"""Keyword arguments that modules pass on from their model's call, and that do not change the attention."""
 _KNOWN = INPUTS | WITHOUT_EFFECT
 
 
 def check_inputs(architecture: str, attention_mask: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what a module passes to its attention function and Baton's attention does not use.
+    """Refuse arguments of a module's attention function that Baton's attention does not use.
 
     Raises:
-        ConfigError: Names it.
+        ConfigError: There are such arguments; names them.
     """
     causal = kwargs.get("is_causal") is not False
     if attention_mask is None and causal and kwargs.keys() <= _KNOWN:
@@ -77,7 +77,7 @@ def check_inputs(architecture: str, attention_mask: Any, kwargs: dict[str, Any])
 
 
 class AttentionName:
-    """A name in transformers' registries that leads to one attention function, until closed."""
+    """A name in transformers' registries for one attention function, until it is closed or garbage."""
 
     def __init__(self, function: Callable[..., Any], mask: Callable[..., Any] | None = None) -> None:
         self.name = f"baton-{secrets.token_hex(8)}"
@@ -94,20 +94,25 @@ def _unregister(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """Which keys a mask shows: all before a query, those of a window, or those of the query's chunk."""
+    """The keys that a mask shows: all before a query, those of a window, or those of the query's chunk.
+
+    Attributes:
+        window: Number of keys in the window; 0: no window.
+        chunk: Tokens of a chunk; 0: no chunks.
+    """
 
     window: int = 0
     chunk: int = 0
 
     def first_key(self, query: int) -> int:
-        """Return the first key that a query sees; the last one is its own."""
+        """Return the first key that a query sees; the last one is the query's own."""
         if self.chunk:
             return query // self.chunk * self.chunk
         return max(0, query - self.window + 1) if self.window else 0
 
 
 class _Recorder:
-    """Stands in for attention and masks during the probe."""
+    """Replaces attention and masks during the probe, and records each layer's attention."""
 
     def __init__(self, architecture: str, max_len: int) -> None:
         self.architecture = architecture
@@ -122,9 +127,9 @@ class _Recorder:
     def mask(
         self, *, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: Any = None, **_: Any
     ) -> torch.Tensor:
-        """Stands in for a mask interface: returns a mask whose storage tells what it means.
+        """Replaces the mask interface: returns a mask whose storage identifies its reach.
 
-        One that Baton's attention cannot do is refused when a layer uses it: some models make masks for none.
+        A mask that Baton's attention does not support is refused when a layer uses it: some models make unused masks.
         """
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device).tril()
         self._masks.append(mask)
@@ -137,7 +142,7 @@ class _Recorder:
         return mask
 
     def _reach(self, mask_function: Callable[..., torch.Tensor]) -> _Reach | str:
-        """Evaluate a mask function far out and find what it shows, or say that it is none that is known."""
+        """Evaluate a mask function over all keys; return its reach, or why it is not supported."""
         keys = torch.arange(self.max_len)
         zero = torch.zeros((), dtype=torch.long)
 
@@ -156,14 +161,14 @@ class _Recorder:
         seen = int(visible(last).sum())
         candidates = [
             _Reach() if seen == self.max_len else _Reach(window=seen),
-            _Reach(chunk=self._until_hidden(visible)),
+            _Reach(chunk=self._first_query_without_first_key(visible)),
         ]
         return next(
             (reach for reach in candidates if shows(reach)), "its attention mask is neither causal, a window nor chunks"
         )
 
-    def _until_hidden(self, visible: Callable[[int], torch.Tensor]) -> int:
-        """Return the first query that does not see the first key, or the longest sequence."""
+    def _first_query_without_first_key(self, visible: Callable[[int], torch.Tensor]) -> int:
+        """Return the first query that does not see the first key, or the maximum length."""
         low = 1
         high = self.max_len
         while low < high:
@@ -183,7 +188,7 @@ class _Recorder:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stands in for the attention function: notes the layer and attends densely."""
+        """Replaces the attention function: records the layer and attends densely."""
         if id(module) in self.specs:
             raise self.refuse("an attention module attends more than once in a forward")
         if getattr(module, "is_causal", True) is False:
@@ -214,14 +219,14 @@ class _Recorder:
 
 
 def probe(model: LoadedModel, max_len: int) -> tuple[dict[int, AttentionSpec], int]:
-    """Run a few tokens densely and note each layer's attention.
+    """Run a few tokens densely and return each layer's attention.
 
     Returns:
-        The attention of each layer by the id of its module, in the order of the forward, and the longest sequence for
-        which that is right: at most ``max_len``, less where ``generate`` drops keys that the model's own masks show.
+        The attention of each layer by the id of its module, in the order of the forward, and the longest sequence, in
+        tokens, for which it is right: at most ``max_len``, less where ``generate`` drops keys that the masks show.
 
     Raises:
-        ConfigError: The model's attention is more than a causal or sliding mask or chunks, or layers have none.
+        ConfigError: The model's attention is not causal, sliding or chunked, or layers have no replaceable attention.
     """
     recorder = _Recorder(model.architecture, max_len)
     name = AttentionName(recorder.attention, recorder.mask)
@@ -255,9 +260,9 @@ def _consistent_length(model: LoadedModel, specs: list[AttentionSpec], max_len: 
     if len(layers) != len(specs):
         return max_len
     for layer, spec in zip(layers, specs, strict=True):
-        kept = getattr(layer, "sliding_window", None)
-        if kept and not spec.window and not spec.chunk and kept < max_len:
-            max_len = int(kept)
+        cached = getattr(layer, "sliding_window", None)
+        if cached and not spec.window and not spec.chunk and cached < max_len:
+            max_len = int(cached)
             log.warning("%s: serving sequences up to %d tokens: its cache keeps no more", model.architecture, max_len)
     return max_len
 
@@ -266,44 +271,45 @@ def _consistent_length(model: LoadedModel, specs: list[AttentionSpec], max_len: 
 
 
 LATENT_CHECK_TOKENS = 3
+"""Tokens that an expansion is checked with."""
 LATENT_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest |difference| / |expansion| of one that is linear in the latent, head by head."""
+"""Largest |difference| / |expansion| of an expansion that is linear in the latent, by dtype."""
 
 
 def use_latents(model: LoadedModel, attention: dict[int, AttentionSpec]) -> dict[int, AttentionSpec]:
-    """Return the attention of a model's layers with latents in place of keys and values that expand from them.
+    """Return the attention of a model's layers over latents, where keys and values expand from latents.
 
     Args:
-        model: Whole.
-        attention: What each layer attends over as its module stands, by the id of the module.
+        model: The whole model.
+        attention: Attention of each layer over its keys and values, by the id of its module.
     """
     modules = {id(module): module for module in model.module.modules() if id(module) in attention}
     return {key: _latent_attention(model, modules[key], spec) for key, spec in attention.items()}
 
 
 def absorb_projections(model: LoadedModel, attention: dict[int, AttentionSpec]) -> dict[int, LatentProjections]:
-    """Have the modules that attend over latents pass these on, in place.
+    """Change the modules that attend over latents, in place, so that they do not expand them.
 
     Such a module then calls its attention function with the latents [1, 1, T, rank] as keys and the rotary keys
     [1, 1, T, rope] as values.
 
     Args:
-        model: This rank's share.
-        attention: Of this rank, by the id of the module.
+        model: This rank's share of the model.
+        attention: Attention of this rank's layers, by the id of the module.
 
     Returns:
-        The projections that queries and outputs have to go through, by the id of the module.
+        The projections that queries and outputs have to be multiplied with, by the id of the module.
     """
-    found = {}
+    projections = {}
     for module in model.module.modules():
         spec = attention.get(id(module))
         if spec is not None and spec.latent:
-            held: Any = module
-            weight = getattr(held, LATENT_PROJECTION).weight.detach()
-            found[id(module)] = LatentProjections(weight, spec.num_heads, held.v_head_dim)
-            delattr(held, LATENT_PROJECTION)  # or its weight would be packed too
-            setattr(held, LATENT_EXPANSION, _keep_latents)
-    return found
+            layer: Any = module
+            weight = getattr(layer, LATENT_PROJECTION).weight.detach()
+            projections[id(module)] = LatentProjections(weight, spec.num_heads, layer.v_head_dim)
+            delattr(layer, LATENT_PROJECTION)  # or its weight would be packed too
+            setattr(layer, LATENT_EXPANSION, _keep_latents)
+    return projections
 
 
 def _keep_latents(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,7 +317,7 @@ def _keep_latents(latents: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Te
 
 
 def _latent_attention(model: LoadedModel, module: Any, spec: AttentionSpec) -> AttentionSpec:
-    """The attention of a layer over latents, or as it is if its keys and values are anything else."""
+    """Return the attention of a layer over latents, or ``spec`` if its keys and values do not expand from latents."""
     up: Any = getattr(module, LATENT_PROJECTION, None)
     expand: Any = getattr(module, LATENT_EXPANSION, None)
     if type(up) is not nn.Linear or expand is None or getattr(module, "v_head_dim", None) != spec.v_dim:
@@ -327,9 +333,10 @@ def _latent_attention(model: LoadedModel, module: Any, spec: AttentionSpec) -> A
         rows = torch.randn(LATENT_CHECK_TOKENS, rank + rope, generator=torch.Generator().manual_seed(0))
         rows = rows.to(up.weight)
         latents, rotary = rows.tensor_split([rank], dim=1)
-        theirs = torch.cat(expand(latents[None, None], rotary[None, None]), dim=-1)[0].transpose(0, 1).float()
-        mine = torch.cat(projections.expand(rows), dim=-1).float()
-    if theirs.shape != mine.shape or not (theirs - mine).norm() <= LATENT_TOLERANCE[model.dtype] * mine.norm():
+        expected = torch.cat(expand(latents[None, None], rotary[None, None]), dim=-1)[0].transpose(0, 1).float()
+        expanded = torch.cat(projections.expand(rows), dim=-1).float()
+    limit = LATENT_TOLERANCE[model.dtype] * expanded.norm()
+    if expected.shape != expanded.shape or not (expected - expanded).norm() <= limit:
         log.warning("%s: its latents expand in a way of their own: keys and values are kept", model.architecture)
         return spec
     return dataclasses.replace(spec, kv_heads=1, k_dim=rank + rope, v_dim=rank, latent=True)

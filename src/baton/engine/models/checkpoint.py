@@ -28,18 +28,25 @@ log = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 WHOLE_BYTES = 256 * 1024
-"""Tensors of up to this size count with every byte: norms, biases, scales, sinks, small adapters."""
+"""Tensors of at most this size are hashed whole: norms, biases, scales, sinks, small adapters."""
 SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 32
 DIGESTS_NAME = ".baton-digests.json"
-KEPT_FROM_BYTES = 1 << 30
-"""Weights of a checkpoint from which on its digests are kept: less is read at once."""
+STORED_FROM_BYTES = 1 << 30
+"""Digests of checkpoints of at least this size are stored for the next start."""
 _SCHEME = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One file of weights: the JSON header of safetensors, and where its data begins and ends (bytes)."""
+    """One file of weights.
+
+    Attributes:
+        path: The file.
+        header: JSON header, as safetensors has it.
+        data_start: Offset of the data in the file, in bytes.
+        size: Length of the file, in bytes.
+    """
 
     path: Path
     header: bytes
@@ -115,27 +122,27 @@ def _gguf_header(path: Path) -> WeightFile:
 def model_digest(folder: Path, files: list[WeightFile]) -> str:
     """Return a SHA-256 (hex) over the config, and per weight file its name, size, header and data.
 
-    Of its data every tensor counts: small ones with every byte, large ones with 32 samples of 4 KiB that are spread
-    evenly, first and last bytes among them. So fine-tunes differ, also those of norms or biases alone, and a checkpoint
-    of 100 GB costs some ten thousand small reads. A change of single rows of a large matrix may go unseen: it
-    identifies a checkpoint and does not prove that no bit flipped.
+    Small tensors are hashed whole, large ones by 32 samples of 4 KiB that are spread evenly and include the first and
+    last bytes. So fine-tunes differ, also those of norms or biases alone, and a checkpoint of 100 GB takes some ten
+    thousand small reads. A change of single rows of a large matrix may go unseen: the digest identifies a checkpoint,
+    it does not prove that no bit flipped.
 
-    Those of files of a large checkpoint are kept beside them (``.baton-digests.json``, if the folder may be written),
-    and hold as long as size, inode and times of change are the same.
+    The digests of a large checkpoint's files are stored beside them (``.baton-digests.json``, if the folder can be
+    written), and are valid as long as size, inode and times of change are the same.
     """
     digest = hashlib.sha256()
     config = read_json(folder / "config.json")
     for name in ("transformers_version", "_name_or_path"):
         config.pop(name, None)
     _add_field(digest, json.dumps(config, sort_keys=True).encode())
-    large = sum(file.size for file in files) >= KEPT_FROM_BYTES
-    kept = _kept_digests(folder) if large else {}
-    found = {file.path.name: _file_entry(file, kept.get(file.path.name)) for file in files}
-    for name, entry in found.items():
+    large = sum(file.size for file in files) >= STORED_FROM_BYTES
+    stored = _read_digests(folder) if large else {}
+    entries = {file.path.name: _file_entry(file, stored.get(file.path.name)) for file in files}
+    for name, entry in entries.items():
         _add_field(digest, name.encode())
         _add_field(digest, bytes.fromhex(entry["digest"]))
-    if large and found != kept:
-        _keep_digests(folder, found)
+    if large and entries != stored:
+        _write_digests(folder, entries)
     return digest.hexdigest()
 
 
@@ -144,12 +151,12 @@ def _add_field(digest: Any, data: bytes | memoryview) -> None:
     digest.update(data)
 
 
-def _file_entry(file: WeightFile, kept: Any) -> dict[str, Any]:
-    """Return a file's digest and what it holds for: from ``kept`` if that is of this very file."""
+def _file_entry(file: WeightFile, stored: Any) -> dict[str, Any]:
+    """Return a file's digest and the state it is valid for; ``stored`` is used if it is of this very file."""
     status = file.path.stat()
     state = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-    if isinstance(kept, dict) and kept.get("state") == state and _is_digest(kept.get("digest")):
-        return {"state": state, "digest": kept["digest"]}
+    if isinstance(stored, dict) and stored.get("state") == state and _is_digest(stored.get("digest")):
+        return {"state": state, "digest": stored["digest"]}
     return {"state": state, "digest": _file_digest(file)}
 
 
@@ -171,7 +178,7 @@ def _file_digest(file: WeightFile) -> str:
 
 
 def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
-    """Return offsets and sizes of what is read of a tensor."""
+    """Return the offsets and sizes of the parts of a tensor that are hashed."""
     size = end - begin
     if size <= WHOLE_BYTES:
         return [(begin, size)]
@@ -179,19 +186,19 @@ def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
     return [(begin + last * i // (SAMPLES_PER_TENSOR - 1), SAMPLE_BYTES) for i in range(SAMPLES_PER_TENSOR)]
 
 
-def _kept_digests(folder: Path) -> dict[str, Any]:
+def _read_digests(folder: Path) -> dict[str, Any]:
     try:
-        kept = json.loads((folder / DIGESTS_NAME).read_bytes())
+        stored = json.loads((folder / DIGESTS_NAME).read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.debug("%s cannot be read, digests are made anew: %s", folder / DIGESTS_NAME, error)
+        log.debug("%s cannot be read, digests are computed again: %s", folder / DIGESTS_NAME, error)
         return {}
-    files = kept.get("files") if isinstance(kept, dict) and kept.get("scheme") == _SCHEME else None
+    files = stored.get("files") if isinstance(stored, dict) and stored.get("scheme") == _SCHEME else None
     return files if isinstance(files, dict) else {}
 
 
-def _keep_digests(folder: Path, files: dict[str, Any]) -> None:
+def _write_digests(folder: Path, files: dict[str, Any]) -> None:
     """Write the digests for the next start; several processes may do so at once."""
     path = folder / DIGESTS_NAME
     draft = path.with_name(f"{DIGESTS_NAME}.{os.getpid()}")
@@ -201,12 +208,12 @@ def _keep_digests(folder: Path, files: dict[str, Any]) -> None:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
-    except OSError as error:  # a volume that may only be read: each start makes them anew
-        log.debug("digests are not kept in %s: %s", folder, error)
+    except OSError as error:  # a read-only volume: each start computes them again
+        log.debug("digests are not stored in %s: %s", folder, error)
 
 
 def rope_digest(text_config: dict[str, Any]) -> str:
-    """Return a digest (16 hex digits) of what decides the rotary embedding, from the text model's resolved config."""
+    """Return a digest (16 hex digits) of the rotary embedding's parameters in the text model's resolved config."""
     names = sorted(
         name
         for name in text_config
@@ -234,9 +241,9 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""Types of safetensors that torch has."""
+"""Dtypes of torch by the names in safetensors headers."""
 MAPPED_BYTES = 1 << 16
-"""Bytes of a tensor from which on it is mapped, if it may be."""
+"""Tensors of at least so many bytes are mapped, if they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +258,14 @@ class _Entry:
 class TensorFiles:
     """The tensors of a checkpoint's files; a :class:`baton.engine.quantization.base.TensorSource`.
 
-    What is read is in memory once, and gone when it is dropped. What is mapped is pages of its file: the system reads
-    them when they are looked at, and takes them back when it needs memory, or here (:meth:`drop_pages`).
+    A tensor that is read is in memory once, until it is dropped. A mapped one is pages of its file: the system reads
+    them on access, and drops them when it needs memory, or in :meth:`drop_pages`.
 
     Args:
-        files: With headers that were checked.
+        files: Files whose headers were checked.
 
     Raises:
-        ConfigError: A tensor is in two files, of a type that torch has not, or of another size than its shape says.
+        ConfigError: A tensor is in two files, of an unknown dtype, or of another size than its shape says.
     """
 
     def __init__(self, files: Iterable[WeightFile]) -> None:
@@ -277,30 +284,25 @@ class TensorFiles:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the files' headers say beside their tensors."""
         return self._metadata
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors."""
         return self._entries.keys()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type."""
         return self._entries[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         return self._entries[name].shape
 
     def file_of(self, name: str) -> str:
-        """The name of the file in which a tensor is."""
         return self._entries[name].file.path.name
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one of those that are stacked in it, into memory of its own.
+        """See :meth:`.TensorSource.read`.
 
         Raises:
             ConfigError: The file ended before its header says.
@@ -324,7 +326,7 @@ class TensorFiles:
         return torch.from_numpy(data).view(entry.dtype).view(shape) if size else torch.empty(shape, dtype=entry.dtype)
 
     def read_or_map(self, name: str) -> torch.Tensor:
-        """Return a tensor that stays as it is: pages of the file if it is large. It must not be written to.
+        """Return a tensor that must not be written to: pages of its file if it is large.
 
         Raises:
             ConfigError: As :meth:`read`.
@@ -339,7 +341,7 @@ class TensorFiles:
                     file.fileno(),
                     skip + entry.size,
                     flags=mmap.MAP_PRIVATE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch has no tensors that cannot be written to
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,  # torch has no read-only tensors
                     offset=entry.begin - skip,
                 )
             except ValueError as error:
@@ -349,7 +351,7 @@ class TensorFiles:
         return data.view(entry.dtype).view(entry.shape)
 
     def drop_pages(self) -> None:
-        """Have no page of what :meth:`read_or_map` mapped in memory, until it is looked at again."""
+        """Drop the pages of all mapped tensors from memory; the system reads them again on access."""
         for mapping in self._mappings:
             mapping.madvise(mmap.MADV_DONTNEED)
 

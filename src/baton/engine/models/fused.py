@@ -32,14 +32,14 @@ from baton_kernels.linear import PackedLinear
 from baton_kernels.paged_attention import LayerPool, RotatingAttention
 from baton_kernels.paged_attention.cpu import BoundAttention, CpuPagedAttention, CpuPlan
 
-__all__ = ["FusedDecoder", "NotFusableError"]
+__all__ = ["FusedDecoder", "LayerProgram", "NotFusableError", "UnboundError"]
 
 
 class FusedDecoder:
     """A whole decoder, or one rank's share of it; see the module's docstring.
 
     Attributes:
-        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share it.
+        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share the layer.
     """
 
     def __init__(
@@ -50,10 +50,17 @@ class FusedDecoder:
         operators: LayerOperators,
         attention: RotatingAttention,
     ) -> None:
-        """Build the operators from a model's modules, whose weights stay as they are.
+        """Build the operators from a model's modules, which are not changed.
+
+        Args:
+            model: The model, cut down to this rank's share.
+            share: This rank's layers and heads.
+            max_len: Longest sequence, in tokens.
+            operators: Makes the operators.
+            attention: Attention backend.
 
         Raises:
-            NotFusableError: The model has another shape.
+            NotFusableError: The model has parts that the fused decoder does not know.
         """
         ranks = share.communicator
         stack, layers, family = known_stack(model, share)
@@ -73,7 +80,7 @@ class FusedDecoder:
         self._program = self._make_program()
 
     def _make_program(self) -> LayerProgram | None:
-        """Bind the layers' operators to memory, where they are such that can be bound."""
+        """Bind the layers' operators to memory; ``None``: they cannot be bound."""
         ranks = self._communicator
         if not isinstance(self._attention, CpuPagedAttention) or ranks.splits_heads or not ranks.is_last_stage:
             return None
@@ -91,13 +98,21 @@ class FusedDecoder:
         pools: list[LayerPool],
         hidden_of: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run tokens int64 [T] through this rank's layers; ``positions`` are those of ``plan``.
+        """Run tokens through this rank's layers.
+
+        Args:
+            tokens: int64 [T].
+            positions: int64 [T], the positions that ``plan`` was prepared for.
+            rows: int64 [R], tokens whose logits are returned.
+            plan: The attention backend's plan of this batch.
+            pools: KV pools of this rank's layers.
+            hidden_of: Layers whose inputs are returned; -1: the hidden states after the final norm.
 
         Returns:
-            The logits [R, vocab] of ``rows`` int64 [R], or [0, 0] on a rank that has no head, and the hidden states
-            [T, width] of ``hidden_of``, or none if this rank does not have all of them.
+            The logits [R, vocab], or [0, 0] on a rank that has no head, and the hidden states [T, width] of
+            ``hidden_of``, or none if this rank does not have all of them.
         """
-        kept: dict[int, torch.Tensor] = {}
+        states: dict[int, torch.Tensor] = {}
         ranks = self._communicator
         if self._embedding is not None:
             hidden = F.embedding(tokens, self._embedding)
@@ -105,21 +120,21 @@ class FusedDecoder:
                 hidden = hidden * self._embedding_scale
         else:
             hidden = ranks.receive_hidden((len(tokens), self._layers[0].output.out_features), self._dtype)
-        if self._program is not None and len(tokens) <= MOST_ROWS and not hidden_of:
+        if self._program is not None and len(tokens) <= MAX_ROWS and not hidden_of:
             hidden = self._program.run(hidden, plan, pools, self.on_layer, self._first_layer)
         else:
-            hidden = self._run_layers(hidden, positions, plan, pools, hidden_of, kept)
+            hidden = self._run_layers(hidden, positions, plan, pools, hidden_of, states)
         if not ranks.is_last_stage:
             ranks.send_hidden(hidden)
         if self._head is None or self._norm is None:
             return hidden.new_empty((0, 0)), ()
         if -1 in hidden_of:
-            kept[-1] = self._norm(hidden)
-        hidden = kept[-1][rows] if -1 in kept else self._norm(hidden[rows])
+            states[-1] = self._norm(hidden)
+        hidden = states[-1][rows] if -1 in states else self._norm(hidden[rows])
         logits = self._head(hidden)
         if self._softcap:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
-        return logits, tuple(kept[each] for each in hidden_of) if len(kept) == len(set(hidden_of)) else ()
+        return logits, tuple(states[each] for each in hidden_of) if len(states) == len(set(hidden_of)) else ()
 
     def _run_layers(
         self,
@@ -128,16 +143,16 @@ class FusedDecoder:
         plan: Any,
         pools: list[LayerPool],
         hidden_of: tuple[int, ...],
-        kept: dict[int, torch.Tensor],
+        states: dict[int, torch.Tensor],
     ) -> torch.Tensor:
-        """Run the layers operator by operator; keep the inputs of those in ``hidden_of``."""
+        """Run the layers operator by operator; add the inputs of those in ``hidden_of`` to ``states``."""
         backend = self._attention
         on_layer = self.on_layer
         add = self._add
         splits_heads = self._communicator.splits_heads
         for index, (layer, pool) in enumerate(zip(self._layers, pools, strict=True), self._first_layer):
             if index in hidden_of:
-                kept[index] = hidden
+                states[index] = hidden
             inner = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             out = layer.attention(backend, plan, pool, inner, positions)
             if on_layer is not None and not splits_heads:
@@ -165,25 +180,29 @@ class FusedDecoder:
         return norm(ranks.all_reduce(out) if ranks.splits_heads else out, hidden)
 
 
-# All layers as one list of calls
-
-
-MOST_ROWS = 256
-"""Tokens of a step; memory for so many is kept."""
+MAX_ROWS = 256
+"""Largest number of tokens of a step; the program has memory for so many."""
 
 
 class UnboundError(Exception):
-    """A layer has a part that cannot be bound; says which."""
+    """A layer has a part that cannot be bound; the message names it."""
 
 
 class LayerProgram:
-    """The layers' calls. Not thread-safe, and each run overwrites what the one before returned.
+    """All layers as one list of calls into the C++ operators, bound to memory of their own.
+
+    Operator by operator a layer costs 70 µs of Python beside its work, and releases and takes the interpreter's lock
+    eight times, each time behind other threads that want it. As a list, all layers of a step cost what one call does.
+    It is for layers that consist of nothing but such calls: head-wise attention and a gated MLP, plain or quantized, on
+    one rank; and for steps of up to ``MAX_ROWS`` tokens, beyond which the operators' own work dominates.
+
+    Not thread-safe, and each run overwrites the result of the one before.
 
     Args:
-        layers: In their order.
-        attention: The operator that attends.
-        width: Of the hidden states.
-        dtype: Theirs.
+        layers: The layers, in their order.
+        attention: The attention operator.
+        width: Size of the hidden states.
+        dtype: Dtype of the hidden states.
 
     Raises:
         UnboundError: A layer has a part that cannot be bound.
@@ -193,9 +212,9 @@ class LayerProgram:
         self, layers: Sequence[FusedLayer], attention: CpuPagedAttention, width: int, dtype: torch.dtype
     ) -> None:
         self._attention = attention
-        self._hidden = torch.empty(MOST_ROWS, width, dtype=dtype)
-        # What each operator writes the next one reads, and nobody after it: two pieces of memory do.
-        sizes = (MOST_ROWS * max(width, *each) for each in zip(*map(_widths, layers), strict=True))
+        self._hidden = torch.empty(MAX_ROWS, width, dtype=dtype)
+        # Each operator's result is read by the next operator alone, so two pieces of memory suffice.
+        sizes = (MAX_ROWS * max(width, *each) for each in zip(*map(_widths, layers), strict=True))
         self._even, self._odd = (torch.empty(size, dtype=dtype) for size in sizes)
         self._attentions: list[BoundAttention] = []
         self._attended: list[int] = []
@@ -212,69 +231,69 @@ class LayerProgram:
         on_layer: Callable[[int], None] | None,
         first_layer: int,
     ) -> torch.Tensor:
-        """Run all layers over hidden states [T, width], T at most ``MOST_ROWS``.
+        """Run all layers over hidden states [T, width], T at most ``MAX_ROWS``.
 
         Args:
-            hidden: Is not changed.
-            plan: What the attention operator prepared.
-            pools: By layer.
-            on_layer: Called with a layer's number as soon as its KV is in its pool; or ``None``.
-            first_layer: The first one's number.
+            hidden: Inputs of the first layer; they are not changed.
+            plan: The attention operator's plan of this batch.
+            pools: KV pools of the layers.
+            on_layer: Called with a layer's index as soon as its KV is in its pool; or ``None``.
+            first_layer: Index of the first layer.
 
         Returns:
-            Hidden states [T, width] in memory that the next run overwrites.
+            Hidden states [T, width], in memory that the next run overwrites.
         """
         rows = len(hidden)
         self._hidden[:rows].copy_(hidden)
         self._calls.resize(rows, torch.get_num_threads())
         for bound, pool in zip(self._attentions, pools, strict=True):
-            bound.attend(plan, pool)
-        done = 0
+            bound.set_batch(plan, pool)
+        next_call = 0
         if on_layer is not None:
             for layer, end in enumerate(self._attended, first_layer):
-                self._calls.run(done, end)
+                self._calls.run(next_call, end)
                 on_layer(layer)
-                done = end
-        self._calls.run(done)
+                next_call = end
+        self._calls.run(next_call)
         return self._hidden[:rows]
 
     def _bind(self, layer: FusedLayer) -> None:
         attention, mlp = _bindable(layer)
         spec = attention.spec
-        qkv = self._made(self._odd, attention.qkv, self._normed(layer.attention_norm))
+        qkv = self._append_result(self._odd, attention.qkv, self._append_norm(layer.attention_norm))
         attended = _rows(self._even, spec.num_heads * spec.v_dim)
-        heads = attended.view(MOST_ROWS, spec.num_heads, spec.v_dim)
+        heads = attended.view(MAX_ROWS, spec.num_heads, spec.v_dim)
         bound = self._attention.bind(spec, split_heads(qkv, spec), heads, attention.rotation)
         self._attentions.append(bound)
         self._list.append(bound.call)
         self._attended.append(len(self._list))
-        self._add(layer.output, attended, layer.attention_out_norm)
-        gate_up = self._made(self._odd, mlp.gate_up, self._normed(layer.mlp_norm))
+        self._append_sum(layer.output, attended, layer.attention_out_norm)
+        gate_up = self._append_result(self._odd, mlp.gate_up, self._append_norm(layer.mlp_norm))
         product = _rows(self._even, mlp.down.in_features)
-        self._call(mlp.product, gate_up, product)
-        self._add(mlp.down, product, layer.mlp_out_norm)
+        self._append_call(mlp.product, gate_up, product)
+        self._append_sum(mlp.down, product, layer.mlp_out_norm)
 
-    def _normed(self, norm: RowNorm | None) -> torch.Tensor:
-        """The hidden states, normed if there is a norm."""
+    def _append_norm(self, norm: RowNorm | None) -> torch.Tensor:
+        """Return the hidden states, normed if there is a norm."""
         if norm is None:
             return self._hidden
         inner = _rows(self._even, self._hidden.shape[1])
-        self._call(norm, self._hidden, inner)
+        self._append_call(norm, self._hidden, inner)
         return inner
 
-    def _add(self, part: PackedLinear, x: torch.Tensor, norm: RowNorm | None) -> None:
-        """Add ``norm(part(x))`` to the hidden states."""
+    def _append_sum(self, part: PackedLinear, x: torch.Tensor, norm: RowNorm | None) -> None:
+        """Append the addition of ``norm(part(x))`` to the hidden states."""
         if norm is None:
-            self._call(part, x, self._hidden, self._hidden)
+            self._append_call(part, x, self._hidden, self._hidden)
         else:
-            self._call(norm, self._made(self._odd, part, x), self._hidden, self._hidden)
+            self._append_call(norm, self._append_result(self._odd, part, x), self._hidden, self._hidden)
 
-    def _made(self, memory: torch.Tensor, part: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def _append_result(self, memory: torch.Tensor, part: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         out = _rows(memory, part.out_features)
-        self._call(part, x, out)
+        self._append_call(part, x, out)
         return out
 
-    def _call(self, part: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+    def _append_call(self, part: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         bound = part.bind(x, out, residual) if isinstance(part, BindableOperator) else None
         if bound is None:
             raise UnboundError(f"{type(part).__name__} cannot be bound")
@@ -282,7 +301,7 @@ class LayerProgram:
 
 
 def _bindable(layer: FusedLayer) -> tuple[HeadAttention, GatedMlp]:
-    """The parts of a layer that is of the known kind."""
+    """Return the attention and the MLP of a layer whose parts can be bound."""
     if not isinstance(layer.attention, HeadAttention) or layer.attention.spanning_norms is not None:
         raise UnboundError("attention that is more than one operator")
     if not isinstance(layer.mlp, GatedMlp):
@@ -291,7 +310,7 @@ def _bindable(layer: FusedLayer) -> tuple[HeadAttention, GatedMlp]:
 
 
 def _widths(layer: FusedLayer) -> tuple[int, int]:
-    """Of the widest results in a layer of every other operator: queries' outputs and products, and what they are of."""
+    """Return the widest results of a layer in each piece of memory: attention and products; QKV, gate and up."""
     attention, mlp = _bindable(layer)
     spec = attention.spec
     return max(spec.num_heads * spec.v_dim, mlp.down.in_features), max(
@@ -300,5 +319,5 @@ def _widths(layer: FusedLayer) -> tuple[int, int]:
 
 
 def _rows(memory: torch.Tensor, width: int) -> torch.Tensor:
-    """The first part of some memory as rows."""
-    return memory[: MOST_ROWS * width].view(MOST_ROWS, width)
+    """Return the beginning of a piece of memory as rows of ``width``."""
+    return memory[: MAX_ROWS * width].view(MAX_ROWS, width)

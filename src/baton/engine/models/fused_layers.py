@@ -1,4 +1,4 @@
-"""The operators of the fused decoder's layers, made from transformers' modules; whatever is not known is refused."""
+"""The operators of the fused decoder's layers, made from transformers' modules; unknown parts are refused."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SpanningNorms = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch
 
 
 ROTARY_ROWS = 512
-"""Positions whose angles are computed at a time: a model's own module takes several times a table's memory for them."""
+"""Positions whose angles are computed at a time: the model's own module needs several times a table's memory."""
 
 
 class NotFusableError(Exception):
-    """The model is not of a shape that the fast path knows; says why."""
+    """The model has parts that the fast path does not know; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,20 @@ class GatedMlp:
     down: PackedLinear
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Take x and residual [T, hidden], return [T, hidden]."""
+        """Return the output, plus the residual, [T, hidden] for x and residual [T, hidden]."""
         return self.down(self.product(self.gate_up(x)), residual)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Queries, keys and values in one linear, then attention, which norms heads and rotates on its way."""
+    """Queries, keys and values in one linear, then attention, which norms heads and rotates on its way.
+
+    Attributes:
+        spec: Numbers of the attention.
+        qkv: Queries, keys and values, one after the other.
+        spanning_norms: Norms over all heads at once, or ``None``.
+        rotation: Norms of heads and rotary embedding.
+    """
 
     spec: AttentionSpec
     qkv: PackedLinear
@@ -72,7 +79,7 @@ class HeadAttention:
     def __call__(
         self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Take x [T, hidden] and positions int64 [T], those of ``plan``; return [T, heads * v_dim]."""
+        """Return [T, heads * v_dim] for x [T, hidden] and positions int64 [T], which are those of ``plan``."""
         q, k, v = split_heads(self.qkv(x), self.spec)
         if self.spanning_norms is not None:
             q, k = self.spanning_norms(q, k)
@@ -84,13 +91,16 @@ class LatentAttention:
     """Multi-head latent attention (:mod:`baton_kernels.paged_attention.latent`).
 
     Attributes:
-        spec: Over latents.
-        projections: From latents to heads.
-        down: From the input to queries, or what they are made of, and to latents and rotary keys behind these.
-        q_norm: Of what queries are made of, and ``q_up`` from there to queries; or ``None``.
-        kv_norm: Of latents.
-        cos: float32 [positions, rotary / 2]; ``sin`` likewise.
-        interleaved: Whether neighbours are turned against each other. The results stand in halves in any case.
+        spec: Numbers of the attention over latents.
+        projections: Maps from latents to the heads' keys and values.
+        down: Linear layer from the input to queries (or compressed queries), latents and rotary keys.
+        q_norm: Norm of compressed queries; ``None``: queries are not compressed.
+        q_up: Linear layer from compressed queries to queries; ``None``: queries are not compressed.
+        kv_norm: Norm of latents.
+        cos: Cosines of the rotary embedding, float32 [positions, rotary / 2].
+        sin: Sines, shaped as ``cos``.
+        interleaved: Whether the rotary embedding turns neighbours against each other, instead of two halves. The
+            results are in halves in both cases.
     """
 
     spec: AttentionSpec
@@ -107,18 +117,18 @@ class LatentAttention:
         self, backend: RotatingAttention, plan: Any, pool: LayerPool, x: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         spec = self.spec
-        made = self.down(x)
-        queries, latents, rotary = made.split_with_sizes(
-            [made.shape[1] - spec.k_dim, spec.v_dim, spec.k_dim - spec.v_dim], dim=1
+        projected = self.down(x)
+        queries, latents, rotary = projected.split_with_sizes(
+            [projected.shape[1] - spec.k_dim, spec.v_dim, spec.k_dim - spec.v_dim], dim=1
         )
         if self.q_norm is not None and self.q_up is not None:
             queries = self.q_up(self.q_norm(queries))
         q = queries.view(len(x), spec.num_heads, -1)
-        q, keys = self._rotated(q, rotary, positions)
+        q, keys = self._rotate(q, rotary, positions)
         rows = torch.cat([self.kv_norm(latents), keys], dim=1)
         return attend_latent(backend, plan, spec, pool, self.projections, (q, rows)).view(len(x), -1)
 
-    def _rotated(
+    def _rotate(
         self, q: torch.Tensor, rotary: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate the last elements of queries [T, H, dim], and rotary keys [T, rope]."""
@@ -145,10 +155,10 @@ class FusedLayer:
 
 
 def known_stack(model: LoadedModel, share: Share) -> tuple[Any, list[Any], Family]:
-    """Return the stack below the head, this rank's layers of it, and what is known of the family.
+    """Return the stack below the head, this rank's layers of it, and the model's family.
 
     Raises:
-        NotFusableError: The stack or its layers have another shape.
+        NotFusableError: The stack or its layers have unknown parts.
     """
     ranks = share.communicator
     kind = str(model.text_config.model_type)
@@ -175,11 +185,11 @@ class LayerMaker:
     """Makes the operators of one model's layers.
 
     Args:
-        model: Whose modules they are made from.
-        share: This rank's part of it.
+        model: The model, cut down to this rank's share.
+        share: This rank's layers and heads.
         max_len: Longest sequence, in tokens.
-        family: How its layers are put together.
-        operators: What they are made of.
+        family: Structure of the model's layers.
+        operators: Makes the operators.
 
     Raises:
         NotFusableError: The rotary embedding is not one that the operator knows.
@@ -206,7 +216,7 @@ class LayerMaker:
         self._tables = {name: _rotary_table(rotary, max_len, self._specs, name, model.device) for name in types}
 
     def _layer_type(self, index: int) -> str | None:
-        """The name of the rotary embedding of this rank's layer, where there are several."""
+        """Return the name of a layer's rotary embedding, or ``None`` if all layers share one."""
         if not self._by_type:
             return None
         need(self._layer_types is not None, "no types of layers")
@@ -217,14 +227,16 @@ class LayerMaker:
         """Make the operators of one of this rank's layers.
 
         Raises:
-            NotFusableError: It has another shape.
+            NotFusableError: The layer has unknown parts.
         """
         norms = self._family.norms
         attention = layer.self_attn
         latent = self._latents.get(id(attention))
-        made = FusedLayer(
+        fused = FusedLayer(
             attention_norm=self._named_norm(layer, norms.before_attention),
-            attention=self._heads(index, attention) if latent is None else self._latent(index, attention, latent),
+            attention=self._head_attention(index, attention)
+            if latent is None
+            else self._latent_attention(index, attention, latent),
             output=self.linear(attention.o_proj),
             attention_out_norm=self._named_norm(layer, norms.after_attention),
             mlp_norm=self._named_norm(layer, norms.before_mlp),
@@ -233,19 +245,19 @@ class LayerMaker:
         )
         spec = self._specs[index]
         values = spec.num_heads * (spec.v_dim if latent is None else attention.v_head_dim)
-        need(made.output.in_features == values, "another output projection")
-        return made
+        need(fused.output.in_features == values, "another output projection")
+        return fused
 
-    def _heads(self, index: int, attention: Any) -> HeadAttention:
+    def _head_attention(self, index: int, attention: Any) -> HeadAttention:
         spec = self._specs[index]
-        spans = _spanning_norms(attention, spec)
+        spans = _has_spanning_norms(attention, spec)
         qkv = self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
         width = spec.num_heads * spec.k_dim + spec.kv_heads * (spec.k_dim + spec.v_dim)
         need(qkv.out_features == width, "another split of queries, keys and values")
         rotation = self._rotation(index, attention, spec, normed=not spans)
-        return HeadAttention(spec, qkv, self._spanning(attention) if spans else None, rotation)
+        return HeadAttention(spec, qkv, self._make_spanning_norms(attention) if spans else None, rotation)
 
-    def _latent(self, index: int, attention: Any, projections: LatentProjections) -> LatentAttention:
+    def _latent_attention(self, index: int, attention: Any, projections: LatentProjections) -> LatentAttention:
         direct = getattr(attention, "q_proj", None) is not None
         cos, sin = self._tables[self._layer_type(index)]
         spec = self._specs[index]
@@ -263,12 +275,11 @@ class LayerMaker:
         )
 
     def norm(self, module: Any) -> RowNorm:
-        """Make an RMS norm."""
         need(hasattr(module, "weight") and getattr(module, "bias", None) is None, "another norm")
         return self._operators.rms_norm(module.weight, _eps(module), self._family.norm_offset)
 
     def linear(self, module: Any) -> PackedLinear:
-        """Make a linear layer of a plain or a quantized one."""
+        """Make a linear operator of a plain or quantized linear layer."""
         inner = unreduced(module)
         if isinstance(inner, QuantizedModule):
             return pack_quantized(inner, self._operators)
@@ -278,7 +289,7 @@ class LayerMaker:
         return self.norm(getattr(layer, name)) if name else None
 
     def _joined(self, module: Any, joined: str, names: tuple[str, ...]) -> PackedLinear:
-        """Make one layer of several projections of one input, one after the other."""
+        """Make one operator of several projections of one input, one after the other."""
         if hasattr(module, joined):
             return self.linear(getattr(module, joined))
         need(all(hasattr(module, name) for name in names), f"no {names[0]}")
@@ -331,17 +342,17 @@ class LayerMaker:
         q_norm, k_norm = (norm.weight.detach().contiguous() for norm in norms if norm is not None)
         return Rotation(cos, sin, q_norm, k_norm, eps.pop(), self._family.norm_offset, pairs)
 
-    def _spanning(self, attention: Any) -> SpanningNorms:
+    def _make_spanning_norms(self, attention: Any) -> SpanningNorms:
         parts = (attention.q_norm, attention.k_norm)
         q_norm, k_norm = (norm if isinstance(norm, SpanningNorm) else self.norm(norm) for norm in parts)
 
-        def run(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def norm_all_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return q_norm(q.flatten(1)).view(q.shape), k_norm(k.flatten(1)).view(k.shape)
 
-        return run
+        return norm_all_heads
 
 
-def _spanning_norms(attention: Any, spec: AttentionSpec) -> bool:
+def _has_spanning_norms(attention: Any, spec: AttentionSpec) -> bool:
     """Whether queries and keys are normed over all heads at once (OLMo), and not head by head."""
     norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if any(isinstance(norm, SpanningNorm) for norm in norms):
@@ -378,7 +389,7 @@ def _rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, float32 [max_len, rotary / 2], from the model's own module.
 
-    It gives every angle twice, one half of the row after the other, or (GPT-OSS) once.
+    The module gives every angle twice, one half of the row after the other, or (GPT-OSS) once.
     """
     options = {} if layer_type is None else {"layer_type": layer_type}
     with torch.inference_mode():
@@ -399,7 +410,7 @@ def _rotary_rows(
     options: dict[str, Any],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return some rows of the tables; the last position is computed beside them, for angles that hang on it."""
+    """Return some rows of the tables; angles may depend on the last position, so it is computed with them."""
     positions = torch.tensor([*rows, max_len - 1], device=device)[None]
     try:
         full = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, **options)
@@ -410,14 +421,14 @@ def _rotary_rows(
     half = width // 2
     twice = all(torch.equal(table[0, :, :half], table[0, :, half:]) for table in full)
     need(twice or all(2 * width == spec.k_dim for spec in specs), "another rotary embedding")
-    kept = half if twice else width
-    need(all(2 * kept <= spec.k_dim for spec in specs), "another rotary embedding")
-    cos, sin = (table[0, :-1, :kept].float().contiguous() for table in full)
+    angles = half if twice else width
+    need(all(2 * angles <= spec.k_dim for spec in specs), "another rotary embedding")
+    cos, sin = (table[0, :-1, :angles].float().contiguous() for table in full)
     return cos, sin
 
 
 def split_heads(qkv: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
+    """Return views of qkv [T, width]: queries [T, heads, k_dim], keys and values [T, kv_heads, dim]."""
     rows, width = qkv.shape
     queries = spec.num_heads * spec.k_dim
     keys = spec.kv_heads * spec.k_dim

@@ -1,4 +1,4 @@
-"""The generic path: transformers' own modules, with Baton's attention, linear layers and experts in place of theirs."""
+"""The generic path: transformers' own modules with Baton's attention, linear layers and experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GenericDecoder:
     """A transformers model that attends over a paged pool.
 
     Attributes:
-        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share it.
+        on_layer: Called with a layer's index once its KV is in the pools of all ranks that share the layer.
     """
 
     def __init__(self, model: LoadedModel, share: Share, attention: PagedAttention) -> None:
@@ -48,16 +48,16 @@ class GenericDecoder:
         self._counts_on = model.text_config.model_type in COUNTS_ON_FROM_CACHE
         self._step: tuple[Any, list[LayerPool]] | None = None
         self._hidden: dict[int, torch.Tensor] = {}
-        """Of this step [1, T, width], by the layer that they go into; -1: after the final norm."""
+        """Hidden states of this step [1, T, width], by the layer that they are inputs of; -1: after the final norm."""
         self._watched: set[int] = set()
         self._name = AttentionName(_weakly(self._attend))
         self.module.set_attn_implementation(self._name.name)
-        # Other ranks have written a layer's heads once the sum after its attention is there, at the module's end.
+        # With divided heads, other ranks have written theirs once the sum after attention is done, at the module's end.
         self._reports_in_attention = not share.communicator.splits_heads
         if not self._reports_in_attention:
             for module in self.module.modules():
                 if id(module) in self._layer_of:
-                    module.register_forward_hook(_weakly(self._report))
+                    module.register_forward_hook(_weakly(self._report_layer))
         if share.communicator.has_head and self.module.base_model is not self.module:
             self.module.base_model.register_forward_hook(_weakly(self._keep_hidden))
 
@@ -70,12 +70,19 @@ class GenericDecoder:
         pools: list[LayerPool],
         hidden_of: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run tokens and positions int64 [T] through the model.
+        """Run tokens through the model.
+
+        Args:
+            tokens: int64 [T].
+            positions: int64 [T], the positions that ``plan`` was prepared for.
+            rows: int64 [R], tokens whose logits are returned.
+            plan: The attention backend's plan of this batch.
+            pools: KV pools of this rank's layers.
+            hidden_of: Layers whose inputs are returned; see :class:`~baton.engine.runner.input_batch.ForwardBatch`.
 
         Returns:
-            The logits [R, vocab] of ``rows`` int64 [R], and the hidden states [T, width] of ``hidden_of`` (see
-            :class:`~baton.engine.runner.input_batch.ForwardBatch`), or none if this rank, or the architecture, does not
-            have all of them.
+            The logits [R, vocab], and the hidden states [T, width] of ``hidden_of``, or none if this rank, or the
+            architecture, does not have all of them.
         """
         self._watch_inputs(hidden_of)
         tokens, positions, rows = (tensor.to(self._device) for tensor in (tokens, positions, rows))
@@ -87,8 +94,7 @@ class GenericDecoder:
             output = self.module(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
-            found = [self._hidden.get(each) for each in hidden_of]
-            hidden = tuple(each[0] for each in found if each is not None)
+            hidden = tuple(self._hidden[each][0] for each in hidden_of if each in self._hidden)
         finally:
             self._step = None
             self._hidden = {}
@@ -107,7 +113,7 @@ class GenericDecoder:
     ) -> tuple[torch.Tensor, None]:
         """Attention of one layer: query [1, heads, T, dim], key and value likewise -> [1, T, heads, v_dim].
 
-        Where the layer attends over latents, key and value are these and the rotary keys (:mod:`.latent`).
+        Where the layer attends over latents, key and value are the latents and the rotary keys.
         """
         if self._step is None:
             raise InternalError("attention outside of a step")
@@ -124,63 +130,63 @@ class GenericDecoder:
             rows = torch.cat([k[:, 0], v[:, 0]], dim=1)
             out = attend_latent(self._attention, plan, spec, pool, latents, (q, rows))[None]
         if self._reports_in_attention:
-            self._report(module)
+            self._report_layer(module)
         return out, None
 
-    def _report(self, module: Any, *_: Any) -> None:
-        """Tell that an attention module has done its work."""
+    def _report_layer(self, module: Any, *_: Any) -> None:
+        """Call ``on_layer`` after an attention module's forward."""
         if self.on_layer is not None and self._step is not None:
             self.on_layer(self._first_layer + self._layer_of[id(module)])
 
     def _keep_hidden(self, _: Any, __: Any, output: Any) -> None:
-        """Keep what the stack below the head returns."""
+        """Store the output of the stack below the head."""
         hidden = getattr(output, "last_hidden_state", None)
         if hidden is not None:
             self._hidden[-1] = hidden
 
     def _watch_inputs(self, hidden_of: tuple[int, ...]) -> None:
-        """Keep what goes into some of the layers, from now on."""
+        """Store the inputs of the layers ``hidden_of`` in this and all later steps."""
         for index in set(hidden_of) - self._watched - {-1}:
             self._watched.add(index)
             layers = getattr(self.module.base_model, "layers", None)
             if layers is not None and 0 <= index < len(layers):
-                keep = partial(_weakly(self._keep_input), index)
-                layers[index].register_forward_pre_hook(keep, with_kwargs=True)
+                keep_input = partial(_weakly(self._keep_input), index)
+                layers[index].register_forward_pre_hook(keep_input, with_kwargs=True)
 
     def _keep_input(self, index: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden[index] = args[0] if args else kwargs["hidden_states"]
 
 
 class _SeenTokens:
-    """Stands in for the cache of a model that takes positions from its length: as many tokens before each token.
+    """Replaces the cache of a model that derives positions from the cache's length.
 
     Args:
-        before: int64 [T], the positions less the indices of the step's tokens.
+        before: int64 [T], each token's position minus its index in the step.
     """
 
     def __init__(self, before: torch.Tensor) -> None:
         self._before = before
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return what is added to a token's index, one for each token."""
+        """Return the number that is added to a token's index, one for each token."""
         return self._before
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as they are: the pool keeps them."""
+        """Return keys and values unchanged: the pool stores them."""
         return key_states, value_states
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive, so that dropping that frees the model."""
+    """Return a function that calls a method without keeping its object alive, so that the model can be freed."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = reference()
-        if found is None:
+        target = reference()
+        if target is None:
             raise InternalError("the runner of this model is gone")
-        return found(*args, **kwargs)
+        return target(*args, **kwargs)
 
     return call
 
@@ -189,11 +195,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary | None) -> tuple[str, MakeLinear]:
-    """Return the name and the maker of the linear layers that are fastest for a model's dtype on this machine.
+    """Return the name and the factory of the linear layers that are fastest for a model's dtype on this machine.
 
-    bfloat16 on a CPU: the C++ operator for AMX where that is; the one for pairs where the processor has a full-rate
-    vdpbf16ps; else the one that multiplies in float32. oneDNN where these cannot be loaded, or are built without the
-    AMX that the processor has. Anything else: torch's own.
+    For bfloat16 on a CPU: the C++ operator for AMX where the processor has that, the one for pairs where it has a
+    full-rate vdpbf16ps, else the one that multiplies in float32; oneDNN where these cannot be loaded, or are built
+    without the AMX that the processor has. Everything else uses torch's operator.
     """
     if model.compute.on_gpu or model.dtype != "bfloat16" or not config.packed_linears:
         return "torch", PlainLinear
@@ -208,7 +214,7 @@ def choose_linear(config: EngineConfig, model: LoadedModel, library: CpuLibrary 
 
 
 class PackedModule(nn.Module):
-    """Stands in for an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly."""
+    """Replaces an ``nn.Linear``; has no ``weight``, so that code which looks for one fails loudly."""
 
     def __init__(self, linear: PackedLinear) -> None:
         super().__init__()
@@ -217,15 +223,15 @@ class PackedModule(nn.Module):
         self._linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take x [..., in_features], return [..., out_features]."""
+        """Return the output [..., out_features] for x [..., in_features]."""
         rows = x.reshape(-1, self.in_features)
         return self._linear(rows).view(*x.shape[:-1], self.out_features)
 
 
 def pack_modules(module: nn.Module, operators: LayerOperators) -> dict[str, nn.Module]:
-    """Replace every ``nn.Linear`` below a module by a packed one, and experts by the operator where there is one.
+    """Replace every ``nn.Linear`` below a module by a packed one, and experts by their operator where there is one.
 
-    A tied head gets a packed copy of its own. Quantized weights are in memory once: as the operators have them.
+    A tied head gets a packed copy of its own. Quantized weights are in memory once: in the operators.
 
     Returns:
         The replaced modules by their names, for :func:`restore_modules`.
@@ -249,5 +255,5 @@ def restore_modules(module: nn.Module, replaced: dict[str, nn.Module]) -> None:
     """Undo :func:`pack_modules`; quantized weights that are not in memory are read again."""
     for name, child in replaced.items():
         module.set_submodule(name, child)
-    for held in reloadable_weights(module):
-        held.load()
+    for weight in reloadable_weights(module):
+        weight.load()

@@ -1,8 +1,7 @@
-"""How a model's KV is kept: the type of each layer, and the checkpoint's scales where the type needs them.
+"""How a model's KV is stored: the type of each layer, and the checkpoint's scales where the type needs them.
 
 fp8 KV has static scales. Checkpoints that were calibrated for it have them beside the attention's weights, a number per
-layer or one per KV head, as compressed-tensors' ``kv_cache_scheme`` writes them: ``...self_attn.k_scale`` and
-``v_scale``.
+layer or per KV head, as compressed-tensors' ``kv_cache_scheme`` writes them: ``...self_attn.k_scale`` and ``v_scale``.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from baton_kernels.paged_attention import AttentionSpec
 _SCALE_NAME = re.compile(r"\.(\d+)\.(?:self_attn|attention|attn)\.(?:attn\.)?([kv])_scale$")
 
 HeadScales = tuple[torch.Tensor, torch.Tensor]
-"""Of one layer's K and V, float32 [kv_heads] each."""
+"""Scales of a layer's K and V, float32 [kv_heads] each."""
 
 
 def kv_type(config: EngineConfig, model: LoadedModel, specs: Sequence[AttentionSpec]) -> str:
     """Return the KV type of a model's layers.
 
     Args:
-        config: Says ``kv_dtype`` and ``kv_skip_layers``.
-        model: Whose dtype skipped layers keep.
+        config: Configuration with ``kv_dtype`` and ``kv_skip_layers``.
+        model: The model; skipped layers have its dtype.
         specs: Attention of each layer.
 
     Raises:
@@ -53,15 +52,15 @@ def kv_type(config: EngineConfig, model: LoadedModel, specs: Sequence[AttentionS
             "magnitude, would share one scale",
             field="kv_dtype",
         )
-    skipped = _skipped(config.kv_skip_layers, specs)
+    skipped = _skipped_layers(config.kv_skip_layers, specs)
     types = [own if layer in skipped else wanted for layer in range(len(specs))]
     if skipped and not is_quantized(wanted):
         raise ConfigError("kv_skip_layers is for a quantized kv_dtype", field="kv_skip_layers")
     return type_name(types)
 
 
-def _skipped(names: Sequence[str], specs: Sequence[AttentionSpec]) -> set[int]:
-    """The layers that are named, by number or as ``first``, ``last`` and ``sliding``."""
+def _skipped_layers(names: Sequence[str], specs: Sequence[AttentionSpec]) -> set[int]:
+    """Return the layers that are named by number, or as ``first``, ``last`` and ``sliding``."""
     skipped: set[int] = set()
     for name in names:
         if name == "sliding":
@@ -79,16 +78,16 @@ def _skipped(names: Sequence[str], specs: Sequence[AttentionSpec]) -> set[int]:
 
 
 def check_backend(name: str, stores: frozenset[torch.dtype], types: Sequence[torch.dtype], own: torch.dtype) -> None:
-    """Refuse an attention backend that does not read what the KV is kept as.
+    """Refuse an attention backend that does not read the types of the KV.
 
     Args:
-        name: Of the backend.
-        stores: What it reads beside the model's dtype.
-        types: Of the layers.
+        name: Name of the backend.
+        stores: Dtypes of KV that the backend reads beside the model's dtype.
+        types: Dtype of each layer's KV.
         own: The model's dtype.
 
     Raises:
-        ConfigError: Names ``kv_dtype``.
+        ConfigError: The backend does not read one of the types; names ``kv_dtype``.
     """
     lacking = [kind for kind in types if kind != own and kind not in stores]
     if lacking:
@@ -103,23 +102,23 @@ def checkpoint_scales(
     """Read the scales of the layers whose type needs the checkpoint's.
 
     Args:
-        files: The checkpoint's.
+        files: The checkpoint's files of weights.
         specs: Attention of each layer.
-        types: Dtype of each layer's KV.
+        types: Type of each layer's KV.
 
     Returns:
-        Per layer the scales; ``None``: it needs none.
+        Scales per layer; ``None``: the layer needs none.
 
     Raises:
-        ConfigError: One is missing, of another shape, or no positive number; names file, tensor and ``kv_dtype``.
+        ConfigError: A scale is missing, of another shape, or no positive number; names file, tensor and ``kv_dtype``.
     """
     if "fp8_e4m3" not in types:
         return [None] * len(types)
-    places = _places(files)
-    found: list[HeadScales | None] = []
+    places = _find_scales(files)
+    scales: list[HeadScales | None] = []
     for layer, (spec, kind) in enumerate(zip(specs, types, strict=True)):
         if kind in SCALED or kind != "fp8_e4m3":
-            found.append(None)
+            scales.append(None)
             continue
         pair = []
         for side in ("k", "v"):
@@ -130,8 +129,8 @@ def checkpoint_scales(
                     field="kv_dtype",
                 )
             pair.append(_read_scale(*places[layer, side], spec.kv_heads))
-        found.append((pair[0], pair[1]))
-    return found
+        scales.append((pair[0], pair[1]))
+    return scales
 
 
 def scales_digest(scales: Sequence[HeadScales | None]) -> str:
@@ -142,14 +141,14 @@ def scales_digest(scales: Sequence[HeadScales | None]) -> str:
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
 
-def _places(files: Sequence[WeightFile]) -> Mapping[tuple[int, str], tuple[WeightFile, str]]:
-    """Which file has which layer's scale, and its name there."""
-    found = {}
+def _find_scales(files: Sequence[WeightFile]) -> Mapping[tuple[int, str], tuple[WeightFile, str]]:
+    """Return the file and the tensor of each scale, by layer and side (``k`` or ``v``)."""
+    places = {}
     for file in (each for each in files if each.path.suffix == ".safetensors"):
         for name in json.loads(file.header):
             if match := _SCALE_NAME.search(name):
-                found[int(match[1]), match[2]] = (file, name)
-    return found
+                places[int(match[1]), match[2]] = (file, name)
+    return places
 
 
 def _read_scale(file: WeightFile, name: str, kv_heads: int) -> torch.Tensor:

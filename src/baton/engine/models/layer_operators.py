@@ -28,44 +28,40 @@ from baton_kernels.row_wise import GELU_TANH, SILU, Activation, ActivationKind, 
 log = logging.getLogger(__name__)
 
 RunExperts = Callable[..., torch.Tensor]
-"""Takes x, ids, weights and residual or ``None``; see :class:`baton_kernels.experts.CpuExperts`."""
+"""Runs experts: (x, ids, weights, residual or ``None``); see :class:`baton_kernels.experts.CpuExperts`."""
 Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes logits [T, experts], returns ids and weights [T, top_k]; ``baton_kernels.experts.routing_reference``."""
+"""Chooses experts: logits [T, experts] -> ids and weights [T, top_k]; see :func:`.routing_reference`."""
 TwoSchemes = tuple[ActivationScheme, ActivationScheme]
-"""How inputs of both products of experts are rounded."""
+"""How inputs of the first and of the second product of experts are rounded."""
 MakeQuantizedExperts = Callable[[QuantizedExpertWeights, Activation, TwoSchemes], RunExperts]
-"""Makes the operator of quantized experts.
-
-Raises:
-    ValueError: It has none for them.
-"""
+"""Makes the operator of quantized experts; raises :class:`ValueError` where there is none for them."""
 CPU_DTYPES = {torch.float32, torch.bfloat16}
-"""Of weights that the C++ operator takes."""
+"""Dtypes of experts' weights that the C++ operator supports."""
 
 
 def gated_activation(module: nn.Module) -> Activation | None:
-    """Return what a gated MLP, or a module of experts, does between its linears; ``None``: something else."""
+    """Return the activation of a gated MLP or a module of experts; ``None``: it is none that the operators know."""
     if has_interleaved_experts(module):
-        found: Any = module
-        return Activation(ActivationKind.CLIPPED_SWISH, float(found.alpha), float(found.limit))
+        experts: Any = module
+        return Activation(ActivationKind.CLIPPED_SWISH, float(experts.alpha), float(experts.limit))
     function: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None:
         return None
     probe = torch.linspace(-4, 4, 33)
-    got = function(probe)
-    if torch.allclose(got, F.silu(probe), atol=1e-6):
+    output = function(probe)
+    if torch.allclose(output, F.silu(probe), atol=1e-6):
         return SILU
-    return GELU_TANH if torch.allclose(got, F.gelu(probe, approximate="tanh"), atol=1e-6) else None
+    return GELU_TANH if torch.allclose(output, F.gelu(probe, approximate="tanh"), atol=1e-6) else None
 
 
 def knows_experts(module: nn.Module) -> bool:
-    """Whether a module is one of experts, gated MLPs, whose weights are laid out as the operators take them."""
+    """Whether a module has experts, gated MLPs, whose weights have the layout of the operators."""
     gate_up = getattr(module, "gate_up_proj", None)
     down = getattr(module, "down_proj", None)
     if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.dim() != 3:
         return False
     interleaved = has_interleaved_experts(module)
-    # As transformers' decorator of such modules notes them.
+    # Attributes that transformers' decorator of such modules sets.
     layout = {"is_transposed": interleaved, "is_concatenated": not interleaved, "has_bias": interleaved}
     if any(getattr(module, name, None) is not value for name, value in layout.items()):
         return False
@@ -75,7 +71,7 @@ def knows_experts(module: nn.Module) -> bool:
 
 
 def expert_weights(module: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a module of experts as they lie; ``None``: it is none, or one of another layout."""
+    """Return the weights of a module of experts, without copies; ``None``: it has none, or of another layout."""
     if not knows_experts(module):
         return None
     experts: Any = module
@@ -87,7 +83,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
 
 
 class ExpertsByDefinition:
-    """Quantized experts as their module computes them."""
+    """Quantized experts, computed by their module."""
 
     def __init__(self, module: QuantizedExpertsModule) -> None:
         self._module = module
@@ -100,23 +96,24 @@ class ExpertsByDefinition:
 
 
 def pack_quantized_experts(module: QuantizedExpertsModule, make: MakeQuantizedExperts) -> RunExperts:
-    """Return the operator of quantized experts, which from then on keep no weights of their own."""
+    """Return the operator of quantized experts; the module's weights are dropped from memory."""
     biases = module.biases()
     gate_up_bias, down_bias = (None, None) if biases is None else (biases[0].flatten(1), biases[1])
-    parts = ([held.get() for held in module.gate_up], [held.get() for held in module.down])
+    gate_up = [weight.get() for weight in module.gate_up]
+    down = [weight.get() for weight in module.down]
     try:
-        weights = QuantizedExpertWeights(*parts, gate_up_bias, down_bias)
-        made = make(weights, module.activation, module.activations)
+        weights = QuantizedExpertWeights(gate_up, down, gate_up_bias, down_bias)
+        run_experts = make(weights, module.activation, module.activations)
     except ValueError as error:
         log.warning("quantized experts run by their definition, slowly: %s", error)
         return ExpertsByDefinition(module)
-    for held in module.weights:
-        held.release()
-    return made
+    for weight in module.weights:
+        weight.release()
+    return run_experts
 
 
 def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
-    """Return the C++ operator for a module of experts; ``None``: it is none that the operator can run."""
+    """Return the C++ operator for a module of experts; ``None``: the operator does not support the module."""
     if isinstance(module, QuantizedExpertsModule):
         return pack_quantized_experts(module, partial(_cpu_quantized_experts, library))
     weights = expert_weights(module)
@@ -136,19 +133,27 @@ def _cpu_quantized_experts(
 
 
 class PackedExperts(nn.Module):
-    """Stands in for a module of experts; has no weights, so that code which looks for them fails loudly."""
+    """Replaces a module of experts; has no weights, so that code which looks for them fails loudly."""
 
     def __init__(self, experts: RunExperts) -> None:
         super().__init__()
         self._experts = experts
 
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Take hidden_states [T, hidden], ids and weights [T, top_k], return [T, hidden]."""
+        """Return the weighted sum [T, hidden] of the experts ``ids`` [T, top_k] for hidden_states [T, hidden]."""
         return self._experts(hidden_states, ids.int().contiguous(), weights.float().contiguous())
 
 
 class Mixture:
-    """A whole mixture of experts: router, experts, and a gated MLP that all tokens go through, if there is one."""
+    """A whole mixture of experts: router, experts, and a shared gated MLP for all tokens, if there is one.
+
+    Args:
+        router: Linear layer of the router.
+        routing: Chooses experts from the router's logits.
+        experts: Runs the experts.
+        shared: Shared MLP (x, residual), or ``None``.
+        wide_router: Whether the router computes in float32.
+    """
 
     def __init__(
         self, router: PackedLinear, routing: Route, experts: RunExperts, shared: Any, *, wide_router: bool
@@ -160,7 +165,7 @@ class Mixture:
         self._wide_router = wide_router
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Take x and residual [T, hidden], return [T, hidden]."""
+        """Return the output, plus the residual, [T, hidden] for x and residual [T, hidden]."""
         ids, weights = self._routing(self._router(x.float() if self._wide_router else x))
         if self._shared is not None:
             residual = self._shared(x, residual)
@@ -173,17 +178,17 @@ def make_mixture(
     shared: Any,
     family: Family,
     make_routing: Callable[[Routing, int], Route],
-    make: Callable[[torch.Tensor, torch.Tensor | None], PackedLinear],
+    make_linear: Callable[[torch.Tensor, torch.Tensor | None], PackedLinear],
 ) -> Mixture:
-    """Put a mixture together.
+    """Return a mixture of experts.
 
     Args:
-        router: transformers' module.
-        experts: Of this rank.
-        shared: Takes x and residual, or ``None``.
-        family: Says how the router chooses.
-        make_routing: Makes the operator of a router for so many experts.
-        make: Makes a linear layer of weight and bias.
+        router: transformers' router module.
+        experts: Operator of this rank's experts.
+        shared: Shared MLP (x, residual), or ``None``.
+        family: The model's family, with the way that its router chooses experts.
+        make_routing: Makes the operator of a router: (routing, number of experts).
+        make_linear: Makes a linear layer: (weight, bias or ``None``).
 
     Raises:
         ValueError: The router's numbers contradict each other.
@@ -200,7 +205,7 @@ def make_mixture(
         top_groups=int(getattr(router, "topk_group", 1)),
         bias=getattr(router, "e_score_correction_bias", None),
     )
-    linear = PlainLinear(weight.float(), bias) if wide else make(weight, None if bias is None else bias.detach())
+    linear = PlainLinear(weight.float(), bias) if wide else make_linear(weight, None if bias is None else bias.detach())
     return Mixture(linear, make_routing(routing, len(weight)), experts, shared, wide_router=wide)
 
 
@@ -208,25 +213,25 @@ def make_mixture(
 
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PackedLinear]
-"""Makes a layer of weight [out, in] and bias [out] or ``None``."""
+"""Makes a linear layer: (weight [out, in], bias [out] or ``None``)."""
 GatedProduct = Callable[[torch.Tensor], torch.Tensor]
-"""Takes [rows, 2 dim], gates first, returns [rows, dim]; see :func:`baton_kernels.row_wise.gated_reference`."""
+"""Gated product: [rows, 2 dim], gates first -> [rows, dim]; see :func:`baton_kernels.row_wise.gated_reference`."""
 
 
 class RowNorm(Protocol):
-    """An RMS norm with its weight."""
+    """An RMS norm of rows."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
+        """Return the norm of x [rows, dim], rows of any stride, plus a contiguous residual, contiguous [rows, dim]."""
 
 
 class LayerOperators(Protocol):
-    """Makes operators out of weights.
+    """Makes operators of weights.
 
     Attributes:
         linear: Makes linear layers.
-        quantized: What multiplies by quantized weights as they are, for people; empty: nothing does, only their
-            definition.
+        quantized: Name, for logs, of the operators for packed quantized weights; empty: there are none, layers are
+            computed by their definition.
     """
 
     linear: MakeLinear
@@ -251,17 +256,17 @@ class LayerOperators(Protocol):
         """
 
     def takes_experts(self, module: nn.Module) -> bool:
-        """Whether a module is one of plain experts that :meth:`experts` can run."""
+        """Whether :meth:`experts` supports a module of plain experts."""
 
     def experts(self, module: nn.Module) -> RunExperts | None:
-        """Make the operator of a module of experts; ``None``: it is none that there is an operator for."""
+        """Make the operator of a module of experts; ``None``: there is none for this module."""
 
 
 class CpuOperators:
-    """Of a CPU; the fused decoder needs the library.
+    """Operators of a CPU.
 
     Args:
-        library: The C++ operators.
+        library: The C++ operators, which the fused decoder needs; ``None``: they cannot be loaded.
         linear: Makes linear layers.
     """
 
@@ -299,7 +304,7 @@ class CpuOperators:
 
 
 class GpuOperators:
-    """Of a GPU, or of Triton's interpreter. Weights are used as they lie; products with plain ones are torch's."""
+    """Operators of a GPU, or of Triton's interpreter. Weights are not copied; torch multiplies by plain ones."""
 
     def __init__(self) -> None:
         self.linear: MakeLinear = PlainLinear
@@ -326,9 +331,8 @@ class GpuOperators:
         return TritonGatedMul(activation)
 
     def routing(self, routing: Routing, experts: int) -> Route:
-        """See :class:`LayerOperators`; torch's operators, none of which waits for the device."""
         routing.check(experts)
-        return partial(routing_reference, routing)
+        return partial(routing_reference, routing)  # torch's operators, none of which waits for the device
 
     def takes_experts(self, module: nn.Module) -> bool:
         return expert_weights(module) is not None and gated_activation(module) is not None
@@ -345,7 +349,7 @@ class GpuOperators:
 
 
 class SideBySide:
-    """Layers of one input that cannot be one: their outputs stand one after the other."""
+    """Linear layers of one input that cannot be joined: their outputs are concatenated."""
 
     def __init__(self, parts: list[PackedLinear]) -> None:
         self.in_features = parts[0].in_features
@@ -358,7 +362,7 @@ class SideBySide:
 
 
 def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> PackedLinear | None:
-    """Return one operator for quantized layers of one input; ``None``: they are quantized in different ways."""
+    """Return one operator for quantized layers of one input; ``None``: they are quantized differently."""
     quantized = [module for module in modules if isinstance(module, QuantizedModule)]
     biases: list[torch.Tensor] = [module.bias for module in quantized if module.bias is not None]
     activations = quantized[0].activations
@@ -377,7 +381,7 @@ def join_quantized(modules: list[nn.Module], operators: LayerOperators) -> Packe
 
 
 def pack_quantized(module: QuantizedModule, operators: LayerOperators) -> PackedLinear:
-    """Return the operator of a quantized layer, which from then on keeps no weight of its own."""
+    """Return the operator of a quantized layer; the module's weight is dropped from memory."""
     packed = operators.quantized_linear(module.reloadable.get(), module.bias, module.activations)
     module.reloadable.release()
     return packed

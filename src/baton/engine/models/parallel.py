@@ -2,11 +2,11 @@
 
 Attention is divided by heads: queries, keys and values by rows (a KV head that several ranks need is on all of them),
 the output by columns, then a sum over the ranks. The MLP is divided as transformers' own plan says
-(``base_model_tp_plan``); what the plan leaves whole, every rank computes by itself. Modules stay transformers' own,
-with smaller weights, so that every path that runs them runs a share of them as well.
+(``base_model_tp_plan``); modules that the plan leaves whole are computed by every rank. Modules stay transformers' own,
+with smaller weights, so that every path that runs them also runs a share of them.
 
-So does transformers' forward: layers of other stages pass their input on, the first layer of a stage takes the hidden
-states of the stage before, and the last one sends its own to the stage after.
+transformers' forward stays, too: layers of other stages return their input, the first layer of a stage receives the
+hidden states of the stage before, and its last layer sends its own to the stage after.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 
 Linear = nn.Linear | QuantizedModule
 LINEARS = {nn.Linear, QuantizedModule}
-"""Layers that are divided; a class of its own may compute something else."""
+"""Classes of layers that are divided; a subclass may compute something else."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a stage."""
 
@@ -51,11 +51,10 @@ class Share:
     """A rank's layers and heads.
 
     Attributes:
-        specs: Attention of its layers, with its heads, by the id of the module.
-        first_layer: Index of the first of them in the whole model.
-        communicator: To the other ranks, if there are any.
-        latents: What queries and outputs go through in those of its layers that attend over latents, by the id of the
-            module.
+        specs: Attention of the rank's layers, with the rank's heads, by the id of the module.
+        first_layer: Index of the rank's first layer in the whole model.
+        communicator: Communicator with the other ranks, if there are any.
+        latents: Projections of queries and outputs, for the layers that attend over latents, by the id of the module.
     """
 
     specs: dict[int, AttentionSpec]
@@ -65,19 +64,20 @@ class Share:
 
 
 def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator: Communicator) -> Share:
-    """Cut a whole model down, in place, to what this process computes of it, and take that where it computes.
+    """Cut a whole model down, in place, to this rank's share, and move that to the rank's device.
 
     Args:
-        model: As it was loaded.
-        attention: Of each of its layers, by the id of the module.
-        communicator: Of this rank; of the only one: all of the model stays.
+        model: The whole model, as it was loaded.
+        attention: Attention of each layer, by the id of the module.
+        communicator: Communicator of this rank; with a single rank all of the model stays.
 
     Raises:
-        ConfigError: It cannot be divided so (names ``tp`` or ``pp``), or does not fit the device (names ``device``).
+        ConfigError: The model cannot be divided so (names ``tp`` or ``pp``), or does not fit the device (names
+            ``device``).
     """
     shard = communicator.spec
     layers = layer_range(len(attention), shard.pp_size, shard.pp_rank)
-    # Ids of the other layers' modules, which end here, may be given to new objects.
+    # The other layers' modules are freed here, so that new objects may get their ids.
     whole = {module: spec for index, (module, spec) in enumerate(attention.items()) if index in layers}
     specs = {module: rank_attention(spec, shard) for module, spec in whole.items()}
     stack = getattr(model.module.base_model, "layers", ())
@@ -95,8 +95,8 @@ def divide(model: LoadedModel, attention: dict[int, AttentionSpec], communicator
         raise ConfigError(f"{model.architecture} cannot be divided over {field}: {reason}", field=field) from error
     if model.device != model.compute.memory:
         to_device(model.module, model.compute, model.architecture)
-        for held in reloadable_weights(model.module):
-            held.move(model.compute.memory)
+        for weight in reloadable_weights(model.module):
+            weight.move(model.compute.memory)
         specs = {module: _on_device(spec, model.compute.memory) for module, spec in specs.items()}
     return Share(specs, layers.start, communicator, absorb_projections(model, specs))
 
@@ -106,7 +106,7 @@ def _on_device(spec: AttentionSpec, device: torch.device) -> AttentionSpec:
 
 
 class Reduced(nn.Module):
-    """A module of which every rank computes a part of the sum."""
+    """A module whose output is the sum of all ranks' outputs."""
 
     def __init__(self, inner: nn.Module, reduce: Reduce) -> None:
         super().__init__()
@@ -119,11 +119,11 @@ class Reduced(nn.Module):
 
 
 class SpanningNorm(nn.Module):
-    """RMS norm over all ranks' heads, of which every rank has as many: keeps a part of the weight.
+    """RMS norm over all ranks' heads, of which each rank has equally many; has this rank's part of the weight.
 
     Args:
-        norm: Over all heads.
-        weight: This rank's part.
+        norm: transformers' norm over all heads.
+        weight: This rank's part of its weight.
         shard: This rank.
         reduce: Sums over the ranks.
     """
@@ -136,28 +136,28 @@ class SpanningNorm(nn.Module):
         self._reduce = reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take this rank's [..., heads * dim], in float32 inside."""
+        """Return the norm of this rank's x [..., heads * dim], computed in float32."""
         wide = x.float()
-        # Heads that several ranks hold count as often on all of them, so the mean of the means is that of the whole.
+        # Heads on several ranks count equally often on all of them, so the mean of means is the mean over all heads.
         mean = self._reduce(wide.pow(2).mean(-1, keepdim=True)) / self._ranks
         return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
 
 
 class _WithHeads:
-    """A config as it is, but for the number of query heads, by which modules with a joined projection split it."""
+    """A config with another number of query heads, by which modules split a joined projection."""
 
     def __init__(self, config: Any, heads: int) -> None:
         self.num_attention_heads = heads
         self._config = config
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_config":  # asked for by copies before they have it
+        if name == "_config":  # copies look it up before they have it
             raise AttributeError(name)
         return getattr(self._config, name)
 
 
 def unreduced(module: nn.Module) -> nn.Module:
-    """Return what a :class:`Reduced` holds, and any other module as it is."""
+    """Return the inner module of a :class:`Reduced`, and any other module unchanged."""
     return module.inner if isinstance(module, Reduced) else module
 
 
@@ -179,9 +179,9 @@ def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard
     """Divide a model's weights in place.
 
     Args:
-        model: Whole, or whole layers of it.
-        attention: What each attention module computes, by the module's id.
-        shard: The rank.
+        model: The model, with whole layers.
+        attention: Attention of each layer, with all heads, by the id of the module.
+        shard: This rank.
         reduce: Sums over the ranks.
 
     Raises:
@@ -192,10 +192,10 @@ def split_tensors(model: LoadedModel, attention: dict[int, AttentionSpec], shard
     splitter = _Splitter(model, shard, reduce)
     for name, module in list(model.module.named_modules()):
         if id(module) in attention:
-            splitter.attention(name, module, attention[id(module)])
-    if len(splitter.done) != len(attention):
-        raise InternalError(f"found {len(splitter.done)} of {len(attention)} attention modules")
-    splitter.rest()
+            splitter.split_attention(name, module, attention[id(module)])
+    if len(splitter.attention_paths) != len(attention):
+        raise InternalError(f"found {len(splitter.attention_paths)} of {len(attention)} attention modules")
+    splitter.split_by_plan()
 
 
 class _Splitter:
@@ -203,46 +203,51 @@ class _Splitter:
         self._model = model
         self._shard = shard
         self._reduce = reduce
-        self.done: list[str] = []
+        self.attention_paths: list[str] = []
 
-    def attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
+    def split_attention(self, path: str, module: nn.Module, spec: AttentionSpec) -> None:
         """Divide one layer's attention by heads."""
         heads = _share(spec.num_heads, self._shard, "query heads")
         kv_heads = head_range(spec.kv_heads, self._shard.tp_size, self._shard.tp_rank)
-        of = spec.kv_heads
+        num_kv_heads = spec.kv_heads
         if spec.latent:
             kv_heads = heads
-            of = spec.num_heads
-        self.done.append(path)
-        found = set()
+            num_kv_heads = spec.num_heads
+        self.attention_paths.append(path)
+        names = set()
         for name, child in list(module.named_children()):
-            found.add(name)
+            names.add(name)
             if name in QUERY_PROJECTIONS:
                 _keep_rows(self._linear(child, name), heads, spec.num_heads)
             elif name in KEY_VALUE_PROJECTIONS:
-                _keep_rows(self._linear(child, name), kv_heads, of)
+                _keep_rows(self._linear(child, name), kv_heads, num_kv_heads)
             elif name == "o_proj":
                 self._keep_columns(path, self._linear(child, name), heads, spec.num_heads)
                 setattr(module, name, Reduced(child, self._reduce))
             elif name == JOINED_PROJECTION:
                 self._joined_attention(module, self._linear(child, name), spec, heads, kv_heads)
             elif name in HEAD_NORMS:
-                self._head_norm(module, name, spec, *((heads, spec.num_heads) if name[0] == "q" else (kv_heads, of)))
+                if name[0] == "q":
+                    self._head_norm(module, name, spec, heads, spec.num_heads)
+                else:
+                    self._head_norm(module, name, spec, kv_heads, num_kv_heads)
             elif name not in WHOLE_PROJECTIONS and _has_weights(child):
                 raise self._refuse(f"its attention has a {name}")
-        separate = found & QUERY_PROJECTIONS and found & KEY_VALUE_PROJECTIONS
-        if "o_proj" not in found or not (separate or JOINED_PROJECTION in found):
-            raise self._refuse(f"its attention has only {', '.join(sorted(found))}")
+        separate = names & QUERY_PROJECTIONS and names & KEY_VALUE_PROJECTIONS
+        if "o_proj" not in names or not (separate or JOINED_PROJECTION in names):
+            raise self._refuse(f"its attention has only {', '.join(sorted(names))}")
 
     def _joined_attention(
         self, module: Any, linear: Linear, spec: AttentionSpec, heads: range, kv_heads: range
     ) -> None:
-        """Queries, keys and values in one layer, one after the other (Phi-3)."""
-        parts = ((heads, spec.num_heads, spec.k_dim), (kv_heads, spec.kv_heads, spec.k_dim))
+        """Divide queries, keys and values in one layer, one after the other (Phi-3)."""
+        queries = (heads, spec.num_heads, spec.k_dim)
+        keys = (kv_heads, spec.kv_heads, spec.k_dim)
+        values = (kv_heads, spec.kv_heads, spec.v_dim)
         begin = 0
         rows: list[range] = []
-        for kept, count, dim in (*parts, (kv_heads, spec.kv_heads, spec.v_dim)):
-            rows.append(range(begin + kept.start * dim, begin + kept.stop * dim))
+        for own_heads, count, dim in (queries, keys, values):
+            rows.append(range(begin + own_heads.start * dim, begin + own_heads.stop * dim))
             begin += count * dim
         if begin != linear.out_features:
             raise self._refuse(f"its {JOINED_PROJECTION} has {linear.out_features} outputs, not {begin}")
@@ -251,21 +256,21 @@ class _Splitter:
         module.num_key_value_heads = len(kv_heads)
 
     def _head_norm(self, module: nn.Module, name: str, spec: AttentionSpec, heads: range, count: int) -> None:
-        """A norm within a head stays as it is; one over all heads (OLMo 2) becomes one over all ranks."""
+        """Leave a norm within a head as it is; make one over all heads (OLMo 2) a norm over all ranks."""
         norm: Any = module.get_submodule(name)
         shapes = {tuple(weight.shape) for weight in norm.parameters()}
         if shapes == {(count * spec.k_dim,)} and count > 1 and getattr(norm, "bias", None) is None:
-            kept = norm.weight[heads.start * spec.k_dim : heads.stop * spec.k_dim]
-            setattr(module, name, SpanningNorm(norm, kept, self._shard, self._reduce))
+            weight = norm.weight[heads.start * spec.k_dim : heads.stop * spec.k_dim]
+            setattr(module, name, SpanningNorm(norm, weight, self._shard, self._reduce))
         elif shapes != {(spec.k_dim,)}:
             raise self._refuse(f"{name} is no norm of a head or of all heads")
 
-    def rest(self) -> None:
-        """Divide what the plan divides outside of attention."""
+    def split_by_plan(self) -> None:
+        """Divide the modules outside of attention, as transformers' plan says."""
         plan = dict(getattr(self._model.text_config, "base_model_tp_plan", None) or {})
         base = self._model.module.base_model
         prefix = next(f"{name}." for name, module in self._model.module.named_modules() if module is base)
-        attention = tuple(f"{path}." for path in self.done)
+        attention = tuple(f"{path}." for path in self.attention_paths)
         names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
         for pattern, style in plan.items():
             matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
@@ -307,17 +312,17 @@ class _Splitter:
             raise self._refuse(f"its plan divides {name} in the way {style!r}")
 
     def _joined_mlp(self, mlp: Any, leaf: str, linear: Linear) -> None:
-        """Gate and up in one layer, one after the other (Phi-3, GLM 4), and down."""
+        """Divide gate and up in one layer, one after the other (Phi-3, GLM 4), and down."""
         inner = linear.in_features if leaf == "down_proj" else linear.out_features // 2
-        kept = _share(inner, self._shard, f"columns of {leaf}")
+        columns = _share(inner, self._shard, f"columns of {leaf}")
         if leaf == "down_proj":
-            self._keep_columns(leaf, linear, kept, inner)
+            self._keep_columns(leaf, linear, columns, inner)
             setattr(mlp, leaf, Reduced(linear, self._reduce))
         else:
-            _pick_rows(linear, [kept, range(inner + kept.start, inner + kept.stop)])
+            _pick_rows(linear, [columns, range(inner + columns.start, inner + columns.stop)])
 
     def _interleaved_experts(self, base: nn.Module, name: str, experts: Any) -> None:
-        """GPT-OSS has no plan: experts [E, hidden, 2 * inner] with gate and up in turns, and biases."""
+        """Divide GPT-OSS's experts [E, hidden, 2 * inner], alternating gates and ups, and biases; it has no plan."""
         inner = _share(experts.down_proj.shape[1], self._shard, f"columns of {name}")
         both = slice(2 * inner.start, 2 * inner.stop)
         experts.gate_up_proj = _parameter(experts.gate_up_proj[..., both])
@@ -328,27 +333,27 @@ class _Splitter:
         base.set_submodule(name, Reduced(experts, self._reduce))
 
     def _quantized_experts(self, base: nn.Module, name: str, experts: QuantizedExpertsModule) -> None:
-        """Their plan names parameters, which they have not."""
+        """Divide quantized experts: their plan names parameters, which they do not have."""
         inner = _share(experts.inner, self._shard, f"columns of {name}")
         try:
             experts.keep_inner(inner, first=self._shard.tp_rank == 0)
         except ValueError as error:
             raise self._refuse(f"{name}: {error}") from error
-        if not name.endswith(".inner"):  # as the plan's style for them has put them into a sum
+        if not name.endswith(".inner"):  # else the plan's style for experts has put them into a Reduced
             base.set_submodule(name, Reduced(experts, self._reduce))
 
     def _keep_columns(self, name: str, linear: Linear, units: range, count: int) -> None:
-        """Keep some of ``count`` equal groups of a layer's inputs; only the first rank adds the bias."""
+        """Reduce a layer to ``units`` of ``count`` equal groups of its inputs; only the first rank adds the bias."""
         each = linear.in_features // count
-        kept = range(units.start * each, units.stop * each)
+        columns = range(units.start * each, units.stop * each)
         if isinstance(linear, QuantizedModule):
             try:
-                linear.keep_columns(kept)
+                linear.keep_columns(columns)
             except ValueError as error:
                 raise self._refuse(f"{name}: {error} that share a scale") from error
         else:
-            linear.weight = _parameter(linear.weight[:, kept.start : kept.stop])
-            linear.in_features = len(kept)
+            linear.weight = _parameter(linear.weight[:, columns.start : columns.stop])
+            linear.in_features = len(columns)
         if self._shard.tp_rank:
             linear.register_parameter("bias", None)
 
@@ -369,13 +374,13 @@ def _share(count: int, shard: ShardSpec, what: str) -> range:
 
 
 def _keep_rows(linear: Linear, units: range, count: int) -> None:
-    """Keep some of ``count`` equal groups of a layer's outputs."""
+    """Reduce a layer to ``units`` of ``count`` equal groups of its outputs."""
     each = linear.out_features // count
     _pick_rows(linear, [range(units.start * each, units.stop * each)])
 
 
 def _pick_rows(linear: Linear, ranges: list[range]) -> None:
-    """Keep ranges of a layer's outputs, one after the other."""
+    """Reduce a layer to ranges of its outputs, one after the other."""
     if isinstance(linear, QuantizedModule):
         linear.keep_rows(ranges)
         return
@@ -390,7 +395,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _parameter(part: torch.Tensor) -> nn.Parameter:
-    """Copy a part, so that the whole can go."""
+    """Return a parameter with a copy of ``part``, so that the whole can be freed."""
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
@@ -398,19 +403,19 @@ def _parameter(part: torch.Tensor) -> nn.Parameter:
 
 
 def keep_stage(model: LoadedModel, layers: range, communicator: Communicator) -> None:
-    """Drop, in place, what this rank's stage does not compute.
+    """Drop, in place, the modules that this rank's stage does not compute.
 
     Args:
         model: The whole model.
-        layers: Those of the stage.
-        communicator: Where hidden states come from and go to.
+        layers: Indices of the stage's layers.
+        communicator: Receives and sends hidden states.
 
     Raises:
         ConfigError: The architecture cannot be cut into stages; names ``pp``.
     """
     norm = "" if communicator.spec.pp_size == 1 else _check_plan(model)
     if not communicator.has_head:
-        # A layer without weights: logits that are not asked for cost nothing.
+        # A layer without weights: unused logits cost nothing.
         model.module.set_output_embeddings(_NoHead())
     if communicator.spec.pp_size == 1:
         return
@@ -421,7 +426,7 @@ def keep_stage(model: LoadedModel, layers: range, communicator: Communicator) ->
         setattr(base, norm, nn.Identity())
     for index, layer in enumerate(base.layers):
         if index not in layers:
-            _empty(layer)
+            _make_passthrough(layer)
 
     def receive(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         like = args[0] if args else kwargs["hidden_states"]
@@ -454,19 +459,19 @@ def _check_plan(model: LoadedModel) -> str:
     return str(after[0])
 
 
-def _empty(layer: nn.Module) -> None:
-    """Make a layer of another stage pass its input on. Its attributes stay: some models read them in their loop."""
+def _make_passthrough(layer: nn.Module) -> None:
+    """Make a layer of another stage return its input. Its attributes stay: some models read them in their loop."""
     for name, _ in list(layer.named_children()):
         delattr(layer, name)
-    layer.forward = types.MethodType(_pass_on, layer)
+    layer.forward = types.MethodType(_return_hidden, layer)
 
 
-def _pass_on(_: nn.Module, hidden_states: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
+def _return_hidden(_: nn.Module, hidden_states: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
     return hidden_states
 
 
 class _NoEmbedding(nn.Module):
-    """Stands in for the embedding on later stages: zeros of the right shape, whatever the model does with them."""
+    """Replaces the embedding on later stages: returns zeros of the right shape, which are not used."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -474,13 +479,13 @@ class _NoEmbedding(nn.Module):
         self._dtype = dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Take tokens [1, T], return zeros [1, T, width] without memory behind them."""
+        """Return zeros [1, T, width], expanded from one number, for tokens [1, T]."""
         return torch.zeros((), dtype=self._dtype).expand(*tokens.shape, self._width)
 
 
 class _NoHead(nn.Module):
-    """Stands in for the head on ranks that give no logits."""
+    """Replaces the head on ranks that compute no logits."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Take hidden [1, R, width], return [1, R, 0]."""
+        """Return [1, R, 0] for hidden [1, R, width]."""
         return hidden[..., :0]

@@ -1,6 +1,6 @@
-"""What the loader, the attention probe, the fused decoder and the division over ranks know of model families.
+"""Facts about model families for the loader, the attention probe, the fused decoder and the division over ranks.
 
-Everything else of an architecture is learnt from its modules, its config and transformers' plans at load.
+Everything else about an architecture is read off its modules, its config and transformers' plans at load.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from baton_kernels.experts import Scoring
 
 log = logging.getLogger(__name__)
 
-# What the fused decoder knows
+# For the fused decoder
 
 
 class LayerNorms(NamedTuple):
-    """Names of a layer's norms; empty: it has none there."""
+    """Names of a layer's norms; empty: the layer has no norm there."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -28,7 +28,7 @@ class LayerNorms(NamedTuple):
     after_mlp: str = ""
 
     def names(self) -> set[str]:
-        """Those that there are."""
+        """Return the names of the norms that a layer has."""
         return set(filter(None, self))
 
 
@@ -44,15 +44,15 @@ GLM_SANDWICH_NORMS = LayerNorms(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the layers of a model type are put together; sizes, activations and biases are read off its modules.
+    """Structure of the layers of a model type; sizes, activations and biases are read off its modules.
 
     Attributes:
-        norms: Of a layer.
-        norm_offset: Added to the weights of all norms (1 where they are stored as differences).
+        norms: Norms of a layer.
+        norm_offset: Added to the weights of all norms (1 where they are stored as differences from 1).
         router: Name of the router in the block of a mixture of experts.
-        scoring: How its logits become scores; with ``SIGMOID`` they are computed in float32.
-        normalizes: Whether the weights of the chosen experts are divided by their sum; ``None``: if the router's
-            ``norm_topk_prob`` says so.
+        scoring: How the router's logits become scores; with ``SIGMOID`` they are computed in float32.
+        normalizes: Whether the weights of the chosen experts are divided by their sum; ``None``: as the router's
+            ``norm_topk_prob`` says.
         rotates_pairs: Whether the rotary embedding turns neighbours instead of the two halves against each other.
     """
 
@@ -85,9 +85,8 @@ FUSED_FAMILIES = {
     "qwen3_moe": Family(),
     "seed_oss": Family(),
 }
-"""Model types whose code was read and whose results were compared: no other is fused, whatever its parts are called.
-
-Ministral 3, for one, has Llama's parts and scales its queries by their positions.
+"""Model types whose code was read and whose results were compared. No other type is fused, whatever its parts are
+named: Ministral 3, for one, has Llama's parts and scales its queries by their positions.
 """
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 LATENT_ATTENTION_PARTS = {
@@ -102,16 +101,16 @@ LATENT_ATTENTION_PARTS = {
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 
 COUNTS_ON_FROM_CACHE = frozenset({"llama4_text"})
-"""Model types that scale queries by positions, which they count on from the length of their cache."""
+"""Model types that scale queries by positions, which they derive from the length of their cache."""
 
 # Types of layers, as transformers' configs name them (`layer_types`)
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
-"""Of attention that Baton computes, and MLPs."""
+"""Types of attention and MLPs that Baton computes."""
 DRAFT_MODELS = {"gemma4_assistant", "gemma4_unified_assistant"}
-"""Model types that attend over the KV of another model, whose next tokens they guess."""
+"""Model types that draft for another model, and attend over its KV."""
 STATEFUL_LAYERS = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
-"""Recurrent ones and convolutions over tokens."""
+"""Recurrent layers and convolutions over tokens."""
 SPARSE_LAYERS = {
     "compressed_sparse_attention",
     "heavily_compressed_attention",
@@ -119,49 +118,50 @@ SPARSE_LAYERS = {
     "minimax_m3_sparse",
 }
 SPARSE_FIELDS = ("index_topk", "indexer_budget")
-"""Fields of configs whose attention picks keys by an indexer with a cache of its own (DeepSeek-V3.2 and its kin)."""
+"""Fields of configs whose attention picks keys by an indexer with a cache of its own (such as DeepSeek-V3.2)."""
 
-# Projections of an attention module by what a rank keeps of them; those with ``_a_`` and ``_b_`` are DeepSeek's MLA
+# Projections of an attention module by the part that a rank has; those with ``_a_`` and ``_b_`` are DeepSeek's MLA
 
 QUERY_PROJECTIONS = {"q_proj", "q_b_proj"}
-"""Rows of the rank's query heads."""
+"""A rank has the rows of its query heads."""
 KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj", "kv_b_proj"}
-"""Rows of the rank's KV heads; of its query heads where the KV is a latent."""
+"""A rank has the rows of its KV heads, or of its query heads where the KV is a latent."""
 WHOLE_PROJECTIONS = {"q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"}
-"""On every rank: latents that all heads share."""
+"""Every rank has all of them: latents that all heads share."""
 LATENT_PROJECTION = "kv_b_proj"
+"""Name, in MLA's modules, of the linear layer from latents to heads' keys and values."""
 LATENT_EXPANSION = "expand_kv"
-"""Of MLA's modules: the linear layer from latents to heads' keys and values, and the method that applies it."""
+"""Name of the method of MLA's modules that applies that layer."""
 JOINED_PROJECTION = "qkv_proj"
-"""Queries, keys and values, one after the other (Phi-3): rows of each."""
+"""Queries, keys and values, one after the other (Phi-3); a rank has rows of each."""
 HEAD_NORMS = {"q_norm", "k_norm"}
-"""Norms within a head, or over all heads (OLMo 2), of which each rank then has a part."""
+"""Norms within a head, or over all heads (OLMo 2), of which a rank has a part."""
 JOINED_MLP = {"gate_up_proj", "down_proj"}
-"""Gate and up in one layer, one after the other (Phi-3, GLM 4), which plans of transformers leave whole."""
+"""Gate and up in one layer, one after the other (Phi-3, GLM 4), and down; transformers' plans leave them whole."""
 WHOLE_STYLES = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
 """Styles of transformers' plans whose result is the same if every rank computes all of it."""
 
 
 def has_interleaved_experts(module: nn.Module) -> bool:
-    """GPT-OSS: experts without a plan, [E, hidden, 2 * inner] with gate and up in turns, and biases."""
+    """Whether a module has GPT-OSS's experts: [E, hidden, 2 * inner] with alternating gates and ups, and biases."""
     return hasattr(module, "gate_up_proj_bias") and hasattr(module, "down_proj_bias")
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a model is a mixture of experts, wherever its layers have them."""
+    """Whether any layer of a model has experts."""
     return any("experts" in name.rpartition(".")[2] for name, _ in module.named_modules())
 
 
 def attention_sinks(module: nn.Module, passed: Any) -> Any:
-    """GPT-OSS: a logit per head that takes part in the softmax; passed as ``s_aux``, or kept by the module."""
+    """Return GPT-OSS's sinks, a logit per head in the softmax: ``passed`` as ``s_aux``, or the module's own."""
     return getattr(module, "sinks", None) if passed is None else passed
 
 
 def max_sequence_length(architecture: str, config: Any) -> int:
     """Return the longest sequence in tokens.
 
-    "longrope" changes the frequencies of all tokens once a sequence is longer than the original length, so that keys
-    in the cache would have to be computed again: it is served up to there.
+    "longrope" changes the frequencies of all tokens once a sequence is longer than the original length, so that cached
+    keys would have to be computed again: sequences are served up to that length.
 
     Raises:
         ConfigError: The model's config names no limit.
@@ -182,20 +182,22 @@ def max_sequence_length(architecture: str, config: Any) -> int:
 
 
 def original_length(config: Any, max_len: int) -> int:
-    """Return the position at which scaled rope or scaled queries change, the middle where the config names none."""
+    """Return the position at which scaled rope or scaled queries change; without one in the config the middle."""
     named = [config, *_rope_parameters(config)]
-    lengths = [_get(holder, name) for holder in named for name in ("original_max_position_embeddings", "floor_scale")]
+    lengths = [
+        _get_field(holder, name) for holder in named for name in ("original_max_position_embeddings", "floor_scale")
+    ]
     return next((int(length) for length in lengths if isinstance(length, int | float) and length), max_len // 2)
 
 
-def _get(holder: Any, name: str) -> Any:
+def _get_field(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
 def unserved_layers(config: Any) -> str:
-    """Say what a model's layers do that Baton does not, by their types and what else its config names; else nothing.
+    """Return why Baton cannot run a model's layers, from their types and other fields of its config; empty: it can.
 
-    Whatever keeps more for a sequence than keys and values of its tokens cannot go on from blocks of them.
+    Layers whose state is more than the keys and values of a sequence's tokens cannot resume from KV blocks.
     """
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
     stateful = [kind for kind in kinds if kind in STATEFUL_LAYERS]
@@ -211,9 +213,9 @@ def unserved_layers(config: Any) -> str:
 
 
 def needed_across_stages(config: Any) -> str:
-    """Say what a model's layers take that the layer before does not give them; else nothing.
+    """Return the inputs of a model's layers that the layer before does not pass on; empty: there are none.
 
-    Stages of a pipeline send each other hidden states alone, whatever transformers' plan for them says.
+    Pipeline stages send each other hidden states alone, whatever transformers' plan for them says.
     """
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "its layers take inputs made of the token embeddings (hidden_size_per_layer_input)"
@@ -223,7 +225,7 @@ def needed_across_stages(config: Any) -> str:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rope parameters, of which some models have one set per type of layer."""
+    """Return the sets of rope parameters, of which some models have one per type of layer."""
     value = getattr(config, "rope_parameters", None)
     if not isinstance(value, dict):
         return []
