@@ -84,6 +84,7 @@ lint: native ## ruff, mypy strict, import contracts, generated code up to date
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_helm.py --check
+	$(BIN)/python scripts/gen_sync_client.py --check
 
 format: $(STAMP) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.client import AsyncClient
-from baton.client.scaling import Switch, plan_switches, switch
+from baton.client.scaling import Switch, plan_switches, switch_role
 from baton.errors import ConfigError
 from baton.types import Role
 
@@ -27,7 +27,7 @@ class RoleFleet:
         instances = await self._client.list_instances()
         count = sum(each.role is role and each.healthy and not each.refused for each in instances)
         (change,) = plan_switches(instances, {role: count + 1})
-        await switch(self._client, change, self._drain_s)
+        await switch_role(self._client, change, self._drain_s)
         return change
 
     async def add(self, role: Role) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from baton.cli.router_grpc import add_grpc_flags, open_async_client
-from baton.client.scaling import Switch, plan_switches, switch
+from baton.client.scaling import Switch, plan_switches, switch_role
 from baton.errors import ConfigError
 from baton.types import Role
 
@@ -87,7 +87,7 @@ async def _scale(args: argparse.Namespace, targets: dict[Role, int]) -> list[Swi
                 _say(args, f"{said} (the least busy of the {each.before} instances)")
                 continue
             started = time.monotonic()
-            await switch(client, each, args.wait_s)
+            await switch_role(client, each, args.wait_s)
             _say(args, f"{said} after {time.monotonic() - started:.1f} s")
         return switches
 

@@ -27,9 +27,10 @@ A call is repeated only if it failed with UNAVAILABLE and no token of it had com
 
 from baton.client.async_client import AsyncClient
 from baton.client.async_stream import AsyncStream
+from baton.client.portal import Stream
 from baton.client.request import Options, Prompt
 from baton.client.scaling import Switch
-from baton.client.sync_client import Client, Stream
+from baton.client.sync_client import Client
 from baton.client.types import (
     Choice,
     Chunk,

@@ -1,7 +1,7 @@
-"""Another ratio of prefill and decode instances, while requests run.
+"""Changes the ratio of prefill and decode instances while requests run, by switching roles.
 
-Instances change their role: the router sends a drained instance nothing new, what runs on it ends or goes on elsewhere,
-and its caches stay.
+The router sends a drained instance no new requests. Its running requests end or continue elsewhere, and it keeps its
+caches.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from baton.errors import BatonError, BusyError, ConfigError, UnavailableError
 from baton.types import Role
 
 _POLL_S = 0.1
-_SEEN_S = 30.0
+_VISIBLE_S = 30.0
+"""Seconds until the router must report the new role."""
 OTHER_ROLE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An instance that changes its role."""
+    """A change of an instance's role.
+
+    Attributes:
+        instance: Identifier of the instance.
+        before: The old role.
+        after: The new role.
+    """
 
     instance: str
     before: Role
@@ -32,27 +39,27 @@ class Switch:
 
 
 class Fleet(Protocol):
-    """What is asked of a client here."""
+    """The methods of a client that :func:`switch_role` needs."""
 
     async def list_instances(self) -> list[Instance]:
-        """Return every instance that the router knows."""
+        """Return all instances that the router knows."""
 
     async def drain(self, instance: str, *, wait: float = ..., migrate: bool = ...) -> int:
-        """Have an instance take no new requests."""
+        """Stop new requests to an instance, and wait for its running ones."""
 
     async def set_role(self, instance: str, role: Role) -> None:
-        """Make an idle instance one of another role."""
+        """Change the role of an idle instance."""
 
 
 def plan_switches(instances: Sequence[Instance], targets: dict[Role, int]) -> list[Switch]:
-    """Choose the instances that change their role: of those that are too many, the least busy.
+    """Choose the instances that change their role: the least busy ones of the role with too many.
 
     Args:
-        instances: All that the router knows.
-        targets: How many are wanted of each role; a role that is not named gets what is left.
+        instances: All instances that the router knows.
+        targets: Number of instances per role; a missing role gets the remaining instances.
 
     Raises:
-        ConfigError: They do not add up to what there is, or no decode instance would be left.
+        ConfigError: The numbers do not add up to the number of instances, or no decode instance would remain.
     """
     usable = [each for each in instances if each.role in OTHER_ROLE and each.healthy and not each.refused]
     counts = {role: sum(each.role is role for each in usable) for role in OTHER_ROLE}
@@ -72,50 +79,50 @@ def plan_switches(instances: Sequence[Instance], targets: dict[Role, int]) -> li
 
 
 def least_busy(instances: Sequence[Instance]) -> list[Instance]:
-    """Return instances in order, those with the least to do first."""
-    return sorted(instances, key=_busy)
+    """Return instances in order of their work, the least busy first."""
+    return sorted(instances, key=_work)
 
 
-def _busy(instance: Instance) -> tuple[int, int, str]:
+def _work(instance: Instance) -> tuple[int, int, str]:
     load = instance.load
     return (instance.in_flight + load.num_running + load.num_waiting, load.blocks_active, instance.instance_id)
 
 
-async def switch(client: Fleet, each: Switch, wait_s: float) -> None:
+async def switch_role(client: Fleet, switch: Switch, wait_s: float) -> None:
     """Change the role of an instance, and wait until the router sends it requests again.
 
     Args:
-        client: Of the router.
-        each: What to change.
-        wait_s: Seconds in which its requests may end, before they go on elsewhere; then as many again for blocks that
-            others still read.
+        client: Client of the router.
+        switch: The change.
+        wait_s: Seconds for the instance's requests to end before they continue elsewhere, and again for blocks that
+            other instances still read.
 
     Raises:
-        BusyError: It did not become idle; it takes requests in its old role again.
-        BatonError: Somebody does not answer.
+        BusyError: The instance did not become idle; it takes requests in its old role again.
+        BatonError: The router or the instance does not answer.
     """
     try:
-        await client.drain(each.instance, wait=wait_s, migrate=True)
+        await client.drain(switch.instance, wait=wait_s, migrate=True)
         deadline = time.monotonic() + max(wait_s, 1.0)
         while True:
             try:
-                await client.set_role(each.instance, each.after)
+                await client.set_role(switch.instance, switch.after)
                 break
             except BusyError:
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_POLL_S)
     except (BatonError, asyncio.CancelledError):
-        with contextlib.suppress(BatonError):  # it is out of reach: the first error says more
-            await client.set_role(each.instance, each.before)
+        with contextlib.suppress(BatonError):  # out of reach: the first error says more
+            await client.set_role(switch.instance, switch.before)
         raise
-    await _until(client, each, lambda x: x.role is each.after and x.healthy and not x.load.draining)
+    await _wait_until(client, switch, lambda x: x.role is switch.after and x.healthy and not x.load.draining)
 
 
-async def _until(client: Fleet, each: Switch, condition: Callable[[Instance], bool]) -> None:
-    deadline = time.monotonic() + _SEEN_S
+async def _wait_until(client: Fleet, switch: Switch, condition: Callable[[Instance], bool]) -> None:
+    deadline = time.monotonic() + _VISIBLE_S
     while time.monotonic() < deadline:
-        if any(x.instance_id == each.instance and condition(x) for x in await client.list_instances()):
+        if any(x.instance_id == switch.instance and condition(x) for x in await client.list_instances()):
             return
         await asyncio.sleep(_POLL_S)
-    raise UnavailableError(f"the router does not see {each.instance} as a {each.after} instance")
+    raise UnavailableError(f"the router does not see {switch.instance} as a {switch.after} instance")

@@ -1,53 +1,49 @@
-"""The synchronous client: the asynchronous one in a background thread's event loop."""
+"""The synchronous client.
+
+Generated from ``async_client.py`` by ``scripts/gen_sync_client.py``: do not edit.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Unpack, overload
 
 from baton.client.async_client import AsyncClient
-from baton.client.async_stream import AsyncStream
-from baton.client.portal import Portal
+from baton.client.portal import LONG_CALL_S, PortalClient, Stream
 from baton.client.request import Options, Prompt
 from baton.client.scaling import Switch
-from baton.client.settings import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
-from baton.client.types import Answered, Chunk, Generation, Instance, Model, RouteDecision, Stats
-from baton.errors import BatonError, UnavailableError
+from baton.client.settings import DEFAULT_RETRIES, DEFAULT_TIMEOUT_S
+from baton.client.types import Generation, Instance, Model, RouteDecision, Stats
+from baton.errors import BatonError
 from baton.rpc.tls import Tls
 from baton.types import Role
 
-T = TypeVar("T")
 
-_GRACE_S = 5.0
-"""How much longer than its deadline a call is waited for: calls end by their deadlines, in the event loop."""
-_LONGEST_SCALE_S = 86400.0
-
-
-class Client:
-    """Speaks to a Baton router over gRPC.
+class Client(PortalClient):
+    """Client of a Baton router, over gRPC.
 
     May be used from several threads, which share one background thread and its connection. Close it, or use it as a
-    context manager. A client that was used does not survive a fork: make one in each process.
+    context manager. A client that was used does not survive a fork: create one in each process::
+
+        with baton.Client("127.0.0.1:8001") as client:
+            print(client.generate("def main():", max_tokens=32).text)
 
     Args:
-        address: ``host:port`` of the router's gRPC server, or those of several routers of the same instances: when one
-            is out of reach the next is asked, and goes on with answers that have begun.
-        token: API key, if the router wants one.
-        token_file: File with the services' token, for a service: both ends prove it to each other, it is not sent.
-        timeout: Seconds that a call may take if it names no time-out of its own.
-        retries: Tries after the first where no instance was available and no token has come yet.
-        direct: Have tokens from decode instances themselves; the router only places, and signs a ticket. If the
-            instance's stream breaks, the router goes on with it.
-        tokenizer: With ``direct``: directory with the model's tokenizer; empty: the path that the instance names.
-        tls: Certificates, where the services use some: ``baton.rpc.tls.Tls(cert, key, ca)``.
+        address: ``host:port`` of the router's gRPC server, or the addresses of several routers of the same instances.
+            If one is out of reach, the next one is asked and continues answers that have begun.
+        token: API key, if the router requires one.
+        token_file: File with the services' shared token, for services. Client and router prove it to each other; it
+            is not sent. Excludes ``token``.
+        timeout: Deadline of calls that have no ``timeout`` of their own, in seconds. Above 0.
+        retries: Retries of a call that failed because no router or instance was available, before its first token.
+        direct: Receive tokens from the decode instances. The router only places the request and signs a ticket; it
+            continues the answer if the instance's stream breaks.
+        tokenizer: With ``direct``, the directory of the model's tokenizer; default: the path that the instance names.
+        tls: Certificates, if the services use TLS: ``baton.rpc.tls.Tls(cert, key, ca)``.
 
     Raises:
-        InvalidRequestError: An argument cannot work; names it.
-        ConfigError: The token file cannot be read, or is open to others.
+        InvalidRequestError: An argument is invalid; names it.
+        ConfigError: The token file cannot be read, or other users can read it.
     """
 
     def __init__(
@@ -62,20 +58,19 @@ class Client:
         tokenizer: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._core = AsyncClient(
-            address,
-            token=token,
-            token_file=token_file,
-            timeout=timeout,
-            retries=retries,
-            direct=direct,
-            tokenizer=tokenizer,
-            tls=tls,
+        super().__init__(
+            AsyncClient(
+                address,
+                token=token,
+                token_file=token_file,
+                timeout=timeout,
+                retries=retries,
+                direct=direct,
+                tokenizer=tokenizer,
+                tls=tls,
+            ),
+            timeout,
         )
-        self._timeout = timeout
-        self._portal = Portal()
-        # Ends the thread of a client that is dropped, and of one that is open when the interpreter exits.
-        self._finalizer = weakref.finalize(self, self._portal.close, self._core.close)
 
     @overload
     def generate(
@@ -108,69 +103,95 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Generation | Stream:
-        """Generate from a prompt.
+        """Generate an answer to a prompt.
 
         Args:
             prompt: Text, token ids, or chat messages (``{"role": ..., "content": ...}``).
-            model: Name of the model; empty: the one that is served.
-            stream: Return an iterator of chunks instead of the whole answer.
-            timeout: Seconds for the whole call; ``None``: the client's.
-            **options: See :class:`baton.client.Options`.
+            model: Name of the model; empty: the model that the router serves.
+            stream: Return a stream of chunks instead of the whole answer.
+            timeout: Deadline of the whole call, in seconds; default: the client's.
+            **options: Sampling parameters and other fields of the request; see :class:`baton.client.Options`.
+
+        Returns:
+            The answer, or with ``stream=True`` an iterator over its chunks.
 
         Raises:
-            BatonError: See :mod:`baton.errors`. With ``stream=True`` most come from the iteration.
+            InvalidRequestError: An argument is invalid; names the field.
+            QueueFullError: All instances are full; ``retry_after_s`` says when to retry.
+            UnavailableError: No router or instance is available.
+            DeadlineError: The answer was not complete within ``timeout``.
+            BatonError: Other errors; see :mod:`baton.errors`. With ``stream=True`` most are raised by the iteration.
         """
         if not stream:
-            return self._call(self._core.generate(prompt, model=model, timeout=timeout, **options), timeout)
-        opening = self._core.generate(prompt, model=model, timeout=timeout, stream=True, **options)
-        messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        try:
-            core = self._call(_open_stream(opening, messages, self._portal), timeout)
-        except BaseException:
-            del messages  # which ends the request: the traceback would keep it
-            raise
-        return Stream(self, core, messages, timeout)
+            return self._call(
+                self._core.generate(prompt, model=model, stream=False, timeout=timeout, **options), timeout
+            )
+        return self._open_stream(
+            self._core.generate(prompt, model=model, stream=True, timeout=timeout, **options), timeout
+        )
 
     def route(
         self, prompt: Prompt, *, model: str = "", cache_salt: str = "", timeout: float | None = None
     ) -> RouteDecision:
-        """Ask where a prompt would go, and why; nothing is reserved."""
+        """Return where the router would place a prompt now, and why. Nothing is reserved.
+
+        Args:
+            prompt: Text, token ids, or chat messages.
+            model: Name of the model; empty: the model that the router serves.
+            cache_salt: Cache salt of the request.
+            timeout: Deadline in seconds; default: the client's.
+
+        Raises:
+            UnavailableError: No router or instance is available.
+        """
         return self._call(self._core.route(prompt, model=model, cache_salt=cache_salt, timeout=timeout), timeout)
 
     def list_instances(self, *, timeout: float | None = None) -> list[Instance]:
-        """Return every instance that the router knows."""
+        """Return all instances that the router knows, healthy or not.
+
+        Args:
+            timeout: Deadline in seconds; default: the client's.
+        """
         return self._call(self._core.list_instances(timeout=timeout), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        """Return the models that requests can name."""
+        """Return the models that requests can name.
+
+        Args:
+            timeout: Deadline in seconds; default: the client's.
+        """
         return self._call(self._core.models(timeout=timeout), timeout)
 
     def stats(self, *, window: float = 60.0, timeout: float | None = None) -> Stats:
-        """Return how requests fared in the last ``window`` seconds (at most 180): rates, percentiles, the queue.
+        """Return rates and latencies of the router's recent requests, and its queue.
+
+        Args:
+            window: Length of the period in seconds, at most 180.
+            timeout: Deadline in seconds; default: the client's.
 
         Raises:
-            BatonError: Nobody answers, or the API key is not an administrator's.
+            PermissionDeniedError: The API key is not an administrator's.
         """
         return self._call(self._core.stats(window=window, timeout=timeout), timeout)
 
     def explain(self, request_id: str, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return why a request went where it went, and how it fared: what ``baton explain --json`` prints.
+        """Return how a request was placed and how it went: what ``baton explain --json`` prints.
 
         Args:
-            request_id: The answer's ``request_id``, or the ``id`` or ``x-request-id`` of an answer over HTTP.
-            timeout: Seconds; ``None``: the client's.
+            request_id: ``request_id`` of an answer, or ``id`` or ``x-request-id`` of an answer over HTTP.
+            timeout: Deadline in seconds; default: the client's.
 
         Raises:
-            NotFoundError: The router does not remember it: the latest requests alone are kept, by the router that
-                placed them.
+            NotFoundError: The router does not know the request. Each router remembers only the latest requests that
+                it placed itself.
         """
         return self._call(self._core.explain(request_id, timeout=timeout), timeout)
 
     def health(self, *, timeout: float = 2.0) -> dict[str, bool]:
-        """Return, by address, which of the client's routers serve; one that does not answer in time does not.
+        """Return, by address, whether each of the client's routers is serving.
 
         Args:
-            timeout: Seconds to wait for each.
+            timeout: Seconds to wait for each router; one that does not answer in time is not serving.
 
         Raises:
             UnavailableError: The client is closed.
@@ -185,10 +206,16 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Generation:
-        """Answer a conversation: ``generate`` with messages; ``answer.message`` is what to append to them.
+        """Generate the next message of a conversation: ``generate`` with messages.
+
+        Args:
+            messages: Messages with ``role`` and ``content``. Append ``answer.message`` to continue.
+            model: Name of the model; empty: the model that the router serves.
+            timeout: Deadline in seconds; default: the client's.
+            **options: See :class:`baton.client.Options`.
 
         Raises:
-            InvalidRequestError: ``messages`` are no messages with role and content.
+            InvalidRequestError: ``messages`` are not messages with role and content.
             BatonError: See :meth:`generate`.
         """
         return self._call(self._core.chat(messages, model=model, timeout=timeout, **options), timeout)
@@ -203,180 +230,76 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Iterator[Generation | BatonError]:
-        """Answer many prompts, some at a time, and yield the answers in the order of the prompts.
+        """Generate answers to many prompts, some at a time; yields them in the order of the prompts.
 
         Args:
-            prompts: Taken as they are needed, in the client's thread: an iterator may be endless.
-            concurrency: Requests at a time.
-            keep_errors: Yield an error in the place of an answer instead of raising it.
-            model: See :meth:`generate`.
-            timeout: Seconds for each.
+            prompts: The prompts; read only as far as needed, so that they may be endless.
+            concurrency: Number of concurrent requests, at least 1.
+            keep_errors: Yield the error of a failed request in place of its answer, instead of raising it.
+            model: Name of the model; empty: the model that the router serves.
+            timeout: Deadline of each request, in seconds; default: the client's.
             **options: See :class:`baton.client.Options`.
 
         Raises:
-            BatonError: A request failed; those that run are cancelled.
+            InvalidRequestError: ``concurrency`` is below 1.
+            BatonError: A request failed; the other ones are cancelled.
         """
-        answers = self._core.map(
-            prompts, concurrency=concurrency, keep_errors=keep_errors, model=model, timeout=timeout, **options
+        return self._iterate(
+            self._core.map(
+                prompts, concurrency=concurrency, keep_errors=keep_errors, model=model, timeout=timeout, **options
+            ),
+            timeout,
         )
-        try:
-            while (answer := self._call(_next(answers), timeout)) is not None:
-                yield answer
-        finally:
-            self._call(_close(answers), timeout)
 
     def drain(self, instance: str, *, wait: float = 60.0, migrate: bool = False) -> int:
-        """Have an instance take no new requests, and wait for those that run.
+        """Stop new requests to an instance, and wait for its running ones.
 
         Args:
-            instance: Its id.
-            wait: Seconds; 0: only stop admission.
-            migrate: When they are over, routers go on elsewhere with what still runs.
+            instance: Identifier of the instance.
+            wait: Seconds to wait, at most one day; 0 only stops new requests.
+            migrate: After ``wait``, have the routers continue the remaining requests on other instances.
 
         Returns:
-            Requests that still run.
+            Number of requests that still run.
 
         Raises:
-            NotFoundError: The router knows no such instance.
-            BatonError: Nobody answers, or ``token_file`` is missing.
+            NotFoundError: The router does not know the instance.
+            BatonError: The instance does not answer, or ``token_file`` is missing.
         """
         return self._call(self._core.drain(instance, wait=wait, migrate=migrate), wait + self._timeout)
 
     def set_role(self, instance: str, role: Role) -> None:
-        """Make an idle instance one of the other role, with its caches; a drained one takes requests again.
+        """Change the role of an idle instance, which keeps its caches. A drained instance takes requests again.
+
+        Args:
+            instance: Identifier of the instance.
+            role: The new role.
 
         Raises:
-            BusyError: It is not idle: drain it first.
-            NotFoundError: The router knows no such instance.
-            BatonError: Nobody answers, or ``token_file`` is missing.
+            BusyError: The instance is not idle: drain it first.
+            NotFoundError: The router does not know the instance.
+            BatonError: The instance does not answer, or ``token_file`` is missing.
         """
-        self._call(self._core.set_role(instance, role), None)
+        self._call(self._core.set_role(instance, role))
 
     def scale(
         self, *, prefill: int | None = None, decode: int | None = None, wait: float = 30.0, dry_run: bool = False
     ) -> list[Switch]:
-        """Change the ratio while requests run: the least busy instances of the role that has too many change theirs.
+        """Change the numbers of prefill and decode instances while requests run, by switching roles.
+
+        The least busy instances of the role with too many are drained and get the other role.
 
         Args:
-            prefill: Instances wanted; ``None``: what is left.
-            decode: Likewise; at least one.
-            wait: Seconds in which requests may end on an instance, before they go on elsewhere.
-            dry_run: Only say which instances would change.
+            prefill: Number of prefill instances; default: all that are not decode instances.
+            decode: Number of decode instances, at least 1; default likewise.
+            wait: Seconds for the requests on an instance to end, before they continue elsewhere.
+            dry_run: Only return the instances that would switch.
 
         Returns:
-            Those that changed, in order.
+            The switches, in their order.
 
         Raises:
-            ConfigError: The numbers do not add up to the instances that there are.
-            BatonError: Somebody does not answer, or an instance stayed busy.
+            ConfigError: The numbers do not add up to the number of instances.
+            BatonError: An instance does not answer, or stayed busy.
         """
-        work = self._core.scale(prefill=prefill, decode=decode, wait=wait, dry_run=dry_run)
-        return self._portal.call(work, _LONGEST_SCALE_S)
-
-    def close(self) -> None:
-        """End every call, the connection and the background thread."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _call(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        return self._portal.call(work, self._patience(timeout))
-
-    def _patience(self, timeout: float | None) -> float:
-        return (self._timeout if timeout is None else timeout) + _GRACE_S
-
-
-async def _next(answers: AsyncIterator[T]) -> T | None:
-    return await anext(answers, None)
-
-
-async def _close(answers: Any) -> None:
-    await answers.aclose()
-
-
-_Message: TypeAlias = Chunk | Exception | None
-"""What the event loop hands to a stream: a chunk, the error that ended it, or ``None`` at its end."""
-
-
-async def _open_stream(
-    opening: Coroutine[Any, Any, AsyncStream], messages: queue.SimpleQueue[_Message], portal: Portal
-) -> AsyncStream:
-    core = await opening
-    # The request lives as long as its queue: the caller may be interrupted before it has a stream.
-    weakref.finalize(messages, portal.post, core.cancel).atexit = False
-    core.reader = asyncio.create_task(_read(core, weakref.ref(messages)))
-    return core
-
-
-async def _read(core: AsyncStream, messages: weakref.ref[queue.SimpleQueue[_Message]]) -> None:
-    """Put what comes into a queue: a waiting thread takes it without a turn of the event loop per chunk."""
-
-    def put(message: _Message) -> None:
-        known = messages()
-        if known is not None:
-            known.put(message)
-
-    try:
-        while (chunks := await core.next_chunks()) is not None:
-            for chunk in chunks:
-                put(chunk)
-        put(None)
-    except asyncio.CancelledError:
-        put(UnavailableError(CLOSED))
-        raise
-    except Exception as error:
-        put(error)  # for the thread that reads
-
-
-class Stream(Answered, Iterator[Chunk]):
-    """An answer as it comes: iterate over its chunks.
-
-    Leaving it before its end (``cancel``, the end of a ``with`` block, dropping the last reference) cancels the
-    request on the server. ``cancel`` may be called from another thread. What comes is read ahead of the iteration, at
-    most one answer.
-    """
-
-    def __init__(
-        self, client: Client, core: AsyncStream, messages: queue.SimpleQueue[_Message], timeout: float | None
-    ) -> None:
-        self._client, self._core, self._messages, self._timeout = client, core, messages, timeout
-        self.answer = core.answer
-        self._ended = False
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        message = self._client._portal.take(self._messages, self._client._patience(self._timeout))
-        cancelled, self._ended = self._ended, self._ended or not isinstance(message, Chunk)
-        if isinstance(message, Chunk) and not cancelled:
-            return message
-        self._messages.put(None)  # for other threads that read
-        if isinstance(message, Exception) and not cancelled:
-            raise message
-        raise StopIteration
-
-    def collect(self) -> Generation:
-        """Read to the end and return everything that came, chunks taken before included."""
-        with self:
-            for _ in self:
-                pass
-        return self.answer.result()
-
-    def cancel(self) -> None:
-        """End the request; the iteration stops."""
-        self._ended = True
-        self._client._portal.post(self._core.cancel)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
+        return self._call(self._core.scale(prefill=prefill, decode=decode, wait=wait, dry_run=dry_run), LONG_CALL_S)

@@ -355,7 +355,7 @@ class Answer:
         self.started = self.started or bool(chunks)
         return chunks
 
-    def feed_rest(self, message: router_pb2.RouterGenerateResponse, index: int, repeated: int) -> list[Chunk]:
+    def feed_continuation(self, message: router_pb2.RouterGenerateResponse, index: int, repeated: int) -> list[Chunk]:
         """Take a message of a call by which one sequence goes on elsewhere.
 
         Args:

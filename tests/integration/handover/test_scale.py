@@ -12,7 +12,7 @@ import pytest
 from tests.support.servers.cluster import slow_steps
 
 from baton import AsyncClient
-from baton.client.scaling import plan_switches, switch
+from baton.client.scaling import plan_switches, switch_role
 from baton.config import EngineConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
@@ -58,7 +58,7 @@ def ready(app: RouterApp) -> Counter[Role]:
 async def scale(client: AsyncClient, targets: dict[Role, int], wait_s: float) -> list[str]:
     switches = plan_switches(await client.list_instances(), targets)
     for each in switches:
-        await switch(client, each, wait_s)
+        await switch_role(client, each, wait_s)
     return [each.instance for each in switches]
 
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 
 import baton
-from baton.client.mapping import map_bounded
+from baton.client.async_client import map_bounded
 from baton.errors import BatonError, InvalidRequestError, QueueFullError
 from baton.testing import Asked, FakeRouter
 
