@@ -10,7 +10,7 @@ import grpc
 from baton.api.v1 import worker_pb2
 from baton.rpc.http2.message_stream import MessageSink, StreamEnded
 from baton.rpc.multiplex import Call, CallStream
-from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
+from baton_router.dispatch.event_loop import END, RECEIVE, TurnBatcher
 
 
 class Wire:
@@ -58,8 +58,8 @@ class Wire:
 def open_call_stream() -> tuple[CallStream, Wire, TurnBatcher]:
     """Return a stream, its wire, and what ends the turns of its loop; it is open after one turn."""
     steps, wire = TurnBatcher(), Wire()
-    take, end = (
-        functools.partial(steps.later, TAKE, CallStream.flush),
-        functools.partial(steps.later, END, Call.tell_end),
+    deliver, end = (
+        functools.partial(steps.schedule, RECEIVE, CallStream.deliver),
+        functools.partial(steps.schedule, END, Call.deliver_end),
     )
-    return CallStream(wire, "d0", take, end), wire, steps
+    return CallStream(wire, "d0", deliver, end), wire, steps

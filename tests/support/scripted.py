@@ -36,13 +36,13 @@ def logprob(token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -1.0, 2, values[:top])
 
 
-def _plain(chunk: RoutedChunk) -> TokenDelta | None:
-    """Return what a chunk brings if that is tokens of the first sequence and nothing else."""
+def _is_plain(chunk: RoutedChunk) -> bool:
+    """Whether a chunk behind the first one is tokens of the first sequence and nothing else."""
     if len(chunk.deltas) != 1 or chunk.trace is not None or chunk.decision is not None:
-        return None
+        return False
     (delta,) = chunk.deltas
     ends = delta.finish_reason is not None or delta.stop_token_id is not None
-    return None if delta.index or delta.logprobs or ends else delta
+    return not (delta.index or delta.logprobs or ends)
 
 
 class ScriptedRun:
@@ -62,10 +62,8 @@ class ScriptedRun:
         try:
             async for chunk in chunks:
                 await self._flow.wait()
-                if begun and (delta := _plain(chunk)) is not None:
-                    sink.on_tokens(delta.index, delta.token_ids)
-                else:
-                    sink.on_chunk(chunk)
+                chunk.plain = begun and _is_plain(chunk)
+                sink.on_chunk(chunk)
                 begun = True
         except Exception as error:
             failure = error
@@ -83,8 +81,8 @@ class ScriptedRun:
         self._close(early=True)
         self._task.cancel()
 
-    def hold(self, held: bool) -> None:
-        if held:
+    def set_paused(self, paused: bool) -> None:
+        if paused:
             self._flow.clear()
         else:
             self._flow.set()

@@ -1,8 +1,9 @@
-"""``GenerateMany``: many calls of ``Generate`` on one gRPC stream; the client's end.
+"""``GenerateMany``, client side: many ``Generate`` calls on one gRPC stream.
 
-A call begins with a message instead of a stream of its own, and the tokens that a step of the engine brings to all of
-its requests come in one message. When the stream breaks, every call on it fails with what broke it. The client
-(:class:`CallStream`) hands what comes to one :class:`Reader` per call; ``baton.rpc.multiplex_server`` is the other end.
+A call starts with a message instead of a stream of its own, and one message carries the tokens that an engine step
+produced for all of its requests. When the stream breaks, every call on it fails with the same error.
+:class:`CallStream` gathers what arrives in one turn of the event loop and delivers it to one :class:`Reader` per call.
+``baton.rpc.multiplex_server`` is the server side.
 """
 
 from __future__ import annotations
@@ -25,69 +26,90 @@ from baton.rpc.http2.message_stream import CLOSED, MessageSink, MessageStream, S
 log = logging.getLogger(__name__)
 
 _MAX_BATCH_BYTES = 4 * 2**20
-"""Starts are sent together up to this size: one message must stay below gRPC's limit."""
+"""Prompt bytes after which a message takes no further starts; one message must stay below gRPC's limit."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class CallEnded(Exception):
-    """A call ended otherwise than well.
+    """A call that ended with an error.
 
     Attributes:
-        error: What happened, in Baton's own words.
-        code: The status it ended with.
+        error: The error as Baton's type.
+        code: The gRPC status that the call ended with.
     """
 
     def __init__(self, error: BatonError, code: grpc.StatusCode) -> None:
         super().__init__(error.message)
-        self.error, self.code = error, code
+        self.error = error
+        self.code = code
 
 
-class FastPath(Protocol):
-    """Takes tokens of a call in one step each, as its reader would in many. Must not block or raise."""
+class TokenWriter(Protocol):
+    """Writes a call's plain tokens to its client without passing them through the reader.
+
+    It is a shortcut for streams: the reader's layers touch many objects per token, which are no longer in the
+    processor's caches when the next token arrives. Methods must not block or raise.
+    """
 
     def push(self, token_id: int, now: float) -> bool:
-        """Take a token that came ``now``, by ``time.perf_counter()``.
+        """Take a token.
+
+        Args:
+            token_id: The token.
+            now: Time of its arrival, by ``time.perf_counter()``.
 
         Returns:
-            Whether it was taken; if not, it goes to the reader, as all that comes behind it.
+            Whether the token was taken. If not, it goes to the reader, like everything that follows in this turn.
         """
 
-    def send(self) -> None:
-        """Send what the tokens made, when all that others got in the same turn of the event loop is made, too."""
+    def flush(self) -> None:
+        """Send what the tokens of this turn made."""
+
+    def close(self) -> None:
+        """Send and count everything that was taken: the reader continues."""
 
 
 class Reader(Protocol):
-    """Takes what a call brings, in order, while the event loop reads the instance's stream: must not block or raise."""
+    """Receives what a call brings, in order.
+
+    Methods are called from the event loop that reads the instance's stream: they must not block or raise.
+    """
 
     def on_tokens(self, token_ids: list[int]) -> None:
-        """Take tokens of sequence 0 that came with nothing else."""
+        """Receive the tokens of sequence 0 that arrived in this turn without anything else.
+
+        Args:
+            token_ids: At least one token id; the list is the reader's to keep.
+        """
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
-        """Take a message."""
+        """Receive a response that has more than tokens of sequence 0."""
 
     def on_end(self, failure: CallEnded | None) -> None:
-        """Take the end, the last thing there is; ``None``: the call ended well."""
+        """Receive the end of the call; nothing follows. ``None`` means that the call succeeded."""
 
-    def fast_path(self) -> FastPath | None:
-        """Return what takes the tokens that come from now on, until anything else does; ``None``: the reader itself."""
+    def token_writer(self) -> TokenWriter | None:
+        """Return a writer for the tokens that follow, until something else arrives; ``None`` if there is none."""
 
 
-class Opens(Protocol):
-    """Connects to an instance: a :class:`baton.rpc.http2.message_stream.Dialer`."""
+class Connector(Protocol):
+    """Opens calls to an instance; :class:`baton.rpc.http2.message_stream.Dialer` is one."""
 
     async def open(self, method: str, sink: MessageSink) -> MessageStream:
-        """Begin a call."""
+        """Open a call of a bidirectional method; see ``Dialer.open``."""
 
 
 class Call:
-    """One running ``Generate``. What came in one turn of the event loop is handed on together.
+    """One running ``Generate`` call.
 
     Attributes:
-        items: Tokens and messages that came; :meth:`flush` hands them on.
-        ended: Whether the end has come, or the reader does not wait for it any more.
+        key: Number of the call on its stream.
+        items: Tokens and responses that arrived and are not delivered yet.
+        ended: Whether the end has arrived, or the reader has closed the call.
+        writer: Takes plain tokens in place of the reader; ``None``: the reader gets them.
     """
 
-    __slots__ = ("_failure", "_held", "_reader", "_stream", "ended", "items", "key")
+    __slots__ = ("_failure", "_paused", "_reader", "_stream", "ended", "items", "key", "writer")
 
     def __init__(self, stream: CallStream, key: int, reader: Reader) -> None:
         self._stream = stream
@@ -95,201 +117,218 @@ class Call:
         self._reader: Reader | None = reader
         self.items: deque[int | worker_pb2.GenerateResponse] = deque()
         self._failure: CallEnded | None = None
-        self._held = False
+        self._paused = False
         self.ended = False
+        self.writer: TokenWriter | None = None
 
     def end(self, failure: CallEnded | None = None) -> None:
-        """Take the end; what came before it is handed on first."""
+        """Record the end; what arrived before it is delivered first."""
         if not self.ended:
-            self.ended, self._failure = True, failure
+            self.ended = True
+            self._failure = failure
 
-    def flush(self) -> None:
-        """Hand on what came."""
+    def deliver(self) -> None:
+        """Deliver what arrived: consecutive tokens as one batch, then the end if it has arrived."""
         items = self.items
-        while items and self._reader is not None and not self._held:
+        if self.writer is not None and not items and not self.ended:
+            self.writer.flush()
+            return
+        self._close_writer()
+        while items and self._reader is not None and not self._paused:
             item = items.popleft()
             if not isinstance(item, int):
                 self._reader.on_message(item)
                 continue
-            tokens = [item]
+            token_ids = [item]
             while items and isinstance(token := items[0], int):
-                tokens.append(token)
+                token_ids.append(token)
                 items.popleft()
-            self._reader.on_tokens(tokens)
-        if self.ended and self._reader is not None and not self._held:
+            self._reader.on_tokens(token_ids)
+        if self.ended and self._reader is not None and not self._paused:
             if self._failure is None:
-                self._stream.deliver_end(self)
+                self._stream.schedule_end(self)
             else:
-                self.tell_end()
+                self.deliver_end()
 
-    def take(self) -> None:
-        """Hand on what came in this turn, and ask the reader whether it has a fast path behind that."""
-        self.flush()
-        if self._reader is not None and not self._held and not self.ended:
-            path = self._reader.fast_path()
-            if path is not None:
-                self._stream.fast[self.key] = path
+    def borrow_writer(self) -> None:
+        """Ask the reader for a writer, if it has none.
 
-    def tell_end(self) -> None:
-        """Hand on the end, unless the reader has left or holds the call."""
-        if self._reader is not None and not self._held:
-            reader, self._reader = self._reader, None
+        To be called by :meth:`CallStream.deliver` alone: what the reader got outside of it may be sent to the client
+        after tokens that arrive in the same turn.
+        """
+        if self.writer is None and self._reader is not None and not self._paused and not self.ended:
+            self.writer = self._reader.token_writer()
+
+    def deliver_end(self) -> None:
+        """Deliver the end, unless the reader has closed or paused the call."""
+        if self._reader is not None and not self._paused:
+            reader = self._reader
+            self._reader = None
             reader.on_end(self._failure)
 
-    def hold(self, held: bool) -> None:
-        """Keep what comes from now on, or go on handing it on: for a reader whose own reader is slow."""
-        self._held = held
-        self._stream.fast.pop(self.key, None)
-        if not held:
-            self.flush()
+    def set_paused(self, paused: bool) -> None:
+        """Keep what arrives from now on, or deliver it again; for readers whose own client reads slowly."""
+        self._paused = paused
+        if paused:
+            self._close_writer()
+        else:
+            self.deliver()
 
     def fail(self, failure: CallEnded) -> None:
-        """Abort the call; its reader gets ``failure`` behind what came."""
+        """Abort the call; its reader gets ``failure`` after what has arrived."""
         if not self.ended:
             self._stream.cancel(self.key)
             self.end(failure)
-            self._held = False
-            self.flush()
+            self._paused = False
+            self.deliver()
 
     def close(self) -> None:
-        """Abort the call, unless it has ended. Nothing is handed on any more."""
+        """Abort the call, unless it has ended. Nothing is delivered any more."""
         self._reader = None
+        self._close_writer()
         if not self.ended:
             self.ended = True
             self._stream.cancel(self.key)
 
+    def _close_writer(self) -> None:
+        if self.writer is not None:
+            writer = self.writer
+            self.writer = None
+            writer.close()
+
 
 class CallStream:
-    """A stream to one instance; ends when it or its connection breaks, and is not used again.
+    """A stream of calls to one instance. It ends when the stream or its connection breaks, and is not opened again.
 
     Args:
-        dialer: Connects to the instance.
-        name: Of the instance, for errors.
-        deliver: Has :meth:`CallStream.flush` called soon, for a stream on which something came.
-        deliver_end: Has :meth:`Call.tell_end` called soon, for a call that has ended well.
+        connector: Opens the stream.
+        name: Name of the instance, for errors.
+        schedule_delivery: Has :meth:`deliver` called later in this turn of the event loop; called with this stream when
+            the first item of a turn arrives.
+        schedule_end: Has :meth:`Call.deliver_end` called later in this turn; called with a call that succeeded.
 
     Attributes:
-        broken: Whether it has ended.
-        fast: What takes tokens of calls in place of their readers, while nothing else comes.
+        broken: Whether the stream has ended.
+        schedule_end: The argument of that name.
     """
 
     METHOD = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/GenerateMany"
 
     def __init__(
         self,
-        dialer: Opens,
+        connector: Connector,
         name: str,
-        deliver: Callable[[CallStream], None],
-        deliver_end: Callable[[Call], None],
+        schedule_delivery: Callable[[CallStream], None],
+        schedule_end: Callable[[Call], None],
     ) -> None:
-        self._name, self._deliver, self.deliver_end = name, deliver, deliver_end
+        self._name = name
+        self._schedule_delivery = schedule_delivery
+        self.schedule_end = schedule_end
         self.broken = False
-        self.fast: dict[int, FastPath] = {}
         self._calls: dict[int, Call] = {}
-        self._touched: dict[int, Call] = {}
-        """To which something came that is not handed on yet."""
-        self._pushed: dict[int, FastPath] = {}
-        """Which took something that is not sent yet."""
-        self._next = 0
+        self._ready: dict[int, Call] = {}
+        """Calls with undelivered items or an undelivered end."""
+        self._last_key = 0
         self._cancels: list[int] = []
         self._silent: Collection[str] | None = None
-        self._later: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
+        self._unsent: deque[tuple[int, worker_pb2.GenerateRequest]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._waking = False
+        self._sending = False
         self._stream: MessageStream | None = None
-        self._opening = asyncio.create_task(self._open(dialer), name=f"calls of {name}")
+        self._opening = asyncio.create_task(self._open(connector), name=f"calls of {name}")
 
     def start(self, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
-        """Begin a call.
+        """Start a call.
 
         Args:
-            request: What to send.
-            reader: Takes what comes, from the next turn of the event loop on.
+            request: The request to send.
+            reader: Receives what the call brings, from the next turn of the event loop on.
         """
-        self._next += 1
-        call = self._calls[self._next] = Call(self, self._next, reader)
-        self._later.append((self._next, request))
-        self._wake()
+        self._last_key += 1
+        call = Call(self, self._last_key, reader)
+        self._calls[call.key] = call
+        self._unsent.append((call.key, request))
+        self._schedule_send()
         return call
 
     def cancel(self, key: int) -> None:
-        """Abort a call; the instance is told at once."""
-        self.fast.pop(key, None)
+        """Abort a call on the instance."""
         if self._calls.pop(key, None) is not None:
             self._cancels.append(key)
-            self._wake()
+            self._schedule_send()
 
-    def tell_silent(self, addresses: Collection[str]) -> None:
-        """Tell the instance which prefill instances do not answer; replaces what was told before."""
+    def send_silent(self, addresses: Collection[str]) -> None:
+        """Send the instance the addresses of the prefill instances that do not answer; replaces the earlier list."""
         self._silent = addresses
-        self._wake()
+        self._schedule_send()
 
     # --- the connection ---
 
-    async def _open(self, dialer: Opens) -> None:
+    async def _open(self, connector: Connector) -> None:
         try:
-            self._stream = await dialer.open(self.METHOD, self)
+            self._stream = await connector.open(self.METHOD, self)
         except StreamEnded as end:
             self.on_end(end)
-        except asyncio.CancelledError:  # the dialer was closed
+        except asyncio.CancelledError:  # the connector was closed
             self.on_end(StreamEnded(grpc.StatusCode.CANCELLED, CLOSED))
         else:
-            self._wake()
+            self._schedule_send()
 
     def on_message(self, message: bytes) -> None:
-        """Take a message of the instance."""
+        """Read a message of the instance; one that cannot be read breaks the stream."""
         try:
-            self._take(worker_pb2.GenerateManyResponse.FromString(message))
+            self._read_message(worker_pb2.GenerateManyResponse.FromString(message))
         except (ValueError, DecodeError) as error:
             text = f"{self._name}: a message of GenerateMany cannot be read: {error}"
             self._break(CallEnded(InternalError(text), grpc.StatusCode.INTERNAL))
 
     def on_end(self, end: StreamEnded) -> None:
-        """Take the end of the stream."""
-        self._break(self._failed(end))
+        """Fail all calls: the stream has ended."""
+        self._break(self._stream_failure(end))
 
     def on_writable(self) -> None:
-        """Say what could not be said before."""
-        self._wake()
+        """Send what had to wait."""
+        self._schedule_send()
 
     def _break(self, failure: CallEnded) -> None:
-        """End the stream, and fail what still runs."""
+        """End the stream and fail the calls that still run."""
         self.broken = True
         if self._stream is not None:
             self._stream.close()
-        calls, self._calls = self._calls, {}
-        self._later.clear()
-        self.fast.clear()
-        if calls and not (self._touched or self._pushed):
-            self._deliver(self)
-        self._touched |= calls
+        calls = self._calls
+        self._calls = {}
+        self._unsent.clear()
+        if calls and not self._ready:
+            self._schedule_delivery(self)
+        self._ready |= calls
         for call in calls.values():
             call.end(failure)
 
-    def _wake(self) -> None:
-        """Send, when this turn of the event loop has said all."""
-        if not self._waking:
-            self._waking = True
+    def _schedule_send(self) -> None:
+        """Send at the end of this turn of the event loop, in as few messages as possible."""
+        if not self._sending:
+            self._sending = True
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        self._waking = False
+        self._sending = False
         stream = self._stream
         try:
-            while stream is not None and stream.writable and (message := self._gather()) is not None:
+            while stream is not None and stream.writable and (message := self._next_message()) is not None:
                 stream.send(message.SerializeToString())
         except Exception:
             log.exception("nothing can be sent to %s any more", self._name)
             self._break(CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE))
 
-    def _gather(self) -> worker_pb2.GenerateManyRequest | None:
-        """Return what is to be said, as much as one message may have; ``None``: nothing."""
-        message, size = worker_pb2.GenerateManyRequest(), 0
-        while self._later and size < _MAX_BATCH_BYTES:
-            key, request = self._later.popleft()
+    def _next_message(self) -> worker_pb2.GenerateManyRequest | None:
+        """Return as much of what is unsent as one message may hold; ``None`` if there is nothing."""
+        message = worker_pb2.GenerateManyRequest()
+        num_bytes = 0
+        while self._unsent and num_bytes < _MAX_BATCH_BYTES:
+            key, request = self._unsent.popleft()
             if key in self._calls:  # not cancelled meanwhile
                 message.starts.add(call=key, request=request)
-                size += len(request.prompt_token_ids)
+                num_bytes += len(request.prompt_token_ids)
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
@@ -299,67 +338,63 @@ class CallStream:
             self._silent = None
         return message if message.starts or message.cancels or message.HasField("silent") else None
 
-    def _take(self, message: worker_pb2.GenerateManyResponse) -> None:
-        """Keep what a message brings, to hand it on with what others bring.
+    def _read_message(self, message: worker_pb2.GenerateManyResponse) -> None:
+        """Add what a message brings to its calls, to be delivered with the rest of this turn.
 
         Raises:
-            ValueError: It makes no sense.
+            ValueError: The message is malformed.
         """
-        # Lists of what repeated fields hold are quicker to walk than the fields.
-        keys, token_ids = message.token_calls[:], message.token_ids[:]
-        touched: dict[int, Call] = {}
-        calls, fast, pushed, now = self._calls, self.fast, self._pushed, time.perf_counter()
-        idle = not (self._touched or pushed)
+        # Iterating over lists is faster than over repeated fields.
+        keys = message.token_calls[:]
+        token_ids = message.token_ids[:]
+        calls = self._calls
+        now = time.perf_counter()
+        ready: dict[int, Call] = {}
         try:
             for key, token_id in zip(keys, token_ids, strict=True):
-                if (path := fast.get(key)) is not None:
-                    if path.push(token_id, now):
-                        pushed[key] = path
-                        continue
-                    del fast[key]
                 if (call := calls.get(key)) is not None:
-                    touched[key] = call
-                    call.items.append(token_id)
+                    ready[key] = call
+                    if call.items or call.writer is None or not call.writer.push(token_id, now):
+                        call.items.append(token_id)
             for item in message.messages[:]:
                 if (call := calls.get(item.call)) is not None:
-                    touched[item.call] = call
-                    fast.pop(item.call, None)
+                    ready[item.call] = call
                     call.items.append(item.response)
             for end in message.ends[:]:
                 if (call := calls.pop(end.call, None)) is not None:
-                    touched[end.call] = call
-                    fast.pop(end.call, None)
-                    call.end(_failure(end) if end.code else None)
+                    ready[end.call] = call
+                    call.end(_call_failure(end) if end.code else None)
         finally:
-            self._touched |= touched
-            if idle and (touched or pushed):
-                self._deliver(self)
+            if ready and not self._ready:
+                self._schedule_delivery(self)
+            self._ready |= ready
 
-    def flush(self) -> None:
-        """Hand on what came, one call after the other: what a step of the engine brings to all is one thing to do."""
-        pushed, self._pushed = self._pushed, {}
-        touched, self._touched = self._touched, {}
-        for do in (*(path.send for path in pushed.values()), *(call.take for call in touched.values())):
+    def deliver(self) -> None:
+        """Deliver what arrived in this turn, one call after the other."""
+        ready = self._ready
+        self._ready = {}
+        for call in ready.values():
             try:
-                do()
-            except (Exception, asyncio.CancelledError):  # of one reader: the others' tokens must come
+                call.deliver()
+                call.borrow_writer()
+            except (Exception, asyncio.CancelledError):  # one reader's failure must not affect the others
                 log.exception("a reader of %s failed", self._name)
 
-    def _failed(self, end: StreamEnded) -> CallEnded:
-        """Why the stream is gone. Errors of single calls come in their ends: this one is no request's fault."""
+    def _stream_failure(self, end: StreamEnded) -> CallEnded:
+        """Return the failure of all calls. No request is at fault: errors of single calls arrive as their ends."""
         code = end.code
         if code is grpc.StatusCode.OK:
             return CallEnded(UnavailableError("the stream broke"), grpc.StatusCode.UNAVAILABLE)
         if code in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}:
-            # gRPC's core says so, now and then, where a connection breaks.
+            # gRPC's core reports these, now and then, when a connection breaks.
             return CallEnded(UnavailableError(f"the stream broke: {end.message}"), grpc.StatusCode.UNAVAILABLE)
-        text = {  # about neither of which a caller can do anything
+        text = {  # a caller can do nothing about either
             grpc.StatusCode.UNAUTHENTICATED: f"{self._name} refuses this router's token",
             grpc.StatusCode.UNIMPLEMENTED: f"{self._name} does not know GenerateMany: it is of another version",
         }.get(code)
         return CallEnded(UnavailableError(text) if text else end.error, code)
 
 
-def _failure(end: worker_pb2.CallEnd) -> CallEnded:
+def _call_failure(end: worker_pb2.CallEnd) -> CallEnded:
     code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
     return CallEnded(from_status(code, end.message, end.details), code)

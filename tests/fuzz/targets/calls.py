@@ -57,7 +57,7 @@ def _response(choices: Choices) -> worker_pb2.GenerateResponse:
 
 
 _FAST = 7
-"""Token ids from 0 to here take the fast path."""
+"""Token ids from 0 to here go to the writer."""
 
 
 class _Reader:
@@ -76,8 +76,8 @@ class _Reader:
     def runs(self) -> bool:
         return self.code is None and not self.left
 
-    def fast_path(self) -> _Reader:
-        """Be the fast path, too."""
+    def token_writer(self) -> _Reader:
+        """Be the writer, too."""
         return self
 
     def push(self, token_id: int, now: float) -> bool:
@@ -87,24 +87,27 @@ class _Reader:
         self._unsent.append(token_id)
         return True
 
-    def send(self) -> None:
+    def flush(self) -> None:
         self.got += self._unsent
         self._unsent.clear()
+
+    def close(self) -> None:
+        self.flush()
 
     def on_tokens(self, token_ids: list[int]) -> None:
         assert token_ids
         assert not self.end
-        self.send()
+        self.flush()
         self.got += token_ids
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         assert not self.end
-        self.send()
+        self.flush()
         self.got.append(response.SerializeToString(deterministic=True))
 
     def on_end(self, failure: CallEnded | None) -> None:
         assert not self.end
-        self.send()
+        self.flush()
         self.end.append(failure)
 
     def check(self) -> None:
@@ -157,7 +160,7 @@ def _take(data: bytes, readers: dict[int, _Reader]) -> bool:
 
 async def _client(choices: Choices) -> None:
     wire = Wire()
-    stream = CallStream(wire, "i", lambda each: _soon(each.flush), lambda call: _soon(call.tell_end))
+    stream = CallStream(wire, "i", lambda each: _soon(each.deliver), lambda call: _soon(call.deliver_end))
     await stream._opening
     readers: dict[int, _Reader] = {}
     running: dict[int, Call] = {}
@@ -170,7 +173,7 @@ async def _client(choices: Choices) -> None:
             begun = stream.start(request, started)
             running[begun.key], readers[begun.key] = begun, started
         elif action == 2 and call is not None:
-            call.hold(choices.flag())
+            call.set_paused(choices.flag())
         elif action == 3 and call is not None and reader is not None:
             call.close()
             reader.left = True
@@ -204,7 +207,7 @@ async def _client(choices: Choices) -> None:
     for key, call in running.items():
         if readers[key].runs:
             readers[key].code = 14
-        call.hold(False)
+        call.set_paused(False)
     await _rest()
     for reader in readers.values():
         reader.check()

@@ -1,4 +1,4 @@
-"""Streams on the fast path through a whole router: one that breaks, a client that leaves, one that does not read."""
+"""Streams with a token writer in a whole router: one that breaks, a client that leaves, one that does not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.servers.fake_tokens import expected_tokens
 from tests.support.watched import PROMPT, TINY, Watched, watched_router
 
 from baton.tokenizer import Tokenizer
-from baton_router.frontend.openai.fast_events import FastEvents
+from baton_router.frontend.openai.answer import EventWriter
 
 TOKENS = 60
 EXPECTED = Tokenizer.load(TINY).decode(expected_tokens(PROMPT, TOKENS, seed=7))
@@ -22,16 +22,16 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, "igno
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Tokens that took the fast path."""
-    ids, push = list[int](), FastEvents.push
+    """Tokens that writers took."""
+    ids, push = list[int](), EventWriter.push
 
-    def noted(self: FastEvents, token_id: int, now: float) -> bool:
+    def noted(self: EventWriter, token_id: int, now: float) -> bool:
         took = push(self, token_id, now)
         if took:
             ids.append(token_id)
         return took
 
-    monkeypatch.setattr(FastEvents, "push", noted)
+    monkeypatch.setattr(EventWriter, "push", noted)
     return ids
 
 
@@ -89,7 +89,7 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         assert [x.load.tokens for x in watched.app.registry.instances()] == [0] * 3
 
 
-async def test_a_stream_is_the_same_on_the_fast_path(watched: Watched, taken: list[int]) -> None:
+async def test_a_stream_with_a_writer_is_the_same(watched: Watched, taken: list[int]) -> None:
     names = ("baton_request_generated_tokens_total", "baton_request_itl_seconds_count")
     before = [await metric(watched, name) for name in names]
     answer = asyncio.create_task(stream(watched, stream_options={"include_usage": True}))
@@ -102,7 +102,7 @@ async def test_a_stream_is_the_same_on_the_fast_path(watched: Watched, taken: li
     assert [await metric(watched, name) for name in names] == [before[0] + TOKENS, before[1] + TOKENS - 1]
 
 
-async def test_a_stream_goes_on_elsewhere_behind_what_took_the_fast_path(watched: Watched, taken: list[int]) -> None:
+async def test_a_stream_goes_on_elsewhere_behind_what_a_writer_took(watched: Watched, taken: list[int]) -> None:
     answer = asyncio.create_task(stream(watched))
     await give(watched, TOKENS // 2)
     assert taken

@@ -238,11 +238,11 @@ class Meddling(TurnBatcher):
         super().__init__()
         self._before, self._meddle, self.armed = before, meddle, False
 
-    def later(self, step: int, do: Callable[[Any], None], what: Any) -> None:
+    def schedule(self, step: int, action: Callable[[Any], None], argument: Any) -> None:
         if self.armed and step == self._before:
             self.armed = False
-            super().later(step, self._meddle, what)
-        super().later(step, do, what)
+            super().schedule(step, self._meddle, argument)
+        super().schedule(step, action, argument)
 
 
 def leave(serving: Any) -> None:

@@ -158,7 +158,7 @@ class Source:
     """Makes numbers when it is told to, and knows what it was told."""
 
     def __init__(self, queue: ChunkQueue[int]) -> None:
-        self.queue, self.cancelled, self.held, self.made = queue, 0, False, 0
+        self.queue, self.cancelled, self.paused, self.made = queue, 0, False, 0
 
     def make(self, count: int) -> None:
         for _ in range(count):
@@ -168,8 +168,8 @@ class Source:
     def cancel(self) -> None:
         self.cancelled += 1
 
-    def hold(self, held: bool) -> None:
-        self.held = held
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
 
 
 async def test_a_queue_of_chunks_yields_all_of_them_and_the_end() -> None:
@@ -177,7 +177,7 @@ async def test_a_queue_of_chunks_yields_all_of_them_and_the_end() -> None:
     source = Source(queue)
     source.make(2)
     taken = []
-    async with queue.of(source) as chunks:
+    async with queue.read_chunks(source) as chunks:
         async for chunk in chunks:
             taken.append(chunk)
             if chunk == 1:
@@ -191,14 +191,14 @@ async def test_a_queue_of_chunks_yields_all_of_them_and_the_end() -> None:
 async def test_a_queue_of_chunks_holds_a_source_that_is_too_fast() -> None:
     queue: ChunkQueue[int] = ChunkQueue()
     source = Source(queue)
-    async with queue.of(source) as chunks:
+    async with queue.read_chunks(source) as chunks:
         source.make(1000)
-        assert source.held
+        assert source.paused
         for expected in range(1000):
             assert await anext(chunks) == expected
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0)
-        assert not source.held
+        assert not source.paused
         source.make(1)
         assert await waiting == 1000
 
@@ -208,7 +208,7 @@ async def test_a_queue_of_chunks_raises_the_error_behind_what_came_before_it() -
     source = Source(queue)
     source.make(3)
     queue.on_end(ValueError("at 3"))
-    async with queue.of(source) as chunks:
+    async with queue.read_chunks(source) as chunks:
         assert [await anext(chunks) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="at 3"):
             await anext(chunks)

@@ -66,7 +66,7 @@ def test_a_success_between_failures_keeps_it_closed(clock: Clock) -> None:
     for _ in range(5):
         breakers.failed(bad)
         breakers.failed(bad)
-        breakers.ended(bad, well=True)
+        breakers.request_ended(bad, well=True)
     assert breakers.refused([bad, good]) == set()
 
 
@@ -74,7 +74,7 @@ def test_a_client_that_leaves_between_failures_says_nothing_of_the_instance(cloc
     breakers, bad, good, _ = make(clock)
     for _ in range(3):
         breakers.failed(bad)
-        breakers.ended(bad, well=False)
+        breakers.request_ended(bad, well=False)
     assert breakers.refused([bad, good]) == {("bad", 1)}
 
 
@@ -112,7 +112,7 @@ def test_a_trial_whose_client_leaves_decides_nothing(clock: Clock) -> None:
         breakers.failed(bad)
     clock.now += 1.1
     breakers.begin(bad)
-    breakers.ended(bad, well=False)
+    breakers.request_ended(bad, well=False)
     assert breakers.refused([bad, good]) == set(), "the next request may try it"
 
 
@@ -156,13 +156,15 @@ def test_the_budget_is_a_share_of_recent_requests(clock: Clock) -> None:
     budget = RetryBudget(0.2, registry, now=clock)
     for _ in range(1000):
         budget.count_request()
-    granted = sum(budget.take("internal") for _ in range(1000))
+    granted = sum(budget.try_spend("internal") for _ in range(1000))
     assert granted == 220  # a fifth, and what needs no requests
     assert registry.get_sample_value("baton_router_retries_denied_total", {"reason": "internal"}) == 780
     clock.now += 60
-    assert sum(budget.take("internal") for _ in range(1000)) == pytest.approx(20, abs=1), "old requests don't count"
+    assert sum(budget.try_spend("internal") for _ in range(1000)) == pytest.approx(20, abs=1), (
+        "old requests don't count"
+    )
     clock.now += 60
-    assert budget.take("internal")
+    assert budget.try_spend("internal")
 
 
 def test_requests_after_a_quiet_minute_count_in_full(clock: Clock) -> None:
@@ -170,9 +172,11 @@ def test_requests_after_a_quiet_minute_count_in_full(clock: Clock) -> None:
     clock.now += 60
     for _ in range(1000):
         budget.count_request()
-    assert sum(budget.take("internal") for _ in range(1000)) == 220
+    assert sum(budget.try_spend("internal") for _ in range(1000)) == 220
     clock.now += 60
     for _ in range(1000):
         budget.count_request()
         clock.now += 0.001
-    assert sum(budget.take("internal") for _ in range(1000)) == pytest.approx(210, abs=2), "they came within a second"
+    assert sum(budget.try_spend("internal") for _ in range(1000)) == pytest.approx(210, abs=2), (
+        "they came within a second"
+    )

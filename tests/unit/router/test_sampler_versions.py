@@ -27,13 +27,13 @@ def test_a_stream_that_has_begun_goes_on_with_the_same_sampler_alone() -> None:
     sequence = Sequence(0)
     group = Group([sequence])
     failed = {INSTANCES[4].identity}
-    group.begin_on(INSTANCES[1])
-    assert group.excluding(failed, INSTANCES) == failed  # it has no token yet: anybody may begin
-    group.begin_on(INSTANCES[0])
+    group.record_sampler(INSTANCES[1])
+    assert group.with_other_samplers(failed, INSTANCES) == failed  # it has no token yet: anybody may begin
+    group.record_sampler(INSTANCES[0])
     sequence.token_ids.append(7)
-    assert group.excluding(failed, INSTANCES) == {INSTANCES[1].identity, *failed}
-    group.begin_on(INSTANCES[2])  # does not say what it has; what the tokens are of stays
-    assert group.excluding(set(), INSTANCES) == {INSTANCES[1].identity}
+    assert group.with_other_samplers(failed, INSTANCES) == {INSTANCES[1].identity, *failed}
+    group.record_sampler(INSTANCES[2])  # does not say what it has; what the tokens are of stays
+    assert group.with_other_samplers(set(), INSTANCES) == {INSTANCES[1].identity}
 
 
 @pytest.mark.parametrize(("version", "kept"), [(SAMPLER_VERSION, True), ("", True), ("race-0", False)])

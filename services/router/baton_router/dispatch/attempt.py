@@ -1,7 +1,7 @@
-"""One try to have an instance generate a group of sequences: what it holds there, its call, and the merged trace.
+"""One attempt to have an instance generate a group of sequences: its reservation, its call, and the merged trace.
 
-One stream per decode instance carries the calls of all requests that run there (:class:`WorkerStreams`). What comes is
-read into Baton's own types here, and why a call ended is put into the words that decide what follows.
+One stream per decode instance carries the calls of all requests that run there (:class:`WorkerStreams`). This module
+converts what arrives into Baton's own types, and classifies why a call ended, which decides whether it is retried.
 """
 
 from __future__ import annotations
@@ -27,65 +27,74 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.rpc.convert import add_to, finish_from_pb, logprob_from_pb, prompt_logprobs_from_pb
-from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath, Reader
+from baton.rpc.multiplex import Call, CallEnded, CallStream, Reader, TokenWriter
 from baton.tokenizer import TokenDelta
 from baton.types import FinishReason
-from baton_router.dispatch.event_loop import END, TAKE, TurnBatcher
-from baton_router.dispatch.interface import ChunkSink, LeftPath, RoutedChunk
+from baton_router.dispatch.event_loop import END, RECEIVE, TurnBatcher
+from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 
 _FINAL = (InvalidRequestError, NotFoundError, DeadlineError)
-"""Trying elsewhere would give the same answer, or there is no time left for it."""
+"""Errors that another instance would repeat, or that leave no time for another attempt."""
 _BROKEN = frozenset({"unavailable", "cancelled", "broken", "lost", "short", "draining"})
-_ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # once: a look at an enumeration takes long
+"""Failure reasons that mean that the connection or the instance went away."""
+_ABORT = FinishReason.ABORT  # looking up a member of an enumeration is slow
+_ERROR = FinishReason.ERROR
 _END_GRACE_S = 1.0
-"""How long an instance may take to end its call after the last token."""
-_SUMS = (
-    *("kv_bytes", "transfer_us", "exposed_us", "transferred_tokens", "recomputed_tokens"),
-    *("num_preemptions", "reloaded_tokens", "repeated_tokens", "drafted_tokens", "accepted_tokens"),
+"""Seconds that an instance may take to end its call after the last token."""
+_SUMMED_FIELDS = (
+    "kv_bytes",
+    "transfer_us",
+    "exposed_us",
+    "transferred_tokens",
+    "recomputed_tokens",
+    "num_preemptions",
+    "reloaded_tokens",
+    "repeated_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 
 class WorkerStreams:
-    """The streams of one router, opened when they are needed. Each ends when its instance is closed.
+    """The router's streams to decode instances. Each is opened on first use and ends when its instance is closed.
 
     Args:
-        steps: Of this router's requests.
+        steps: The router's turn batcher.
     """
 
     def __init__(self, steps: TurnBatcher) -> None:
         self._streams: WeakKeyDictionary[Instance, CallStream] = WeakKeyDictionary()
         self._silent: frozenset[str] = frozenset()
-        self._deliver = functools.partial(steps.later, TAKE, CallStream.flush)
-        self._deliver_end = functools.partial(steps.later, END, Call.tell_end)
+        self._schedule_delivery = functools.partial(steps.schedule, RECEIVE, CallStream.deliver)
+        self._schedule_end = functools.partial(steps.schedule, END, Call.deliver_end)
 
-    def tell_silent(self, addresses: frozenset[str]) -> None:
-        """Tell all decode instances which prefill instances do not answer now."""
+    def send_silent(self, addresses: frozenset[str]) -> None:
+        """Send all decode instances the addresses of the prefill instances that do not answer now."""
         self._silent = addresses
         for stream in self._streams.values():
-            stream.tell_silent(addresses)
+            stream.send_silent(addresses)
 
     def start(self, instance: Instance, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
-        """Begin a call on an instance; see :meth:`CallStream.start`. A stream that broke is opened again."""
+        """Start a call on an instance; see :meth:`CallStream.start`. A stream that broke is opened again."""
         stream = self._streams.get(instance)
         if stream is None or stream.broken:
-            stream = self._streams[instance] = CallStream(
-                instance.dialer, instance.instance_id, self._deliver, self._deliver_end
-            )
+            stream = CallStream(instance.dialer, instance.instance_id, self._schedule_delivery, self._schedule_end)
+            self._streams[instance] = stream
             if self._silent:
-                stream.tell_silent(self._silent)
+                stream.send_silent(self._silent)
         return stream.start(request, reader)
 
 
 class AttemptFailed(Exception):
-    """A decode instance did not bring a request to its end.
+    """A decode instance did not finish a group.
 
     Attributes:
-        error: What to tell the caller if no other instance can.
+        error: Error for the caller if no other instance can finish the group.
         reason: Short label for metrics.
         final: Whether no other instance could do better.
-        broken: Whether the connection or the instance went away, so that it may come back as another.
+        broken: Whether the connection or the instance went away, so that the instance may return.
     """
 
     def __init__(self, error: BatonError, reason: str) -> None:
@@ -96,30 +105,30 @@ class AttemptFailed(Exception):
         self.broken = reason in _BROKEN
 
 
-class Lost(CallEnded):
-    """The instance was found dead without its connections breaking."""
+class InstanceLost(CallEnded):
+    """The instance was declared dead while its connections were still open."""
 
 
-def failed(end: CallEnded) -> AttemptFailed:
-    """Return why an attempt failed whose call has ended."""
+def classify_end(end: CallEnded) -> AttemptFailed:
+    """Return the failure of an attempt whose call ended with an error."""
     error = end.error
     if isinstance(error, NotFoundError) and end.code is not grpc.StatusCode.NOT_FOUND:
         error = InternalError(error.message)
-    elif isinstance(error, CancelledError):  # by a server that is stopped; what this router cancels is not told any end
+    elif isinstance(error, CancelledError):  # the server was stopped: calls that this router cancels report no end
         error = UnavailableError("the instance ended the call itself", retry_after_s=1.0)
-    return AttemptFailed(error, "lost" if isinstance(end, Lost) else end.code.name.lower())
+    return AttemptFailed(error, "lost" if isinstance(end, InstanceLost) else end.code.name.lower())
 
 
 def read_response(message: worker_pb2.GenerateResponse, indices: list[int], instance: Instance) -> RoutedChunk:
-    """Read a message of a call; what it brings has the request's own sequence numbers.
+    """Convert a message of a call to a chunk with the request's sequence numbers.
 
     Args:
-        message: The message.
-        indices: The request's sequence number of each of the call's sequences.
-        instance: Who sent it.
+        message: Message of the instance.
+        indices: Index within the request of each sequence of the call.
+        instance: Sender of the message.
 
     Raises:
-        AttemptFailed: It ends the call, or makes no sense.
+        AttemptFailed: The message ends the attempt, or is malformed.
     """
     try:
         deltas = [_delta(item, indices, instance) for item in message.deltas]
@@ -154,7 +163,7 @@ def _delta(item: worker_pb2.SequenceDelta, indices: list[int], instance: Instanc
 
 
 class Sequence(msgspec.Struct):
-    """One of the request's sequences: what was handed on of it."""
+    """One of the request's sequences, as far as it was delivered to the sink."""
 
     index: int
     token_ids: list[int] = msgspec.field(default_factory=list)
@@ -162,14 +171,15 @@ class Sequence(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """Sequences that travel together, and what went wrong with them so far.
+    """Sequences that share a call, and the failures that they have met so far.
 
     Attributes:
-        excluded: Identities of instances that failed them.
-        full: The latest refusal for lack of room, until an instance took the group.
-        last: The latest other failure.
-        failures: How many others there were.
-        sampler: Version of the sampler that chose their tokens so far; empty: not known.
+        sequences: The sequences; at least one.
+        excluded: Identities of instances that failed the group.
+        full: Latest refusal for lack of capacity; ``None`` once an instance has accepted the group.
+        last: Latest other failure.
+        failures: Number of other failures.
+        sampler: Version of the sampler that drew the tokens so far; empty if unknown.
     """
 
     sequences: list[Sequence]
@@ -180,46 +190,49 @@ class Group(msgspec.Struct):
     sampler: str = ""
 
     def has_open(self) -> bool:
-        """Whether any of them has not ended."""
-        for s in self.sequences:  # noqa: SIM110  once per token, and a generator costs more than the look
-            if not s.finished:
-                return True
-        return False
+        """Whether any sequence has not ended."""
+        return any(not sequence.finished for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were handed on of all of them."""
-        return sum([len(s.token_ids) for s in self.sequences])
+        """Tokens of all sequences that were delivered."""
+        return sum([len(sequence.token_ids) for sequence in self.sequences])
 
     @property
     def started(self) -> bool:
-        """Whether anything was handed on."""
-        return any(s.token_ids or s.finished for s in self.sequences)
+        """Whether anything was delivered."""
+        return any(sequence.token_ids or sequence.finished for sequence in self.sequences)
 
-    def excluding(self, excluded: set[tuple[str, int]], ready: Iterable[Instance]) -> set[tuple[str, int]]:
-        """Return these and the instances on which it would not go on as it began: their samplers draw otherwise."""
+    def with_other_samplers(self, excluded: set[tuple[str, int]], ready: Iterable[Instance]) -> set[tuple[str, int]]:
+        """Return ``excluded`` and the instances whose samplers would continue a started group differently."""
         if not self.sampler or not self.started:
             return excluded
         others = {x.identity for x in ready if x.info is not None and x.info.sampler not in ("", self.sampler)}
         return excluded | others
 
-    def begin_on(self, instance: Instance) -> None:
-        """Take note of who is going to choose its tokens."""
+    def record_sampler(self, instance: Instance) -> None:
+        """Remember the sampler of the instance that will draw the group's first tokens."""
         if not self.started and instance.info is not None:
             self.sampler = instance.info.sampler
 
-    def may_retry(self, failure: AttemptFailed, max_retries: int, budget: Callable[[str], bool]) -> bool:
-        """Whether another try may be made; asks the budget where that applies."""
+    def may_retry(self, failure: AttemptFailed, max_retries: int, try_spend: Callable[[str], bool]) -> bool:
+        """Return whether the group may have another attempt.
+
+        Args:
+            failure: Failure of the latest attempt.
+            max_retries: Most retries per group.
+            try_spend: Takes a retry from the budget, where the budget applies; gets the failure's reason.
+        """
         if self.failures > max_retries:
             return False
         if isinstance(failure.error, QueueFullError) and self.started:
-            return True  # a stream that has begun waits for room, with pauses
+            return True  # a stream that has started waits for capacity, with pauses
         if failure.broken and self.failures == 1:
             return True  # its load went away with the instance
-        return budget(failure.reason)
+        return try_spend(failure.reason)
 
-    def why_given_up(self, failure: AttemptFailed, ready: Iterable[Instance]) -> BatonError:
-        """Return what to tell of a group that has no other try: that all instances are gone, where that is so."""
+    def final_error(self, failure: AttemptFailed, ready: Iterable[Instance]) -> BatonError:
+        """Return the error for the caller of a group that has no other attempt."""
         if not failure.broken or any(instance.identity not in self.excluded for instance in ready):
             return failure.error
         message = f"no decode instance is left that could go on: {failure.error.message}"
@@ -227,154 +240,147 @@ class Group(msgspec.Struct):
 
 
 class AttemptOwner(Protocol):
-    """Whose attempt it is: :class:`~baton_router.dispatch.request.RequestRun`.
+    """The owner of an attempt: a :class:`~baton_router.dispatch.request.RequestRun`.
 
     Attributes:
-        sink: Takes what comes; ``None``: the request has ended.
+        sink: Receives the answer; ``None`` once the request has ended.
     """
 
     sink: ChunkSink | None
 
-    def on_message(self, attempt: Attempt, chunk: RoutedChunk) -> None:
-        """Take what came."""
+    def on_chunk(self, attempt: Attempt, chunk: RoutedChunk) -> None:
+        """Record a chunk and pass it to the sink."""
 
-    def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
-        """Take note of how the attempt ended; raises where that ends the request."""
+    def check_end(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
+        """Raise if the end of the attempt's call ends the request."""
 
-    def on_left(self, attempt: Attempt) -> None:
-        """Take note that the attempt is closed."""
+    def on_closed(self, attempt: Attempt) -> None:
+        """Forget an attempt that was closed."""
 
-    def go_on(self, group: Group) -> None:
-        """Go on with a group whose attempt is closed."""
+    def continue_group(self, group: Group) -> None:
+        """Continue with a group whose attempt is closed."""
 
     def finish(self, error: Exception | None) -> None:
         """End the request."""
 
 
 class Attempt:
-    """A group on one instance: what it holds there, and the call. :meth:`close` it, whatever happens.
+    """A group on one instance: its reservation and its call. Must be closed with :meth:`close`.
 
     Args:
-        run: Is told what comes.
-        group: The sequences.
-        placement: Where they are.
-        number: The request's attempts so far, with this one.
+        run: Owner of the attempt.
+        group: Sequences to generate.
+        placement: Reservation on the instance.
+        number: Number of this attempt within the request, from 1.
 
     Attributes:
-        tokens_before: Tokens that the group had when it came here.
-        closed: Whether it has left again.
+        tokens_before: Tokens that the group had when the attempt started.
+        started: Whether the attempt has delivered tokens.
+        closed: Whether :meth:`close` was called.
     """
 
     __slots__ = (
-        *("_begun", "_call", "_fast", "_first", "_grace", "_run", "closed", "group", "number", "placement"),
+        "_call",
+        "_first",
+        "_grace",
+        "_run",
+        "closed",
+        "group",
+        "number",
+        "placement",
+        "started",
         "tokens_before",
     )
 
     def __init__(self, run: AttemptOwner, group: Group, placement: Placement, number: int) -> None:
         self._run = run
-        self.group, self.placement, self.number = group, placement, number
-        group.begin_on(placement.decode)
+        self.group = group
+        self.placement = placement
+        self.number = number
+        group.record_sampler(placement.decode)
         self._first = group.sequences[0]
         self.tokens_before = group.num_tokens
         self._call: Call | None = None
         self._grace: asyncio.TimerHandle | None = None
-        self._begun = self.closed = False
-        self._fast: LeftPath | None = None
+        self.started = False
+        self.closed = False
 
     def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
-        """Begin the call."""
+        """Start the call."""
         self._call = streams.start(self.placement.decode, request, self)
         self.placement.decode.began(self)
 
-    def hold(self, held: bool) -> None:
-        """Keep what comes from now on, or go on handing it on."""
+    def set_paused(self, paused: bool) -> None:
+        """Keep back what arrives from now on, or deliver it again."""
         if self._call is not None:
-            self._call.hold(held)
+            self._call.set_paused(paused)
 
     def close(self) -> None:
-        """Abort the call if it still runs and give back what the group holds; once."""
+        """Abort the call if it still runs and release the reservation. Only the first call has an effect."""
         if self.closed:
             return
         self.closed = True
-        self._leave_fast_path()
         if self._grace is not None:
             self._grace.cancel()
         if self._call is not None:
             self.placement.decode.ended(self)
             self._call.close()
-        self._run.on_left(self)
+        self._run.on_closed(self)
         self.placement.release()
 
     def expire(self) -> None:
-        """The request's time is over."""
+        """Fail: the request's deadline has passed."""
         error = DeadlineError("the request's time is over")
         if self._call is not None:
             self._call.fail(CallEnded(error, grpc.StatusCode.DEADLINE_EXCEEDED))
-        else:  # its call is not even sent
+        else:  # the call is not sent yet
             self._end(AttemptFailed(error, "deadline_exceeded"))
 
     def lose(self) -> None:
-        """The instance was found dead without its connections breaking."""
-        assert self._call is not None  # who was not begun there is not lost
+        """Fail: the instance was declared dead while its connections were still open."""
+        assert self._call is not None  # only instances with a call know the attempt
         error = UnavailableError(f"{self.placement.decode.instance_id} does not answer any more")
-        self._call.fail(Lost(error, grpc.StatusCode.UNAVAILABLE))
+        self._call.fail(InstanceLost(error, grpc.StatusCode.UNAVAILABLE))
 
-    # --- what the stream calls ---
+    # --- called by the worker stream ---
 
     def on_tokens(self, token_ids: list[int]) -> None:
-        """Take tokens of the first sequence."""
-        sequence, sink = self._first, self._run.sink
-        self._leave_fast_path()
-        if not self._begun:
-            self._take(RoutedChunk([TokenDelta(sequence.index, token_ids)]))
-        elif sink is not None and not self.closed and not sequence.finished:
-            # What the run makes of a message, in few steps: nearly all that ever comes is such tokens.
-            sequence.token_ids += token_ids
-            self.placement.grow(len(token_ids))
-            try:
-                sink.on_tokens(sequence.index, token_ids)
-            except Exception as error:  # as in _take
-                self._run.finish(error)
+        """Deliver tokens of the first sequence."""
+        self._deliver(RoutedChunk([TokenDelta(self._first.index, token_ids)], plain=self.started))
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
-        """Take a message."""
-        self._leave_fast_path()
+        """Deliver a message."""
         try:
             chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
-        except AttemptFailed as failure:  # this call's end alone: others share its stream
+        except AttemptFailed as failure:  # ends this call alone: other calls share its stream
             self._end(failure)
             return
-        self._take(chunk)
+        self._deliver(chunk)
 
     def on_end(self, failure: CallEnded | None) -> None:
-        """Take the call's end."""
-        self._end(None if failure is None else failed(failure))
+        """End the attempt."""
+        self._end(None if failure is None else classify_end(failure))
 
-    def fast_path(self) -> FastPath | None:
-        """Return what takes the tokens that come next, if this is a request's only sequence."""
-        self._leave_fast_path()
-        sequence, sink = self._first, self._run.sink
-        if self.closed or not self._begun or sequence.finished or sink is None or len(self.group.sequences) > 1:
+    def token_writer(self) -> TokenWriter | None:
+        """Return a writer for the tokens that follow, if the group is the request's only sequence."""
+        sink = self._run.sink
+        if self.closed or not self.started or self._first.finished or sink is None or len(self.group.sequences) > 1:
             return None
-        self._fast = sink.fast_path(sequence.token_ids, self.placement.grow)
-        return self._fast
+        return sink.token_writer(self._first.token_ids, self.placement.grow)
 
-    def _leave_fast_path(self) -> None:
-        if self._fast is not None:
-            self._fast.leave()
-            self._fast = None
-
-    def _take(self, chunk: RoutedChunk) -> None:
+    def _deliver(self, chunk: RoutedChunk) -> None:
         if self.closed:
             return
-        self._begun |= bool(chunk.deltas)
         try:
-            self._run.on_message(self, chunk)
-        except Exception as error:  # of ours, or of the sink: this request's end alone
+            self._run.on_chunk(self, chunk)
+        except Exception as error:  # a fault here or in the sink ends this request alone
             self._run.finish(error)
             return
+        if chunk.plain:
+            return
+        self.started |= bool(chunk.deltas)
         if not self.closed and self._grace is None and not self.group.has_open():
-            # Nothing is needed any more: the end counts as come unless it comes soon.
+            # Nothing more is needed: the call counts as ended unless its end arrives soon.
             self._grace = asyncio.get_running_loop().call_later(_END_GRACE_S, self._end, None)
 
     def _end(self, failure: AttemptFailed | None) -> None:
@@ -382,44 +388,44 @@ class Attempt:
             return
         error: Exception | None = None
         try:
-            self._run.judge(self, failure)
+            self._run.check_end(self, failure)
         except Exception as refusal:
             error = refusal
         self.close()
         if error is not None:
             self._run.finish(error)
         else:
-            self._run.go_on(self.group)
+            self._run.continue_group(self.group)
 
 
 class TraceMerge:
-    """One trace of a request that may have run on several instances.
+    """Merges the traces of the attempts of a request.
 
-    What describes the request (path, prompt and cached tokens, TTFT) comes from the first attempt that answered; costs
-    are summed; ``decode_instance`` is the last one, ``pipe`` the first that was used.
+    Fields that describe the request (path, prompt and cached tokens, TTFT) are those of the first attempt that
+    answered. Costs are summed. ``decode_instance`` is the last one, ``pipe`` the first that was used.
 
     Attributes:
-        router_queue_us: How long the request waited before the first attempt.
+        num_migrations: Times that the request continued on another decode instance after tokens had arrived.
+        router_queue_us: Time that the request waited before the first attempt, in microseconds.
     """
 
     __slots__ = ("_latest", "num_migrations", "router_queue_us")
 
     def __init__(self) -> None:
         self._latest: dict[int, common_pb2.RequestTrace] = {}
-        self.num_migrations = self.router_queue_us = 0
+        self.num_migrations = 0
+        self.router_queue_us = 0
 
     def update(self, attempt: int, trace: common_pb2.RequestTrace) -> None:
-        """Take the trace of an attempt, by its number; a later one replaces its earlier."""
+        """Store the trace of an attempt, by its number; replaces an earlier one."""
         self._latest[attempt] = trace
 
     def attempts(self) -> list[common_pb2.RequestTrace]:
         """Return the latest trace of each attempt that answered, in order."""
-        if len(self._latest) == 1:
-            return list(self._latest.values())
         return [trace for _, trace in sorted(self._latest.items())]
 
     def merged(self) -> common_pb2.RequestTrace:
-        """Return the request's trace as far as it is known."""
+        """Return the request's trace so far."""
         if len(self._latest) == 1:
             (out,) = self._latest.values()
         else:
@@ -430,15 +436,14 @@ class TraceMerge:
 
     def _sum(self) -> common_pb2.RequestTrace:
         out = common_pb2.RequestTrace()
-        for at, trace in enumerate(self.attempts()):
-            if at == 0:
+        for index, trace in enumerate(self.attempts()):
+            if index == 0:
                 out.CopyFrom(trace)
                 continue
-            for name in _SUMS:
+            for name in _SUMMED_FIELDS:
                 add_to(out, name, getattr(trace, name))
             out.failed_prefills.extend(trace.failed_prefills)
             out.decode_instance = trace.decode_instance
             if not out.pipe and trace.pipe:
-                # The KV bytes summed above came over it.
-                out.pipe = trace.pipe
+                out.pipe = trace.pipe  # the KV bytes summed above came over it
         return out

@@ -1,4 +1,4 @@
-"""Implements the router's seam: places requests on instances and carries their streams."""
+"""The dispatcher over real instances: places requests and streams their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.config.router import RouterConfig
 from baton.errors import QueueFullError, UnavailableError
-from baton.tokenizer import TokenDelta
 from baton.tracing import Span
 from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission, Ticket
@@ -32,20 +31,19 @@ from baton_router.scheduler.speeds import Speeds
 from baton_router.types import ModelInfo, RoutedRequest
 
 
-class _Chunks(ChunkQueue[RoutedChunk]):
-    """A request's chunks, read by one task."""
-
-    def on_tokens(self, index: int, token_ids: list[int]) -> None:
-        self.on_chunk(RoutedChunk([TokenDelta(index, token_ids)]))
-
-
 @dataclass(eq=False, slots=True)
 class Reserved:
-    """A request's place while its client runs it. What its client reports moves these shares and no breaker.
+    """The reservation of a request that its client runs itself.
+
+    What the client reports moves the reservation, but no circuit breaker.
 
     Attributes:
-        placement: Its shares of its instances.
-        message: What is to be sent to the decode instance.
+        placement: Reservation on the instances.
+        message: Message that the client sends to the decode instance.
+        admission: The gate that admitted the request.
+        ticket: Admission of the request.
+        on_end: Called when the reservation ends.
+        span: Span of the request.
     """
 
     placement: Placement
@@ -56,14 +54,23 @@ class Reserved:
     span: Span
 
     def grow(self, tokens: int, *, first: bool) -> None:
-        """Count tokens that were generated."""
+        """Count generated tokens.
+
+        Args:
+            tokens: Number of new tokens.
+            first: Whether they are the request's first ones.
+        """
         self.placement.grow(tokens)
         if first:
             self.placement.prefilled()
             self.admission.first_token(self.ticket)
 
     def end(self, status: str) -> None:
-        """Give everything back, once; ``status``: ``ok`` or an error's code."""
+        """Release everything; must be called once.
+
+        Args:
+            status: ``ok`` or the code of an error.
+        """
         self.placement.release()
         self.admission.leave(self.ticket)
         self.span.end(status)
@@ -71,14 +78,19 @@ class Reserved:
 
 
 class PlacingDispatcher:
-    """The :class:`~baton_router.types.Dispatcher` over real instances.
+    """The :class:`~baton_router.dispatch.interface.Dispatcher` over real instances.
 
     Args:
         config: Policy and limits.
-        registry: The instances.
-        metrics: Takes the metrics of placement, admission and dispatch.
-        decisions: Where placements are remembered.
-        steps: Of this router's requests; ``None``: this dispatcher has its own.
+        registry: Registry of the instances.
+        metrics: Registry for the metrics of placement, admission and dispatch.
+        decisions: Log of placements; ``None`` creates one.
+        steps: The router's turn batcher; ``None`` creates one.
+
+    Attributes:
+        metrics: Metrics of dispatch.
+        admission: Admits requests to the cluster.
+        num_in_flight: Requests that run or wait, including those that their clients run.
     """
 
     def __init__(
@@ -126,21 +138,19 @@ class PlacingDispatcher:
             streams=WorkerStreams(steps),
             deadlines=Deadlines(config.request_timeout_s),
             steps=steps,
-            left=self._left,
+            on_ended=self._on_ended,
             prefill_first=PrefillFirstCalls(self.metrics.prefill_first),
-            slow=estimates.slow,
+            slow_instances=estimates.slow,
         )
-        registry.on_silent = self._context.streams.tell_silent
+        registry.on_silent = self._context.streams.send_silent
         self._running: set[RequestRun] = set()
         self._cut_off = False
         self.num_in_flight = 0
 
     def model_info(self) -> ModelInfo:
-        """Return what is served; see ``Dispatcher.model_info``."""
         return self._registry.model_info()
 
     def start(self, request: RoutedRequest, sink: ChunkSink) -> Running:
-        """Begin a request; see ``Dispatcher.start``."""
         run = RequestRun(self._context, request, sink)
         self.num_in_flight += 1
         self._running.add(run)
@@ -153,32 +163,32 @@ class PlacingDispatcher:
         return run
 
     async def stream(self, request: RoutedRequest) -> AsyncGenerator[RoutedChunk, None]:
-        """Run a request; closing the generator cancels it everywhere.
+        """Run a request; closing the generator cancels it on all instances.
 
         Raises:
             BatonError: See ``Dispatcher.start``.
         """
-        chunks = _Chunks()
-        async with chunks.of(self.start(request, chunks)) as items:
-            async for chunk in items:
+        queue = ChunkQueue[RoutedChunk]()
+        async with queue.read_chunks(self.start(request, queue)) as chunks:
+            async for chunk in chunks:
                 yield chunk
 
     def cut_off(self) -> None:
-        """End everything that runs or waits with ``UnavailableError``, and refuse new ones: the router ends."""
+        """Fail all requests with ``UnavailableError`` and refuse new ones: the router is shutting down."""
         self._cut_off = True
         self.admission.close()
         for run in list(self._running):
             run.finish(_shutting_down())
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count how a request that its client ran came to its KV."""
+        """Count the path of a request that its client ran."""
         self.metrics.observe_trace(trace)
 
     async def reserve(self, request: RoutedRequest) -> Reserved:
-        """Place a request that its client runs, and hold its shares until :meth:`Reserved.end`.
+        """Place a request that its client runs itself; the reservation lasts until :meth:`Reserved.end`.
 
         Raises:
-            BatonError: As :meth:`stream` before its first chunk.
+            BatonError: See ``Dispatcher.start``.
         """
         if self.num_in_flight >= self._config.max_in_flight:
             raise self._too_many(self.num_in_flight)
@@ -192,12 +202,12 @@ class PlacingDispatcher:
             if ticket is not None:
                 self.admission.leave(ticket)
             raise
-        placement.speeds = None  # this router does not see when its tokens come
-        # It is no trial of a half-open breaker: this router does not see how it ends.
-        self._context.breakers.ended(placement.decode, well=False)
+        placement.speeds = None  # this router does not see when its tokens arrive
+        # It cannot test a half-open breaker: this router does not see how it ends.
+        self._context.breakers.request_ended(placement.decode, well=False)
         return Reserved(placement, message, self.admission, ticket, self._release, request.span)
 
-    def _left(self, run: RequestRun) -> None:
+    def _on_ended(self, run: RequestRun) -> None:
         self._running.discard(run)
         self._release()
 
@@ -209,11 +219,6 @@ class PlacingDispatcher:
         return QueueFullError(message, retry_after_s=self.admission.retry_after_s())
 
     async def route(self, request: RoutedRequest) -> Decision:
-        """Say where the request would go; see ``Dispatcher.route``.
-
-        Raises:
-            UnavailableError: No decode instance is ready.
-        """
         placement = self._placer.place(PlacementRequest.of(request), reserve=False)
         if placement is None:
             raise UnavailableError("no decode instance is ready", retry_after_s=1.0)

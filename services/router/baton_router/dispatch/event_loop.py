@@ -1,10 +1,10 @@
-"""What all requests of a router share of its event loop: their steps are taken together, and so are their deadlines.
+"""Work that all requests of a router share per turn of the event loop: batched steps, and one timer for deadlines.
 
-A request's way through a router is far more code and data than a processor's first caches hold: one that goes all the
-way at once finds them full of what came before, at every step. Where a router has more to do than it can, a turn of
-the loop brings many requests; then the first of them has a step's misses, and those behind it find code and data where
-they are wanted. Packet processors work on vectors of packets for the same reason (FD.io's VPP: "Vector Packet
-Processing"). Where a turn brings one request, its steps follow each other when the turn has read everything.
+A request's way through a router touches more code and data than a processor's first-level caches hold. If each request
+went all the way at once, every step would miss the cache. Under load one turn of the event loop brings many requests,
+so all of them take the same step one after the other: the first pays for the misses, the others find code and data in
+the cache. Packet processors handle vectors of packets for the same reason (FD.io's VPP: "Vector Packet Processing").
+A turn with a single request takes its steps one after the other once everything has been read.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _STEPS = range(7)
-TAKE, END, RESPOND, PREPARE, START, PLACE, SEND = _STEPS
-"""Steps, in the order in which a turn takes them. First the answers, whose ends make room: take what instances say of
-calls, let those that have ended leave, write their answers; then the new requests: tokenize, admit, choose instances,
-and send."""
+RECEIVE, END, RESPOND, PREPARE, START, PLACE, SEND = _STEPS
+"""Steps of a turn, in their order. Answers come first, because their ends free capacity: RECEIVE delivers what
+instances sent, END finishes calls that succeeded, RESPOND writes to clients. New requests follow: PREPARE tokenizes,
+START hands them to dispatch, PLACE admits them and chooses instances, SEND starts their calls."""
 
 
 class TurnBatcher:
-    """What is to be done in this turn of the event loop; used in one loop at a time."""
+    """Runs the steps of all requests together, once per turn of the event loop. Used in one loop at a time."""
 
     def __init__(self) -> None:
         self._due: list[list[tuple[Callable[[Any], None], Any]]] = [[] for _ in _STEPS]
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Whose turn is waited for; ``None``: none."""
+        """Loop whose turn is waited for; ``None`` if nothing is scheduled."""
 
-    def later(self, step: int, do: Callable[[_T], None], what: _T) -> None:
-        """Have something done when everybody else is at the same step.
+    def schedule(self, step: int, action: Callable[[_T], None], argument: _T) -> None:
+        """Run an action with the others of the same step, in the order of the calls.
 
-        Done in this turn, if it is not yet beyond that step, else in the next one; in the order of the calls.
+        It runs in this turn if the turn has not passed the step yet, else in the next one.
 
         Args:
-            step: Which.
-            do: Must not block; what it raises is logged and does not hinder others.
-            what: Its argument.
+            step: Index of the step, such as ``RESPOND``.
+            action: Callable that must not block. Exceptions are logged and do not affect other actions.
+            argument: The only argument of ``action``.
         """
-        self._due[step].append((do, what))
+        self._due[step].append((action, argument))
         if self._loop is None:
-            self._begin()
+            self._schedule_turn()
 
-    def _begin(self) -> None:
+    def _schedule_turn(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._run)
 
@@ -56,59 +56,60 @@ class TurnBatcher:
         for step in _STEPS:
             if not due[step]:
                 continue
-            now, due[step] = due[step], []
-            for do, what in now:
+            actions = due[step]
+            due[step] = []
+            for action, argument in actions:
                 try:
-                    do(what)
-                except (Exception, asyncio.CancelledError):  # whatever it is: the others' steps must come
+                    action(argument)
+                except (Exception, asyncio.CancelledError):  # the other requests' steps must still run
                     log.exception("a request's step failed")
         self._loop = None
         if any(due):
-            self._begin()
+            self._schedule_turn()
 
 
 class Expiring(Protocol):
-    """Something whose time can be over."""
+    """Something with a deadline."""
 
     def expire(self) -> None:
-        """Its time is over."""
+        """End it: its deadline has passed."""
 
 
 class Deadlines:
-    """Calls :meth:`Expiring.expire` of what was added so many seconds ago and not taken out again: one timer for all.
+    """Calls :meth:`Expiring.expire` on items that were not discarded in time. One timer serves all items.
 
     Args:
-        seconds: How long everybody has.
+        seconds: Time that each item has from :meth:`add` on, in seconds.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._due: dict[Expiring, float] = {}  # in order: everybody has the same time
+        self._due: dict[Expiring, float] = {}  # in order, because all items have the same time
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """How many wait for their end."""
+        """Number of items with a running deadline."""
         return len(self._due)
 
     def add(self, item: Expiring) -> None:
-        """Begin an item's time."""
+        """Start an item's deadline."""
         loop = asyncio.get_running_loop()
         self._due[item] = loop.time() + self._seconds
         if self._timer is None:
-            self._timer = loop.call_later(self._seconds, self._look)
+            self._timer = loop.call_later(self._seconds, self._expire_due)
 
     def discard(self, item: Expiring) -> None:
-        """Forget an item; one that was not added is no error."""
+        """Remove an item; unknown items are ignored."""
         self._due.pop(item, None)
 
-    def _look(self) -> None:
+    def _expire_due(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         while self._due:
             item, due = next(iter(self._due.items()))
-            left = due - loop.time()
-            if left > 0:
-                self._timer = loop.call_later(left, self._look)
+            remaining = due - loop.time()
+            if remaining > 0:
+                self._timer = loop.call_later(remaining, self._expire_due)
                 return
             del self._due[item]
             item.expire()

@@ -1,4 +1,4 @@
-"""Metrics of dispatched requests: how they came to their KV, and what failed or moved."""
+"""Metrics of dispatched requests: where their KV came from, and what failed or migrated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ _TRANSFER_S = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class DispatchMetrics:
-    """Counts requests.
+    """Counts dispatched requests.
 
     Args:
-        registry: Takes the metrics.
+        registry: Registry for the metrics.
+
+    Attributes:
+        migrations: Streams that continued on another decode instance, by reason.
+        retries: Requests placed again before their first token, by reason.
+        prefill_first: Prompts in the order ``prefill_first``, by outcome.
+        failures: Requests that failed, by error code.
+        closed_early: Streams closed by their reader.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -34,7 +41,7 @@ class DispatchMetrics:
         self._transfer_time = Histogram(
             _NAME + "transfer_seconds", "Time in fetches, per request", ["pipe"], registry, buckets=_TRANSFER_S
         )
-        self._failed_prefills = Counter(_NAME + "failed_prefills", "Prefill candidates tried in vain", [], registry)
+        self._failed_prefills = Counter(_NAME + "failed_prefills", "Prefill candidates that failed", [], registry)
         self.migrations = Counter(
             _NAME + "migrations", "Streams that went on on another decode instance", ["reason"], registry
         )
@@ -52,7 +59,7 @@ class DispatchMetrics:
         self._names: set[str] = set()
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count how a request came to its KV on one decode instance."""
+        """Count where a request's KV came from on one decode instance."""
         pipe = trace.pipe
         key = trace.path, pipe, trace.local_reason.partition(":")[0]
         path = self._by_path.get(key)
@@ -72,7 +79,7 @@ class DispatchMetrics:
             self._transfer_time.labels(pipe).observe(trace.transfer_us / 1e6)
 
     def _label(self, name: str) -> str:
-        """Return a name as a label. Clients that run requests by tickets send traces too, so names are bounded."""
+        """Return a name as a label value; their number and length are bounded, because clients send traces, too."""
         if name not in self._names:
             if len(self._names) >= _MAX_LABELS or len(name) > _MAX_LABEL_CHARS:
                 return "other"

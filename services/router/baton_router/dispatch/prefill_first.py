@@ -1,8 +1,8 @@
 """The order ``prefill_first``: a prefill instance computes the prompt before a decode instance is chosen.
 
-The prefill instance keeps the KV under a lease; the decode instance, chosen when the prompt is computed, is told where
-it waits and claims it. Where no prefill instance can do that, or the policy has the decode instance compute the prompt,
-the request is served in the other order, ``decode_first``.
+The prefill instance keeps the KV under a lease. The decode instance is chosen when the prompt is computed; its request
+names the prefill instance and the key of the lease, and it fetches the KV from there. If no prefill instance can
+compute the prompt, or the policy has the decode instance compute it, the order is ``decode_first``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAX_ID_CHARS = 240
 
 
 class PrefillFirstCalls:
-    """What the requests of one router that are prefilled first share.
+    """What the ``prefill_first`` requests of one router share.
 
     Args:
-        outcomes: Counts what came of prompts.
+        outcomes: Counter of prompts by outcome.
     """
 
     def __init__(self, outcomes: Counter) -> None:
@@ -40,27 +40,28 @@ class PrefillFirstCalls:
         self._aborts: set[asyncio.Task[None]] = set()
 
     def abort(self, instance: Instance, request_id: str) -> None:
-        """Tell a prefill instance that a prompt is not wanted any more; without word from here its lease ends."""
+        """Tell a prefill instance, in the background, to drop a prompt; if that fails, the lease ends by itself."""
         task = asyncio.get_running_loop().create_task(_abort(instance, request_id))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
 
 class PrefillFirst:
-    """One request's prompt on its way to, and at, a prefill instance.
+    """One request's prompt while a prefill instance computes it or keeps its KV.
 
     Args:
-        calls: Shared by all requests.
+        calls: Part that all requests share.
         request: The request.
 
     Attributes:
         pending: Whether the prompt may still be sent to a prefill instance.
-        prefilled: Where the KV waits: the prefill instance's address, and the KV match rate that it had; ``None``:
-            nowhere.
+        prefilled: Address of the prefill instance that keeps the KV, and its KV match rate before; ``None`` if no
+            instance keeps it.
     """
 
     def __init__(self, calls: PrefillFirstCalls, request: RoutedRequest) -> None:
-        self._calls, self._request = calls, request
+        self._calls = calls
+        self._request = request
         self._asked: Instance | None = None
         self._tries = 0
         self._key = ""
@@ -71,7 +72,7 @@ class PrefillFirst:
         self.prefilled: tuple[str, float] | None = None
 
     def applies(self, placement: Placement) -> bool:
-        """Return whether a placement has a prefill instance compute the prompt. It is not :attr:`pending` any more."""
+        """Return whether a placement has a prefill instance compute the prompt, and clear :attr:`pending`."""
         self.pending = False
         if placement.prefill and placement.decision.path in (None, PrefillPath.REMOTE):
             return True
@@ -79,59 +80,73 @@ class PrefillFirst:
         return False
 
     async def compute(self, placement: Placement, sampling: SamplingParams, timeout_s: float) -> None:
-        """Have the first of a placement's prefill instances that can do it compute the prompt.
+        """Have a placement's prefill instances compute the prompt; the first that succeeds counts.
 
-        When none can, :attr:`prefilled` stays ``None``. The placement is released.
+        If all fail, :attr:`prefilled` stays ``None``. The placement is released.
+
+        Args:
+            placement: Placement with the prefill instances, in order of preference.
+            sampling: Sampling parameters of the request.
+            timeout_s: Deadline of each try, in seconds.
         """
         try:
-            for at, instance in enumerate(placement.prefill):
+            for index, instance in enumerate(placement.prefill):
                 try:
                     response = await self._ask(instance, sampling, timeout_s)
                 except BatonError as error:
                     self._failures.append(f"{instance.address}: {error.message}")
                     log.warning(
                         "prefill of %s at %s failed: %s",
-                        *(self._request_id, instance.instance_id, error.message),
+                        self._request_id,
+                        instance.instance_id,
+                        error.message,
                         extra={"request_id": self._request_id},
                     )
                     continue
-                self._key, self._order = response.key, Order.PREFILL_FIRST
+                self._key = response.key
+                self._order = Order.PREFILL_FIRST
                 self.prefilled = instance.address, placement.decision.match_rate_of(instance.instance_id)
-                self._candidates = [x.address for x in placement.prefill[at + 1 :]]
-                if at == 0:
-                    placement.prefilled()  # what is reserved is the first one's
+                self._candidates = [x.address for x in placement.prefill[index + 1 :]]
+                if index == 0:
+                    placement.prefilled()  # the reservation is on the first instance
                 break
             self._calls.outcomes.labels("failed" if self.prefilled is None else "computed").inc()
         finally:
             placement.release()
 
     def fill(self, message: worker_pb2.GenerateRequest) -> None:
-        """Tell the decode instance where the KV waits, and which others could compute the prompt."""
+        """Set where the decode instance finds the KV, and which other instances could compute the prompt."""
         if self.prefilled is not None:
-            message.prefilled.address, message.prefilled.key = self.prefilled[0], self._key
+            message.prefilled.address = self.prefilled[0]
+            message.prefilled.key = self._key
             message.ClearField("prefill_candidates")
             message.prefill_candidates.extend(self._candidates)
 
     def answered(self, trace: common_pb2.RequestTrace) -> Order:
-        """Take a trace: the decode instance has claimed the KV, or found that it waits no more.
+        """Process a trace: the decode instance has fetched the KV, or found that its lease has ended.
 
         Returns:
             The order in which the request was served.
         """
-        asked, self._asked, self.prefilled = self._asked, None, None
+        asked = self._asked
+        self._asked = None
+        self.prefilled = None
         if asked is not None and trace.path != common_pb2.PREFILL_PATH_REMOTE:
             self._calls.abort(asked, self._request_id)  # decode had the KV from elsewhere
         trace.failed_prefills.extend(self._failures)
         return self._order
 
-    def failed(self, error: BatonError) -> None:
-        """Take a decode instance's failure: unless it was full it may have claimed the KV, so nothing counts on it."""
+    def on_decode_failure(self, error: BatonError) -> None:
+        """Drop the KV, unless the decode instance was full: any other failed instance may have fetched it."""
         if not isinstance(error, QueueFullError):
             self.abandon()
 
     def abandon(self) -> None:
-        """Drop what waits, or is computed, for a request that does not want it any more."""
-        asked, self._asked, self.prefilled, self._order = self._asked, None, None, Order.DECODE_FIRST
+        """Drop the prompt's KV, whether it is computed or still being computed."""
+        asked = self._asked
+        self._asked = None
+        self.prefilled = None
+        self._order = Order.DECODE_FIRST
         if asked is not None:
             self._calls.abort(asked, self._request_id)
 
@@ -168,22 +183,22 @@ class PrefillFirst:
 
 
 class _Call:
-    """A running PrefillFirst, as its instance knows it."""
+    """A running PrefillFirst call, registered with its instance."""
 
     def __init__(self, task: asyncio.Task[worker_pb2.PrefillFirstResponse]) -> None:
         self.task = task
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def lose(self) -> None:
-        """The instance does not answer any more."""
+        """Fail: the instance was declared dead."""
         if not self._lost.done():
             self._lost.set_result(None)
 
     async def result(self) -> worker_pb2.PrefillFirstResponse:
-        """Wait for the answer.
+        """Return the response.
 
         Raises:
-            BatonError: There is none.
+            BatonError: The call failed, or the instance was declared dead.
         """
         await asyncio.wait((self.task, self._lost), return_when=asyncio.FIRST_COMPLETED)
         if not self.task.done():
@@ -211,6 +226,8 @@ async def _abort(instance: Instance, request_id: str) -> None:
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
         log.info(
             "%s was not told that %s is not wanted any more: %s",
-            *(instance.instance_id, request_id, error),
+            instance.instance_id,
+            request_id,
+            error,
             extra={"request_id": request_id},
         )

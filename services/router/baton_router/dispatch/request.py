@@ -1,15 +1,16 @@
-"""One request from its arrival to its last token, over as many decode instances as it takes.
+"""One request from its arrival to its last token, across as many decode instances as it takes.
 
-A request waits for *admission*, is *placed*, *runs*, perhaps is placed again, and has *ended* when every sequence has,
-or with an error, or when its caller cancels it. ``RequestRun`` is its one owner on the way.
+A request waits for *admission*, is *placed*, *runs*, may be placed again, and *ends*: when every sequence has ended,
+with an error, or when its caller cancels it. :class:`RequestRun` owns it all the way.
 
 A *group* is the set of sequences that one ``Generate`` call carries; an *attempt* is a group on one instance. A request
-begins as one group. When its call breaks before any token arrived the group is simply placed again. When tokens have
-arrived every unfinished sequence becomes a group of its own and goes on with prompt + tokens so far: a sequence depends
-on its seed, its parameters and its own tokens alone (``baton.seeds``), so the next token is the one that would have
-come. What was handed on was recorded in the same step: a break repeats nothing and leaves nothing out.
+starts as one group. If its call breaks before any token arrived, the group is placed again. If tokens have arrived,
+every unfinished sequence becomes a group of its own and continues with prompt + tokens so far: a sequence depends only
+on its seed, its parameters and its own tokens (``baton.seeds``), so the next token is the one that would have come.
+Tokens are recorded in the same step in which they are delivered, so a break neither repeats nor omits any.
 
-Nothing here waits: what comes from an instance is handed on at once, from where it is read. Tasks wait for instances.
+Nothing here blocks: what arrives from an instance is delivered from where it is read. Only waiting for instances uses
+tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from baton.api.v1 import worker_pb2
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError, UnavailableError
 from baton.rpc.channel import Backoff
-from baton.rpc.convert import sampling_to_pb
+from baton.rpc.convert import sampling_to_pb, trace_attributes
 from baton.seeds import sequence_seed
 from baton.token_ids import pack_ids, token_ids
 from baton.tokenizer import TokenDelta
@@ -38,7 +39,6 @@ from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
-from baton_router.dispatch.spans import end_span
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
@@ -49,10 +49,10 @@ from baton_router.types import RoutedRequest
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_SAME_AGAIN_S = 0.5
-"""After a connection broke: how long an instance that is still ready then is not tried again if there is no other."""
+_RECONNECT_S = 0.5
+"""Seconds after a broken connection before an instance that is still ready is tried again, if there is no other."""
 _MAX_ID_CHARS = 240
-"""Of a request's id that instances see: they take 256, with room for the number of the call."""
+"""Characters of a request's id that are sent to instances: they accept 256, which leaves room for the call's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,20 @@ class RequestContext:
     """What all requests of a router share.
 
     Attributes:
-        left: Called once with each request that has ended.
-        slow: Returns the decode instances that are too slow for a request's ``itl_ms``.
+        registry: Registry of the instances.
+        placer: Chooses instances and reserves capacity on them.
+        metrics: Metrics of dispatch.
+        config: The router's configuration.
+        admission: Admits requests to the cluster.
+        breakers: Circuit breakers of the decode instances.
+        budget: Budget for retries.
+        streams: Streams to the decode instances.
+        deadlines: Deadlines of running requests.
+        steps: The router's turn batcher.
+        prefill_first: Shared part of the order ``prefill_first``.
+        on_ended: Called once with each request that has ended.
+        slow_instances: Returns the decode instances that are too slow for a request's ``itl_ms``.
+        decisions: Log of placements.
     """
 
     registry: Registry
@@ -75,8 +87,8 @@ class RequestContext:
     deadlines: Deadlines
     steps: TurnBatcher
     prefill_first: PrefillFirstCalls
-    left: Callable[[RequestRun], None]
-    slow: Callable[[RoutedRequest], Iterable[Instance]]
+    on_ended: Callable[[RequestRun], None]
+    slow_instances: Callable[[RoutedRequest], Iterable[Instance]]
     decisions: DecisionLog
 
 
@@ -84,71 +96,91 @@ class RequestRun:
     """Runs one request once; a :class:`~baton_router.dispatch.interface.Running`.
 
     Args:
-        context: Shared parts.
-        request: The request; ``seed`` and ``max_tokens`` of its sampling are set.
-        sink: Takes what comes; ``None``: the client runs the request (see :meth:`place`).
+        context: Parts that all requests share.
+        request: The request, with ``seed`` and ``max_tokens`` of its sampling set.
+        sink: Receives the answer; ``None`` if the client runs the request itself (see :meth:`place`).
+
+    Attributes:
+        sink: Receives the answer; ``None`` once the request has ended.
     """
 
     __slots__ = (
-        *("_attempts", "_begun", "_context", "_deadline", "_ended", "_held", "_num_attempts"),
-        *("_num_open", "_prefill_first", "_request", "_sequences", "_tasks", "_ticket", "_traces", "sink"),
+        "_answered",
+        "_attempts",
+        "_context",
+        "_deadline",
+        "_ended",
+        "_num_attempts",
+        "_num_open",
+        "_paused",
+        "_prefill_first",
+        "_request",
+        "_sequences",
+        "_tasks",
+        "_ticket",
+        "_traces",
+        "sink",
     )
 
     def __init__(self, context: RequestContext, request: RoutedRequest, sink: ChunkSink | None = None) -> None:
-        self._context, self._request, self.sink = context, request, sink
-        self._deadline = 0.0  # from its admission on
+        self._context = context
+        self._request = request
+        self.sink = sink
+        self._deadline = 0.0  # set on admission
         self._ticket: Ticket | None = None
         self._traces = TraceMerge()
         self._sequences = [Sequence(i, list(request.output_token_ids)) for i in range(request.sampling.n)]
         self._num_open = len(self._sequences)
         self._num_attempts = 0
-        self._begun = self._ended = self._held = False
+        self._answered = False
+        self._ended = False
+        self._paused = False
         self._prefill_first: PrefillFirst | None = None
         if (request.order or context.config.order) == Order.PREFILL_FIRST and not request.output_token_ids:
             self._prefill_first = PrefillFirst(context.prefill_first, request)
         self._attempts: set[Attempt] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- what its caller calls ---
+    # --- called by the owner of the request ---
 
     def start(self) -> None:
-        """Admit, place and run the request. The sink hears of everything, also of a failure to do that."""
-        self._context.steps.later(PLACE, RequestRun._enter, self)
+        """Admit, place and run the request; failures of that go to the sink, too."""
+        self._context.steps.schedule(PLACE, RequestRun._enter, self)
 
     def cancel(self) -> None:
-        """End everything that runs; the sink gets nothing more."""
+        """End everything that runs; the sink receives nothing more."""
         if not self._ended:
             self._context.metrics.closed_early.inc()
             self._end("cancelled")
 
     def finish(self, error: Exception | None) -> None:
-        """End the request, with an error if it cannot go on; the sink is told, unless the request has ended."""
+        """End the request, with an error if it cannot continue; the sink is called unless the request has ended."""
         if self._ended:
             return
-        code = "ok"
+        status = "ok"
         if error is not None:
-            code = error.code if isinstance(error, BatonError) else InternalError.code
-            self._context.metrics.failures.labels(code).inc()
+            status = error.code if isinstance(error, BatonError) else InternalError.code
+            self._context.metrics.failures.labels(status).inc()
         sink = self.sink
-        self._end(code)
+        self._end(status)
         if sink is not None:
             sink.on_end(error)
 
-    def hold(self, held: bool) -> None:
-        """Let what comes wait in the streams, or go on: for a client who does not read."""
-        self._held = held
+    def set_paused(self, paused: bool) -> None:
+        """Leave what arrives in the streams, or deliver it again: for clients that read slowly."""
+        self._paused = paused
         for attempt in list(self._attempts):
-            attempt.hold(held)
+            attempt.set_paused(paused)
 
     def expire(self) -> None:
-        """The request's time is over."""
+        """Fail all attempts: the request's deadline has passed."""
         for attempt in list(self._attempts):
             attempt.expire()
 
     async def place(self, ticket: Ticket) -> tuple[Placement, worker_pb2.GenerateRequest]:
-        """Select and reserve for a client that runs the request itself; returns what it is to send."""
+        """Select and reserve for a client that runs the request itself; returns the message that it has to send."""
         self._admit(ticket)
-        self._prefill_first = None  # a ticket names a decode instance: that comes first
+        self._prefill_first = None  # a ticket names a decode instance, so decode comes first
         group = Group(self._sequences)
         placement = self._choose(group) or await self._place(group)
         return placement, self._message(group, placement, 1)
@@ -156,7 +188,7 @@ class RequestRun:
     # --- admission and end ---
 
     def _enter(self) -> None:
-        """Take room and a place in one step: until it has a place, no instance's load counts a request."""
+        """Admit and place in one step: until a request is placed, no instance's load includes it."""
         if self._ended:
             return
         try:
@@ -165,14 +197,14 @@ class RequestRun:
                 self._run(ticket)
             else:
                 self._request.span.event("queued")
-                self._wait_for(self._context.admission.enter(self._request), self._run)
+                self._await_then(self._context.admission.enter(self._request), self._run)
         except Exception as error:
             self.finish(error)
 
     def _run(self, ticket: Ticket) -> None:
         self._admit(ticket)
         self._context.deadlines.add(self)
-        self.go_on(Group(self._sequences))
+        self.continue_group(Group(self._sequences))
 
     def _admit(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -181,24 +213,24 @@ class RequestRun:
         self._traces.router_queue_us = int(1e6 * ticket.waited_s)
         self._context.budget.count_request()
 
-    def _wait_for(self, waiting: Coroutine[Any, Any, _T], then: Callable[[_T], None]) -> None:
-        """Go on with what is waited for, in a task that ends with the request."""
+    def _await_then(self, work: Coroutine[Any, Any, _T], action: Callable[[_T], None]) -> None:
+        """Await ``work`` in a task that ends with the request, then call ``action`` with the result."""
 
-        async def wait() -> None:
+        async def run() -> None:
             try:
-                result = await waiting
+                result = await work
                 self._tasks.discard(task)
-                then(result)
+                action(result)
             except Exception as error:
                 self._tasks.discard(task)
                 self.finish(error)
 
-        task = asyncio.get_running_loop().create_task(wait())
+        task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
 
     def _end(self, status: str) -> None:
         self._ended = True
-        self.sink = None  # breaks the reference cycle: all of it is freed at once
+        self.sink = None  # breaks the reference cycle, so that everything is freed at once
         context = self._context
         context.deadlines.discard(self)
         for attempt in list(self._attempts):
@@ -209,32 +241,49 @@ class RequestRun:
             self._prefill_first.abandon()
         for trace in self._traces.attempts():
             context.metrics.observe_trace(trace)
-        end_span(self._request, self._traces, self._sequences, status)
-        context.left(self)
+        self._end_span(status)
+        context.on_ended(self)
         if self._ticket is not None:
             context.admission.leave(self._ticket)
 
+    def _end_span(self, status: str) -> None:
+        """End the request's span, with its trace and OpenTelemetry's names for what all models have."""
+        request = self._request
+        span = request.span
+        if span.recording:
+            generated = sum(len(sequence.token_ids) for sequence in self._sequences) - len(request.output_token_ids)
+            if self._traces.attempts():
+                span.attributes.update(trace_attributes(self._traces.merged()))
+            span.attributes["baton.request_id"] = request.request_id
+            span.attributes["gen_ai.usage.input_tokens"] = len(request.prompt_token_ids)
+            span.attributes["gen_ai.usage.output_tokens"] = generated
+            if request.tenant:
+                span.attributes["baton.tenant"] = request.tenant
+        span.end(status)
+
     # --- placing ---
 
-    def go_on(self, group: Group) -> None:
-        """Bring a group on its way, at once or when an instance takes it; end the run if nothing is left to do.
+    def continue_group(self, group: Group) -> None:
+        """Place a group, at once or when an instance has capacity; finish the request if nothing is left to do.
 
-        Sequences that have begun go on each by itself.
+        Sequences that have started continue in groups of their own.
         """
         if len(group.sequences) > 1 and group.started and group.has_open():
-            for s in [s for s in group.sequences if not s.finished]:
-                self.go_on(Group([s], set(group.excluded), group.full, group.last, group.failures, group.sampler))
+            for sequence in [s for s in group.sequences if not s.finished]:
+                self.continue_group(
+                    Group([sequence], set(group.excluded), group.full, group.last, group.failures, group.sampler)
+                )
             return
         try:
             while not self._ended and group.has_open():
-                if exhausted := self._exhausted(group):
+                if exhausted := self._end_exhausted(group):
                     self._emit(RoutedChunk(exhausted))
                     continue
                 self._check_time()
                 if (placement := self._choose(group)) is not None:
                     self._serve(group, placement)
                 else:
-                    self._wait_for(self._place(group), lambda placement: self._serve(group, placement))
+                    self._await_then(self._place(group), lambda placement: self._serve(group, placement))
                 return
         except Exception as error:
             self.finish(error)
@@ -244,76 +293,80 @@ class RequestRun:
 
     def _serve(self, group: Group, placement: Placement) -> None:
         """Send a group to its decode instance, or its prompt to a prefill instance if that comes first."""
-        first = self._prefill_first
-        if first is None or not first.pending:
+        prefill_first = self._prefill_first
+        if prefill_first is None or not prefill_first.pending:
             self._num_attempts += 1
             attempt = Attempt(self, group, placement, self._num_attempts)
             self._attempts.add(attempt)
-            self._context.steps.later(SEND, self._send, attempt)
+            self._context.steps.schedule(SEND, self._send, attempt)
             return
-        self._context.breakers.ended(placement.decode, well=False)  # it gets nothing yet
-        if first.applies(placement):
-            left_s = self._deadline - time.monotonic()
-            computing = first.compute(placement, self._sampling(group), left_s)
-            self._wait_for(computing, lambda _: self.go_on(group))
+        self._context.breakers.request_ended(placement.decode, well=False)  # nothing is sent to it yet
+        if prefill_first.applies(placement):
+            remaining_s = self._deadline - time.monotonic()
+            computing = prefill_first.compute(placement, self._sampling(group), remaining_s)
+            self._await_then(computing, lambda _: self.continue_group(group))
         else:
             placement.release()
-            self.go_on(group)
+            self.continue_group(group)
 
     async def _place(self, group: Group) -> Placement:
-        """Wait a little for an instance after :meth:`_choose` found none; select and reserve.
+        """Wait for an instance after :meth:`_choose` returned none; select and reserve.
 
         Raises:
-            QueueFullError: All that are ready are full.
-            UnavailableError: None became ready in time.
-            DeadlineError: The request's time is over.
+            QueueFullError: All ready instances are full.
+            UnavailableError: No instance became ready in time.
+            DeadlineError: The request's deadline has passed.
         """
-        config, registry = self._context.config, self._context.registry
+        config = self._context.config
+        registry = self._context.registry
         give_up_at = time.monotonic() + config.no_instance_wait_s
-        same_again_at = time.monotonic() + _SAME_AGAIN_S
+        reconnect_at = time.monotonic() + _RECONNECT_S
         backoff = None
         while True:
             if group.full is not None and not group.started:
                 raise group.full
             if group.last is not None and not group.last.broken and registry.ready(Role.DECODE):
-                raise group.last.error  # those that are ready all failed it; no new one is to be expected
-            left = min(give_up_at, self._deadline) - time.monotonic()
-            if left <= 0:
-                last = group.why_given_up(group.last, registry.ready(Role.DECODE)) if group.last is not None else None
+                raise group.last.error  # all ready instances failed it, and no new one is expected
+            remaining_s = min(give_up_at, self._deadline) - time.monotonic()
+            if remaining_s <= 0:
+                last = group.final_error(group.last, registry.ready(Role.DECODE)) if group.last is not None else None
                 raise group.full or last or registry.none_free()
             if group.full is not None:
-                # A stream that has begun waits for room: its client is reading it.
+                # A stream that has started waits for capacity: its client is reading it.
                 backoff = backoff or Backoff(1.0, random.Random())
-                await asyncio.sleep(min(backoff.next_s(), left))
+                await asyncio.sleep(min(backoff.next_s(), remaining_s))
                 group.excluded.clear()
             else:
-                await registry.wait_changed(min(left, max(0.0, same_again_at - time.monotonic()) or left))
-                if group.last is not None and group.last.broken and time.monotonic() >= same_again_at:
-                    group.excluded.clear()  # what is still ready has lost a connection, not its life
+                reconnect_s = max(0.0, reconnect_at - time.monotonic())
+                await registry.wait_changed(min(remaining_s, reconnect_s or remaining_s))
+                if group.last is not None and group.last.broken and time.monotonic() >= reconnect_at:
+                    group.excluded.clear()  # instances that are still ready lost a connection only
             self._check_time()
             placement = self._choose(group)
             if placement is not None:
                 return placement
 
     def _choose(self, group: Group) -> Placement | None:
-        """Select and reserve, past instances whose breakers are open unless there are no others."""
+        """Select and reserve; instances whose breakers are open are avoided if there are others."""
         context = self._context
-        refused = context.breakers.refused(context.registry.ready(Role.DECODE))
+        avoided = context.breakers.refused(context.registry.ready(Role.DECODE))
         if self._request.itl_ms is not None:
-            refused = refused | {x.identity for x in context.slow(self._request)}
-        placement = context.placer.place(self._ask(group, group.excluded | refused if refused else group.excluded))
-        if placement is None and refused:
-            placement = context.placer.place(self._ask(group, group.excluded))
+            avoided = avoided | {x.identity for x in context.slow_instances(self._request)}
+        placement = context.placer.place(
+            self._placement_request(group, group.excluded | avoided if avoided else group.excluded)
+        )
+        if placement is None and avoided:
+            placement = context.placer.place(self._placement_request(group, group.excluded))
         if placement is not None:
             self._request.span.event("placed", placement.decode.instance_id)
             context.breakers.begin(placement.decode)
         return placement
 
-    def _ask(self, group: Group, exclude: set[tuple[str, int]]) -> PlacementRequest:
+    def _placement_request(self, group: Group, excluded: set[tuple[str, int]]) -> PlacementRequest:
         tokens = self._request.prompt_token_ids
         if len(group.sequences) == 1 and group.sequences[0].token_ids:
             tokens = token_ids([*tokens, *group.sequences[0].token_ids])
-        first = self._prefill_first
+        prefill_first = self._prefill_first
         return PlacementRequest(
             token_ids=tokens,
             cache_salt=self._request.cache_salt,
@@ -321,14 +374,14 @@ class RequestRun:
             session=self._request.session,
             max_tokens=self._request.sampling.max_tokens,
             local_only=self._wants_prompt_logprobs(),
-            exclude=group.excluding(exclude, self._context.registry.ready(Role.DECODE)),
-            prefill_only=first is not None and first.pending,
-            prefilled=None if first is None else first.prefilled,
+            exclude=group.with_other_samplers(excluded, self._context.registry.ready(Role.DECODE)),
+            prefill_only=prefill_first is not None and prefill_first.pending,
+            prefilled=None if prefill_first is None else prefill_first.prefilled,
             guided=self._request.sampling.grammar is not None,
         )
 
     def _wants_prompt_logprobs(self) -> bool:
-        return self._request.sampling.prompt_logprobs is not None and not self._begun
+        return self._request.sampling.prompt_logprobs is not None and not self._answered
 
     def _check_time(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -346,13 +399,14 @@ class RequestRun:
         except Exception as error:
             self.finish(error)
             return
-        if self._held:
-            attempt.hold(True)
+        if self._paused:
+            attempt.set_paused(True)
 
     def _message(self, group: Group, placement: Placement, number: int) -> worker_pb2.GenerateRequest:
-        """Return what a decode instance is sent in attempt ``number``. What is empty isn't set, which takes time."""
-        request, first = self._request, group.sequences[0]
-        # Unique among live requests, also beside a call of ours that its instance has not yet seen cancelled.
+        """Return the message for attempt ``number``. Empty fields are not set, to save the time that it takes."""
+        request = self._request
+        first = group.sequences[0]
+        # Unique among live requests, even if an instance has not yet seen that an earlier attempt was cancelled.
         request_id = request.request_id[-_MAX_ID_CHARS:]
         message = worker_pb2.GenerateRequest(
             request_id=request_id if number == 1 else f"{request_id}~{number}",
@@ -378,7 +432,7 @@ class RequestRun:
         return message
 
     def _sampling(self, group: Group) -> SamplingParams:
-        """Return the sampling parameters of a group: a sequence that goes on alone has its own seed."""
+        """Return the sampling parameters of a group: a sequence that continues alone has its own seed."""
         sampling = self._request.sampling
         if len(group.sequences) < sampling.n:
             sampling = sampling.replace(n=1, seed=sequence_seed(sampling.seed or 0, group.sequences[0].index))
@@ -386,25 +440,33 @@ class RequestRun:
             sampling = sampling.replace(prompt_logprobs=None)
         return sampling
 
-    # --- what an attempt tells ---
+    # --- called by attempts ---
 
-    def on_message(self, attempt: Attempt, chunk: RoutedChunk) -> None:
-        """Take a message and hand it on."""
-        group, placement = attempt.group, attempt.placement
-        group.full = None
+    def on_chunk(self, attempt: Attempt, chunk: RoutedChunk) -> None:
+        """Record a chunk and pass it to the sink."""
+        if chunk.plain:
+            (delta,) = chunk.deltas
+            sequence = self._sequences[delta.index]
+            if self.sink is not None and not sequence.finished:
+                sequence.token_ids += delta.token_ids
+                attempt.placement.grow(len(delta.token_ids))
+                self.sink.on_chunk(chunk)
+            return
+        placement = attempt.placement
+        attempt.group.full = None
         trace = chunk.trace
-        if trace is not None:  # the first message, and the last
-            first = self._prefill_first
-            trace.order = Order.DECODE_FIRST if first is None else first.answered(trace)
+        if trace is not None:  # with the first message and with the last one
+            prefill_first = self._prefill_first
+            trace.order = Order.DECODE_FIRST if prefill_first is None else prefill_first.answered(trace)
             self._traces.update(attempt.number, trace)
             placement.trace = trace
             self._context.breakers.answered(placement.decode)
         chunk.deltas = self._record(chunk.deltas, placement)
-        if chunk.deltas or not self._begun or not self._num_open:
+        if chunk.deltas or not self._answered or not self._num_open:
             self._emit(chunk, placement.decision)
 
-    def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
-        """An attempt's call has ended: see whether its group may go on, if it has to.
+    def check_end(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
+        """Check whether the group of an attempt that ended may continue, if it has to.
 
         Raises:
             BatonError: It may not.
@@ -413,66 +475,70 @@ class RequestRun:
             if failure is None:
                 failure = AttemptFailed(UnavailableError("the stream ended before the request had"), "short")
             if self._prefill_first is not None:
-                self._prefill_first.failed(failure.error)
-            self._note_failure(attempt, failure)
+                self._prefill_first.on_decode_failure(failure.error)
+            self._record_failure(attempt, failure)
 
-    def on_left(self, attempt: Attempt) -> None:
-        """A group leaves its instance."""
+    def on_closed(self, attempt: Attempt) -> None:
+        """Forget an attempt that was closed."""
         self._attempts.discard(attempt)
-        self._context.breakers.ended(attempt.placement.decode, well=not attempt.group.has_open())
+        self._context.breakers.request_ended(attempt.placement.decode, well=not attempt.group.has_open())
 
     def _record(self, deltas: list[TokenDelta], placement: Placement) -> list[TokenDelta]:
-        """Note what is about to be handed on; drops what came after a sequence's end."""
-        kept = []
+        """Record deltas before they are delivered; drops those of sequences that have ended."""
+        recorded = []
         for delta in deltas:
             sequence = self._sequences[delta.index]
             if sequence.finished:
                 continue
             sequence.token_ids.extend(delta.token_ids)
             if delta.finish_reason is not None:
-                self._close(sequence)
+                self._finish_sequence(sequence)
             placement.grow(len(delta.token_ids))
-            kept.append(delta)
-        if kept:
+            recorded.append(delta)
+        if recorded:
             placement.prefilled()
-        return kept
+        return recorded
 
-    def _exhausted(self, group: Group) -> list[TokenDelta]:
-        """End sequences that have all their tokens but broke off before they were told to have ended."""
-        limit, deltas = self._request.sampling.max_tokens, []
-        for s in group.sequences:
-            if limit is not None and len(s.token_ids) >= limit and not s.finished:
-                self._close(s)
-                deltas.append(TokenDelta(s.index, [], finish_reason=FinishReason.LENGTH))
+    def _end_exhausted(self, group: Group) -> list[TokenDelta]:
+        """End sequences that have all their tokens, but whose call broke before it reported their end."""
+        max_tokens = self._request.sampling.max_tokens
+        deltas = []
+        for sequence in group.sequences:
+            if max_tokens is not None and len(sequence.token_ids) >= max_tokens and not sequence.finished:
+                self._finish_sequence(sequence)
+                deltas.append(TokenDelta(sequence.index, [], finish_reason=FinishReason.LENGTH))
         return deltas
 
-    def _close(self, sequence: Sequence) -> None:
+    def _finish_sequence(self, sequence: Sequence) -> None:
         sequence.finished = True
         self._num_open -= 1
 
     def _emit(self, chunk: RoutedChunk, decision: Decision | None = None) -> None:
-        """Hand a chunk on, with what the first and the last one have beside their tokens."""
-        first, self._begun = not self._begun, True
-        if first:
+        """Pass a chunk to the sink, with what the first and the last chunk carry beside their tokens."""
+        is_first = not self._answered
+        self._answered = True
+        if is_first:
             chunk.decision = decision
             if self._ticket is not None:
                 self._request.span.event("first_token")
                 self._context.admission.first_token(self._ticket)
         else:
             chunk.prompt_logprobs = None
-        chunk.trace = self._traces.merged() if first or not self._num_open else None
+        chunk.trace = self._traces.merged() if is_first or not self._num_open else None
         if self.sink is not None:
             self.sink.on_chunk(chunk)
 
     # --- failures ---
 
-    def _note_failure(self, attempt: Attempt, failure: AttemptFailed) -> None:
-        """Decide whether the group may try again.
+    def _record_failure(self, attempt: Attempt, failure: AttemptFailed) -> None:
+        """Record a failure, and decide whether the group may try again.
 
         Raises:
             BatonError: It may not.
         """
-        group, instance, error = attempt.group, attempt.placement.decode, failure.error
+        group = attempt.group
+        instance = attempt.placement.decode
+        error = failure.error
         if failure.final:
             raise error
         group.excluded.add(instance.identity)
@@ -482,15 +548,18 @@ class RequestRun:
             group.failures += 1
             group.last = failure
             self._context.breakers.failed(instance)
-        may_go_on = group.may_retry(failure, self._context.config.max_retries, self._context.budget.take)
+        may_retry = group.may_retry(failure, self._context.config.max_retries, self._context.budget.try_spend)
         log.warning(
             "request %s: %s failed (%s: %s), %s",
-            *(self._request.request_id, instance.instance_id, failure.reason, error.message),
-            "going on elsewhere" if may_go_on else "giving up",
+            self._request.request_id,
+            instance.instance_id,
+            failure.reason,
+            error.message,
+            "going on elsewhere" if may_retry else "giving up",
             extra={"request_id": self._request.request_id},
         )
-        if not may_go_on:
-            raise group.why_given_up(failure, self._context.registry.ready(Role.DECODE))
+        if not may_retry:
+            raise group.final_error(failure, self._context.registry.ready(Role.DECODE))
         self._request.span.event("failed", failure.reason)
         metrics = self._context.metrics
         if group.num_tokens > attempt.tokens_before:

@@ -1,12 +1,12 @@
-"""What keeps failures from spreading: circuit breakers per decode instance, and a budget for second tries.
+"""Limits on failures: a circuit breaker per decode instance, and a budget for retries.
 
-A *breaker* watches what requests meet on an instance whose health checks are fine. It is closed at first; after some
-failures in a row it opens and the instance gets nothing for a while; then it is half open and one request tries the
-instance: a token closes the breaker, another failure opens it for twice as long. An instance that was restarted is
-tried at once. Where every instance's breaker is open none counts: a wrong breaker must not be an outage.
+A *breaker* watches the requests on an instance whose health checks pass. It starts closed. After some failures in a row
+it opens, and the instance gets no requests for a while. Then it is half open, and one request tries the instance: a
+token closes the breaker, another failure opens it for twice as long. A restarted instance is tried at once. If the
+breakers of all instances are open, none is respected: a wrong breaker must not cause an outage.
 
-The *budget* bounds how much work an outage makes: second tries may be a share of the recent requests. A request whose
-instance went away moves for free, the first time: its load went with the instance.
+The *budget* bounds the extra work in an outage: retries may be a share of the recent requests. The first retry of a
+request whose instance went away is free, because its load went away with the instance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MAX_OPEN_S = 30.0
 _FORGET_S = 600.0
 _WINDOW_S = 10.0
 _FREE_PER_S = 2.0
-"""Second tries per second that need no requests beside them."""
+"""Retries per second that are allowed without any requests."""
 
 
 @dataclass(slots=True)
 class _Breaker:
-    """One instance's record; there is none while nothing has failed."""
+    """State of one instance's breaker; it exists once a request has failed."""
 
     failures: int = 0
     generation: int = 0
@@ -46,10 +46,10 @@ class Breakers(Collector):
     """The breakers of all decode instances, by address.
 
     Args:
-        failures: Failures in a row that open a breaker; 0: none ever opens.
-        open_s: Seconds it stays open the first time.
-        registry: Takes the metrics.
-        now: The clock.
+        failures: Failures in a row that open a breaker; 0 disables breakers.
+        open_s: Seconds that a breaker stays open the first time.
+        registry: Registry for the metrics.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class Breakers(Collector):
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limit, self._open_s, self._now = failures, open_s, now
+        self._limit = failures
+        self._open_s = open_s
+        self._now = now
         self._breakers: dict[str, _Breaker] = {}
         self._opened = Counter(
             "baton_router_breaker_opened", "Breakers that opened, by instance", ["instance"], registry
@@ -68,37 +70,46 @@ class Breakers(Collector):
         registry.register(self)
 
     def refused(self, instances: Iterable[Instance]) -> set[tuple[str, int]]:
-        """Return the identities of those that are to get nothing now; empty if that would be all of them."""
+        """Return the identities of the instances that get no requests now; empty if it would be all of them."""
         if not self._breakers:
             return set()
-        now, all_of_them, refused = self._now(), True, set()
+        now = self._now()
+        refuses_all = True
+        refused = set()
         for x in instances:
             breaker = self._breakers.get(x.address)
-            if breaker is not None and self._is_closed_to(breaker, x, now):
+            if breaker is not None and self._refuses(breaker, x, now):
                 refused.add(x.identity)
             else:
-                all_of_them = False
-        return set() if all_of_them else refused
+                refuses_all = False
+        return set() if refuses_all else refused
 
-    def _is_closed_to(self, breaker: _Breaker, instance: Instance, now: float) -> bool:
+    def _refuses(self, breaker: _Breaker, instance: Instance, now: float) -> bool:
         if not breaker.pause_s:
             return False
         return breaker.trying or (now < breaker.until and breaker.generation == instance.generation)
 
     def begin(self, instance: Instance) -> None:
-        """Note that a request goes to an instance."""
+        """Record that a request is sent to an instance."""
         breaker = self._breakers.get(instance.address)
         if breaker is not None and breaker.pause_s:
             breaker.trying = True
 
     def answered(self, instance: Instance) -> None:
-        """Note that a request got tokens: a half-open breaker closes; the next failure opens it again."""
+        """Record that a request got tokens: a half-open breaker closes; the next failure opens it again."""
         breaker = self._breakers.get(instance.address)
         if breaker is not None and breaker.trying:
-            breaker.trying, breaker.pause_s, breaker.failures = False, 0.0, self._limit - 1
+            breaker.trying = False
+            breaker.pause_s = 0.0
+            breaker.failures = self._limit - 1
 
-    def ended(self, instance: Instance, *, well: bool) -> None:
-        """Note that a request has left an instance without failing there: at its end, or because its client went."""
+    def request_ended(self, instance: Instance, *, well: bool) -> None:
+        """Record that a request ended on an instance, or was withdrawn, without a failure of the instance.
+
+        Args:
+            instance: Decode instance of the request.
+            well: Whether the request was completed there.
+        """
         breaker = self._breakers.get(instance.address)
         if breaker is not None:
             breaker.trying = False
@@ -106,13 +117,13 @@ class Breakers(Collector):
                 del self._breakers[instance.address]
 
     def failed(self, instance: Instance) -> None:
-        """Note a failure that is the instance's fault."""
+        """Record a failure that is the instance's fault."""
         if not self._limit:
             return
         now = self._now()
         breaker = self._breakers.get(instance.address)
         if breaker is None:
-            self._forget(now)
+            self._forget_old(now)
             breaker = self._breakers[instance.address] = _Breaker()
         breaker.failures += 1
         breaker.name = instance.instance_id
@@ -124,13 +135,13 @@ class Breakers(Collector):
             breaker.generation = instance.generation
             self._opened.labels(breaker.name).inc()
 
-    def _forget(self, now: float) -> None:
-        """Drop what is known of instances that failed long ago and were not met again."""
+    def _forget_old(self, now: float) -> None:
+        """Drop the breakers of instances that failed long ago and have not been used since."""
         for address in [key for key, x in self._breakers.items() if x.until and now > x.until + _FORGET_S]:
             del self._breakers[address]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the state of every instance that has failed: 0 closed, 1 half open, 2 open."""
+        """Yield the state of every breaker: 0 closed, 1 half open, 2 open."""
         family = GaugeMetricFamily(
             "baton_router_breaker_state", "0: closed, 1: half open, 2: open", labels=["instance"]
         )
@@ -142,44 +153,45 @@ class Breakers(Collector):
 
 
 class RetryBudget:
-    """Second tries as a share of requests, both counted with a memory of ten seconds.
+    """Bounds retries to a share of requests; both counts decay with a time constant of ten seconds.
 
     Args:
-        share: Second tries per request.
-        registry: Takes the metrics.
-        now: The clock.
+        share: Retries per request.
+        registry: Registry for the metrics.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(self, share: float, registry: CollectorRegistry, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._share, self._now = share, now
-        self._requests = self._retries = 0.0
+        self._share = share
+        self._now = now
+        self._requests = 0.0
+        self._retries = 0.0
         self._at = now()
         self._denied = Counter(
             "baton_router_retries_denied", "Second tries that the retry budget refused", ["reason"], registry
         )
 
     def count_request(self) -> None:
-        """Count a request that begins."""
-        self._fade()
+        """Count a new request."""
+        self._decay()
         self._requests += 1.0
 
-    def take(self, reason: str) -> bool:
-        """Whether a second try may be made; counts it if so.
+    def try_spend(self, reason: str) -> bool:
+        """Return whether a retry is allowed, and count it if so.
 
         Args:
-            reason: Why there is a second try, for the metrics.
+            reason: Reason of the retry, for the metrics.
         """
-        self._fade()
+        self._decay()
         if self._retries + 1 > self._share * self._requests + _FREE_PER_S * _WINDOW_S:
             self._denied.labels(reason).inc()
             return False
         self._retries += 1.0
         return True
 
-    def _fade(self) -> None:
-        """Let what was counted so far grow older; whatever is counted next is new."""
+    def _decay(self) -> None:
         now = self._now()
-        fade = math.exp((self._at - now) / _WINDOW_S)
+        decay = math.exp((self._at - now) / _WINDOW_S)
         self._at = now
-        self._requests *= fade
-        self._retries *= fade
+        self._requests *= decay
+        self._retries *= decay

@@ -41,7 +41,6 @@ from baton_router.processor.text_request import (
     PreparedRequest,
     Prompt,
     TextChunk,
-    TextDelta,
     TextRequest,
     check_bounds,
 )
@@ -349,21 +348,14 @@ class InputProcessor:
         Raises:
             BatonError: See :meth:`start`.
         """
-        chunks = _Chunks()
-        async with chunks.of(self.start(prepared, chunks)) as items:
-            async for chunk in items:
+        queue = ChunkQueue[TextChunk]()
+        async with queue.read_chunks(self.start(prepared, queue)) as chunks:
+            async for chunk in chunks:
                 yield chunk
 
     async def route(self, prepared: PreparedRequest) -> Decision:
         """Say where a request would go, and reserve nothing."""
         return await self._dispatcher.route(prepared.routed)
-
-
-class _Chunks(ChunkQueue[TextChunk]):
-    """A request's chunks, read by one task."""
-
-    def on_text(self, prompt_index: int, index: int, text: str, token_ids: list[int]) -> None:
-        self.on_chunk(TextChunk([TextDelta(index, text, token_ids)], prompt_index=prompt_index))
 
 
 def count_chars(prompt: Prompt) -> int:

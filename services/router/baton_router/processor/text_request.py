@@ -230,8 +230,10 @@ class TextChunk(msgspec.Struct):
         trace: With the first chunk and with the last one.
         decision: With the first chunk.
         prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
-        cached_tokens: With the trace: how many prompt tokens did not have to be computed.
-        prompt_index: Of the request: see :class:`TextRequest`.
+        cached_tokens: Prompt tokens that did not have to be computed; valid with ``trace``.
+        prompt_index: Index of the request; see :class:`TextRequest`.
+        plain: Whether the chunk is text of one sequence after the first chunk, and nothing else: ``deltas`` has one
+            entry, without log probabilities and end.
     """
 
     deltas: list[TextDelta]
@@ -240,3 +242,4 @@ class TextChunk(msgspec.Struct):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     prompt_index: int = 0
+    plain: bool = False

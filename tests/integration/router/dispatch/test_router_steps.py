@@ -10,7 +10,6 @@ from tests.support.router.world import Router, World, make_request
 from tests.support.servers.fake_worker import FakeWorker
 
 from baton.errors import DeadlineError
-from baton.tokenizer import TokenDelta
 from baton_router.dispatch.event_loop import PLACE
 from baton_router.dispatch.interface import RoutedChunk
 
@@ -26,14 +25,11 @@ class Sink:
     def on_chunk(self, chunk: RoutedChunk) -> None:
         self.chunks.append(chunk)
 
-    def on_tokens(self, index: int, token_ids: list[int]) -> None:
-        self.chunks.append(RoutedChunk([TokenDelta(index, token_ids)]))
-
     def on_end(self, error: Exception | None) -> None:
         self.ends.append(error)
         self.ended.set()
 
-    def fast_path(self, *_: object) -> None:
+    def token_writer(self, *_: object) -> None:
         """There is none."""
 
 
@@ -60,7 +56,7 @@ async def test_a_request_that_is_cancelled_between_place_and_call_makes_no_call(
         held.append(router.instance(decode).load.requests)
         running.cancel()
 
-    steps.later(PLACE, cancel, None)  # behind the request's own step
+    steps.schedule(PLACE, cancel, None)  # behind the request's own step
     await asyncio.sleep(0)
     assert held == [1]
     router.assert_nothing_held()
@@ -90,7 +86,7 @@ async def test_a_request_whose_time_ends_between_place_and_call_fails(cluster: t
         for item in list(router.dispatcher._context.deadlines._due):
             item.expire()
 
-    router.dispatcher._context.steps.later(PLACE, expire, None)
+    router.dispatcher._context.steps.schedule(PLACE, expire, None)
     await asyncio.sleep(0)
     (error,) = sink.ends
     assert isinstance(error, DeadlineError)

@@ -57,7 +57,7 @@ class Notes:
     def on_end(self, failure: CallEnded | None) -> None:
         self.ends.append(failure)
 
-    def fast_path(self) -> None:
+    def token_writer(self) -> None:
         """There is none."""
 
 
@@ -86,13 +86,13 @@ async def test_a_reader_that_leaves_between_its_tokens_and_its_end_gets_no_end(o
     class Fickle(Notes):
         def on_tokens(self, token_ids: list[int]) -> None:
             super().on_tokens(token_ids)
-            steps.later(END, Call.close, call)  # before the call's own, which is put behind it
+            steps.schedule(END, Call.close, call)  # before the call's own, which is put behind it
 
     notes = Fickle()
     call = stream.start(REQUEST, notes)
     message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[7])
     message.ends.add(call=1)
-    stream._take(message)
+    stream._read_message(message)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("baton_router.dispatch.event_loop.log.exception", failures.append)
         await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def test_a_held_call_keeps_what_comes_in_its_order(opened: Opened) -> None
         def on_tokens(self, token_ids: list[int]) -> None:
             order.extend(token_ids)
             if len(order) < 3:
-                call.hold(True)
+                call.set_paused(True)
 
         def on_message(self, response: worker_pb2.GenerateResponse) -> None:
             order.extend(response.deltas[0].token_ids)
@@ -164,12 +164,12 @@ async def test_a_held_call_keeps_what_comes_in_its_order(opened: Opened) -> None
         message = worker_pb2.GenerateManyResponse(token_calls=[1], token_ids=[first])
         delta = worker_pb2.SequenceDelta(token_ids=[first + 1])
         message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
-        stream._take(message)
-    stream._take(worker_pb2.GenerateManyResponse(ends=[worker_pb2.CallEnd(call=1)]))
+        stream._read_message(message)
+    stream._read_message(worker_pb2.GenerateManyResponse(ends=[worker_pb2.CallEnd(call=1)]))
     await asyncio.sleep(0)
     assert order == [0]
     while len(order) < 40:
-        call.hold(False)
+        call.set_paused(False)
     await asyncio.sleep(0)
     assert order == list(range(40))
     assert notes.ends == [None]
@@ -191,13 +191,13 @@ class Run:
     def __init__(self) -> None:
         self.ends: list[AttemptFailed | None] = []
 
-    def judge(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
+    def check_end(self, attempt: Attempt, failure: AttemptFailed | None) -> None:
         self.ends.append(failure)
 
-    def on_left(self, attempt: Attempt) -> None:
+    def on_closed(self, attempt: Attempt) -> None:
         """It gives nothing back."""
 
-    def go_on(self, group: Group) -> None:
+    def continue_group(self, group: Group) -> None:
         """It does not."""
 
 
@@ -217,7 +217,7 @@ async def test_a_message_that_makes_no_sense_ends_its_own_call_alone(world: Worl
     message = worker_pb2.GenerateManyResponse(token_calls=[2], token_ids=[7])
     message.messages.add(call=1, response=worker_pb2.GenerateResponse(deltas=[delta]))
     message.ends.add(call=2)
-    stream._take(message)
+    stream._read_message(message)
     await asyncio.sleep(0)  # the turn's end
     assert (fine.tokens, fine.ends) == ([7], [None])
     (failure,) = wrong.ends

@@ -1,4 +1,4 @@
-"""Nearly all tokens of streams take a fast path: it must write, count and end as the long way does."""
+"""Nearly all tokens of streams go to a token writer: it must write, count and end as chunks do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from tests.unit.router.frontend.test_plain_tokens import BODIES, STREAM, complet
 
 from baton.api.v1 import worker_pb2
 from baton.rpc.http2.message_stream import StreamEnded
-from baton.rpc.multiplex import Call, CallEnded, CallStream, FastPath
+from baton.rpc.multiplex import Call, CallEnded, CallStream, TokenWriter
 from baton.tokenizer import IncrementalDetokenizer
-from baton_router.frontend.openai.answer import EventStream
-from baton_router.frontend.openai.fast_events import FastEvents
+from baton_router.frontend.openai.answer import EventStream, EventWriter
 from baton_router.frontend.openai.openai_request import parse_chat
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextChunk, TextDelta
@@ -38,28 +37,23 @@ def unchunked(data: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-async def test_fast_events_are_those_of_the_long_way(body: dict[str, Any]) -> None:
+async def test_a_writers_events_are_those_of_chunks(body: dict[str, Any]) -> None:
     request = (parse_chat if "messages" in body else completion)({**STREAM, **body})
     text = pipeline(ScriptedDispatcher())
     prepared = [await text.prepare(item) for item in request.requests]
     fast, slow = (EventStream(request, prepared, "id", 1700000000) for _ in range(2))
     first = TextChunk([TextDelta(0, "first", [5])])
     assert fast.add(first) == slow.add(first)
-    around = fast.around_text()
     changing = {"logprobs", "return_token_ids", "n"} & set(body) or "continuous" in str(body)
-    assert (around is None) == bool(changing)
-    if around is None:
-        return
     registry = CollectorRegistry()
     clock = GenerationClock(GenerationMetrics(registry), 0.0)
-    clock.count(0, 1)
-    written, ids, counted, tokenizer = list[bytes](), [5], list[int](), MODEL.tokenizer
-
-    def count(tokens: int) -> None:
-        fast.count(tokens)
-        counted.append(tokens)
-
-    path = FastEvents(*around, written.append, tokenizer, ids, clock, count)
+    clock.count_tokens(0, 1)
+    written, ids, counted = list[bytes](), [5], list[int]()
+    tokenizer = prepared[0].text_model.tokenizer
+    path = fast.token_writer(written.append, ids, clock, counted.append)
+    assert (path is None) == bool(changing)
+    if path is None:
+        return
     sent, decoder = encode(ANSWER * 3), IncrementalDetokenizer(tokenizer)
     for token_id in sent:
         decoder.push((token_id,))  # so that its text is known, if it is whole
@@ -70,30 +64,30 @@ async def test_fast_events_are_those_of_the_long_way(body: dict[str, Any]) -> No
         if known is not None:
             taken.append((token_id, known))
         if at == 9:
-            path.send()
-    path.leave()
+            path.flush()
+    path.close()
     assert [ids[1:], sum(counted)] == [[x for x, _ in taken], len(taken)]
     assert 1 < len(counted) < len(taken) / 8
-    assert unchunked(b"".join(written)) == [slow.text(0, 0, known, [x]) for x, known in taken]
+    assert unchunked(b"".join(written)) == [slow.add(TextChunk([TextDelta(0, known, [x])])) for x, known in taken]
     assert fast.end() == slow.end()
     assert len(written) == 2, "one write per turn, one when it is left"
     assert registry.get_sample_value("baton_request_itl_seconds_count") == len(taken)
     assert registry.get_sample_value("baton_request_generated_tokens_total") == clock.generated == 1 + len(taken)
 
 
-def test_special_tokens_and_unknown_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_and_unknown_ones_go_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = MODEL.tokenizer
     clock = GenerationClock(GenerationMetrics(CollectorRegistry()), 0.0)
-    clock.count(0, 1)
-    path = FastEvents(b"", b"", lambda _: None, tokenizer, [], clock, lambda _: None)
+    clock.count_tokens(0, 1)
+    path = EventWriter(b"", b"", lambda _: None, tokenizer, [], clock, lambda _: None)
     (special, *_), (half, *_) = tokenizer.special_ids, encode("\U0001f469")
     monkeypatch.setitem(tokenizer.whole_texts, special, "<special>")
     assert not path.push(special, 0.0)
     assert not path.push(half, 0.0)
 
 
-class Path:
-    """A fast path that notes; takes tokens up to 100."""
+class Writer:
+    """A writer that notes; takes tokens up to 100."""
 
     def __init__(self, notes: list[Any]) -> None:
         self._notes, self._unsent = notes, list[int]()
@@ -104,21 +98,25 @@ class Path:
         self._unsent.append(token_id)
         return True
 
-    def send(self) -> None:
+    def flush(self) -> None:
         if self._unsent == [13]:
             raise ZeroDivisionError("of ours")
-        self._notes.append(("fast", self._unsent))
+        self._notes.append(("written", self._unsent))
         self._unsent = []
+
+    def close(self) -> None:
+        if self._unsent:
+            self.flush()
 
 
 class Notes:
-    """A reader with a fast path behind its first token."""
+    """A reader with a writer behind its first token."""
 
     def __init__(self) -> None:
         self.notes: list[Any] = []
 
     def on_tokens(self, token_ids: list[int]) -> None:
-        self.notes.append(("slow", token_ids))
+        self.notes.append(("read", token_ids))
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
         self.notes.append(("message", response.deltas[0].token_ids[:]))
@@ -126,8 +124,8 @@ class Notes:
     def on_end(self, failure: CallEnded | None) -> None:
         self.notes.append(("end", failure))
 
-    def fast_path(self) -> FastPath | None:
-        return Path(self.notes)
+    def token_writer(self) -> TokenWriter | None:
+        return Writer(self.notes)
 
 
 def tokens(*pairs: tuple[int, int], message: tuple[int, int] | None = None, end: int = 0) -> Any:
@@ -146,9 +144,9 @@ async def started(count: int = 1) -> tuple[CallStream, list[Notes], list[Call]]:
     stream, _, _ = open_call_stream()
     readers = [Notes() for _ in range(count)]
     calls = [stream.start(worker_pb2.GenerateRequest(), reader) for reader in readers]
-    stream._take(tokens(*((at, 0) for at in range(1, count + 1))))
+    stream._read_message(tokens(*((at, 0) for at in range(1, count + 1))))
     await asyncio.sleep(0)
-    assert [reader.notes for reader in readers] == [[("slow", [0])]] * count
+    assert [reader.notes for reader in readers] == [[("read", [0])]] * count
     for reader in readers:
         reader.notes.clear()
     return stream, readers, calls
@@ -156,58 +154,58 @@ async def started(count: int = 1) -> tuple[CallStream, list[Notes], list[Call]]:
 
 async def test_what_a_turn_brings_is_sent_together_and_in_order() -> None:
     stream, (reader,), _ = await started()
-    stream._take(tokens((1, 1)))
-    stream._take(tokens((1, 2), (1, 3)))
+    stream._read_message(tokens((1, 1)))
+    stream._read_message(tokens((1, 2), (1, 3)))
     await asyncio.sleep(0)
-    assert reader.notes == [("fast", [1, 2, 3])]
-    stream._take(tokens((1, 4), (1, 101), (1, 5)))  # what it does not take, and what comes behind that
-    stream._take(tokens((1, 6)))
+    assert reader.notes == [("written", [1, 2, 3])]
+    stream._read_message(tokens((1, 4), (1, 101), (1, 5)))  # what it does not take, and what comes behind that
+    stream._read_message(tokens((1, 6)))
     await asyncio.sleep(0)
-    assert reader.notes[1:] == [("fast", [4]), ("slow", [101, 5, 6])]
-    stream._take(tokens((1, 7)))
-    stream._take(tokens((1, 8), message=(1, 9)))
-    stream._take(tokens((1, 10)))
+    assert reader.notes[1:] == [("written", [4]), ("read", [101, 5, 6])]
+    stream._read_message(tokens((1, 7)))
+    stream._read_message(tokens((1, 8), message=(1, 9)))
+    stream._read_message(tokens((1, 10)))
     await asyncio.sleep(0)
-    assert reader.notes[3:] == [("fast", [7, 8]), ("message", [9]), ("slow", [10])]
-    stream._take(tokens((1, 11), end=1))
+    assert reader.notes[3:] == [("written", [7, 8]), ("message", [9]), ("read", [10])]
+    stream._read_message(tokens((1, 11), end=1))
     await asyncio.sleep(0)
-    assert reader.notes[6:] == [("fast", [11]), ("end", None)]
-    assert not stream.fast
+    assert reader.notes[6:] == [("written", [11]), ("end", None)]
+    assert not stream._calls
 
 
-async def test_a_held_call_and_a_closed_one_leave_the_fast_path() -> None:
+async def test_a_paused_call_and_a_closed_one_have_no_writer() -> None:
     stream, (held, closed), (first, second) = await started(2)
-    first.hold(True)
+    first.set_paused(True)
     second.close()
-    stream._take(tokens((1, 1), (2, 1)))
-    stream._take(tokens((1, 2), (2, 2)))
+    stream._read_message(tokens((1, 1), (2, 1)))
+    stream._read_message(tokens((1, 2), (2, 2)))
     await asyncio.sleep(0)
     assert (held.notes, closed.notes) == ([], [])
-    first.hold(False)
-    assert held.notes == [("slow", [1, 2])]
-    stream._take(tokens((1, 3)))
+    first.set_paused(False)
+    assert held.notes == [("read", [1, 2])]
+    stream._read_message(tokens((1, 3)))
     await asyncio.sleep(0)
-    stream._take(tokens((1, 4)))
+    stream._read_message(tokens((1, 4)))
     await asyncio.sleep(0)
-    assert held.notes[1:] == [("slow", [3]), ("fast", [4])]
+    assert held.notes[1:] == [("read", [3]), ("written", [4])]
 
 
-async def test_a_path_that_fails_hinders_no_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_writer_that_fails_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     stream, (failing, fine, slow), _ = await started(3)
-    stream._take(tokens((1, 13), (2, 1), (3, 101)))
+    stream._read_message(tokens((1, 13), (2, 1), (3, 101)))
     await asyncio.sleep(0)
-    assert (failing.notes, fine.notes, slow.notes) == ([], [("fast", [1])], [("slow", [101])])
+    assert (failing.notes, fine.notes, slow.notes) == ([], [("written", [1])], [("read", [101])])
     assert re.findall("a reader of d0 failed", caplog.text)
-    stream._take(tokens((2, 2)))
+    stream._read_message(tokens((2, 2)))
     await asyncio.sleep(0)
-    assert fine.notes[1:] == [("fast", [2])]
+    assert fine.notes[1:] == [("written", [2])]
 
 
 async def test_what_was_taken_is_sent_before_the_stream_breaks() -> None:
     stream, (reader,), _ = await started()
-    stream._take(tokens((1, 1)))
+    stream._read_message(tokens((1, 1)))
     stream.on_end(StreamEnded(grpc.StatusCode.UNAVAILABLE, "gone"))
     await asyncio.sleep(0)
     (taken, (kind, failure)) = reader.notes
-    assert (taken, kind) == (("fast", [1]), "end")
+    assert (taken, kind) == (("written", [1]), "end")
     assert failure is not None

@@ -99,7 +99,7 @@ async def test_tokens_that_come_together_are_as_many_gaps(monkeypatch: pytest.Mo
     clock = GenerationClock(GenerationMetrics(registry), arrived=0.0)
     for at, *counts in ((1.0, (0, 1)), (1.5, (0, 2), (1, 1)), (1.9, (0, 1), (0, 1), (1, 1)), (2.0, (0, 0))):
         now = at
-        clock.tokens([TextDelta(index, "", [7] * count) for index, count in counts])
+        clock.count_deltas([TextDelta(index, "", [7] * count) for index, count in counts])
     assert registry.get_sample_value("baton_request_ttft_seconds_sum") == 1.0
     assert registry.get_sample_value("baton_request_itl_seconds_count") == 5  # of seven tokens, without each first one
     assert registry.get_sample_value("baton_request_itl_seconds_sum") == pytest.approx(0.9 + 0.4)
@@ -115,8 +115,8 @@ async def test_what_waited_for_a_slow_client_comes_together() -> None:
             self.sink, self.ids = sink, encode("one two three four")
             return self
 
-        def hold(self, held: bool) -> None:
-            if not held:
+        def set_paused(self, paused: bool) -> None:
+            if not paused:
                 self.sink.on_chunk(RoutedChunk([TokenDelta(0, self.ids[:3])]))
 
         def cancel(self) -> None:
@@ -128,8 +128,8 @@ async def test_what_waited_for_a_slow_client_comes_together() -> None:
     sink = SimpleNamespace(on_chunk=chunks.append)
     run = OutputProcessor(prepared, sink, text.clock(prepared), DecisionLog())
     run.start(kept)  # type: ignore[arg-type]
-    run.hold(True)
-    run.hold(False)
+    run.set_paused(True)
+    run.set_paused(False)
     kept.sink.on_chunk(RoutedChunk([TokenDelta(0, kept.ids[:3])]))
     assert [[len(delta.token_ids) for delta in chunk.deltas] for chunk in chunks] == [[3], [1, 1, 1]]
 

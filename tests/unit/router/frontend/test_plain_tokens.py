@@ -1,4 +1,4 @@
-"""Tokens that bring nothing but themselves go a short way through the router: it must write what the long one does."""
+"""Plain chunks take short branches through the router: they must write what chunks in general do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support.scripted import ANSWER, MODEL, ScriptedDispatcher, encode
 from tests.unit.router.frontend.test_openai_pipeline import GREEDY, pipeline
 
 from baton.tokenizer import SequenceText, TextDelta, TokenDelta
+from baton_router.dispatch.interface import RoutedChunk
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
 from baton_router.processor.output_processor import GenerationMetrics, OutputProcessor
@@ -46,8 +47,9 @@ async def test_plain_text_is_written_as_a_chunk_with_it_is(
             first = TextChunk([TextDelta(index, "first", [5])], prompt_index=at)
             assert short.add(first) == long.add(first)
             for token_id, piece in enumerate(pieces):
-                chunk = TextChunk([TextDelta(index, piece, [token_id])], prompt_index=at)
-                assert short.text(at, index, piece, [token_id]) == long.add(chunk)
+                delta = TextDelta(index, piece, [token_id])
+                plain = TextChunk([delta], prompt_index=at, plain=True)
+                assert short.add(plain) == long.add(TextChunk([delta], prompt_index=at))
     assert short.end() == long.end()
 
 
@@ -68,14 +70,15 @@ async def test_plain_tokens_say_and_count_what_a_chunk_with_them_does(
         return deltas, generated, gaps
 
     short, plain = await generate(), list[int]()
-    taken = OutputProcessor.on_tokens
+    on_chunk = OutputProcessor.on_chunk
 
-    def the_long_way(self: OutputProcessor, index: int, token_ids: list[int]) -> None:
-        plain.extend(token_ids)
-        self._plain = False
-        taken(self, index, token_ids)
+    def on_any_chunk(self: OutputProcessor, chunk: RoutedChunk) -> None:
+        if chunk.plain:
+            plain.extend(chunk.deltas[0].token_ids)
+            chunk.plain = False
+        on_chunk(self, chunk)
 
-    monkeypatch.setattr(OutputProcessor, "on_tokens", the_long_way)
+    monkeypatch.setattr(OutputProcessor, "on_chunk", on_any_chunk)
     assert await generate() == short
     assert bool(plain) == ("logprobs" not in options and "n" not in options), "what the dispatcher calls plain"
 

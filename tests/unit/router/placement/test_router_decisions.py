@@ -145,7 +145,7 @@ def test_explanation_of_a_whole_request() -> None:
     timer = GenerationClock(GenerationMetrics(CollectorRegistry()), arrived=0.0)
     record = log.begin(f"cmpl-a-{UUID}", 100, timer)
     log.placed(record.request_id, decide())
-    timer.tokens([TextDelta(0, "x", [1, 2, 3])])
+    timer.count_deltas([TextDelta(0, "x", [1, 2, 3])])
     log.answered(record, trace(500))
     log.answered(record, trace(800, num_migrations=1, transfer_us=1500))
     clock.now += 2

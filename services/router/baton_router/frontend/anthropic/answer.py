@@ -169,7 +169,6 @@ class MessageStream(EventStream):
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
         self._message = _Message(request, prepared[0], ident)
-        self._plain = False
 
     def add(self, chunk: TextChunk) -> bytes:
         """Return the events for a chunk."""
@@ -183,10 +182,6 @@ class MessageStream(EventStream):
             self._tokens += len(delta.token_ids)
             told += self._message.take(delta)
         return named_events(told)
-
-    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
-        """Return the events for text that came with nothing else."""
-        return self.add(TextChunk([TextDelta(index, text, token_ids)], prompt_index=at))
 
     def end(self) -> bytes:
         """Return the events that end a stream."""

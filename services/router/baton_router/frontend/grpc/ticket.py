@@ -78,12 +78,12 @@ class _DirectRun:
     def note(self, notice: router_pb2.NoteDirectRequest, generated: int) -> None:
         """Take a notice of its client; ``generated``: its tokens so far."""
         first = self._placed_s + notice.first_token_us / 1e6 if notice.HasField("first_token_us") else None
-        self._clock.told(first, [x / 1e6 for x in notice.itl_us[:_MAX_GAPS]], generated)
+        self._clock.record_report(first, [x / 1e6 for x in notice.itl_us[:_MAX_GAPS]], generated)
         if notice.HasField("trace"):
             self._log.answered(self._record, notice.trace)
             if not self._traced:
                 self._traced = True
-                self._clock.prompt(self._prompt_tokens, cached_tokens(notice.trace))
+                self._clock.count_prompt(self._prompt_tokens, cached_tokens(notice.trace))
 
     def fail(self, error: BaseException) -> None:
         """It could not be placed, or its client gave up before it was."""

@@ -223,7 +223,7 @@ class HttpExchange:
         self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
 
     def send_chunks(self, chunks: bytes) -> None:
-        """Send pieces that have the form of chunks already, behind the first one; only where :attr:`chunked`."""
+        """Send pieces that are encoded as HTTP chunks already, after the first piece; only if :attr:`chunked`."""
         if not self.disconnected:
             self._connection.transport.write(chunks)
 

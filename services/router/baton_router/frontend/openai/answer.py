@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -12,12 +13,17 @@ from baton.tokenizer import IncrementalDetokenizer, Tokenizer
 from baton.types import FinishReason, TokenLogprob
 from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.openai.openai_request import OpenAIRequest
+from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 
 DONE = b"data: [DONE]\n\n"
 _NULL = b"null"
-_SAME: dict[bytes, bytes] = {}
-"""What stands behind texts, once for all streams."""
+_COUNTED_TOGETHER = 16
+"""Tokens after which an :class:`EventWriter` updates counters."""
+_SUFFIXES: dict[bytes, bytes] = {}
+"""Suffixes of plain events: few, and one object for all streams stays in the processor's caches."""
+_JSON_TEXTS: WeakKeyDictionary[Tokenizer, dict[int, bytes]] = WeakKeyDictionary()
+"""Texts of tokens as JSON strings, as far as they were used."""
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON doesn't have."""
 
@@ -219,13 +225,6 @@ class WholeAnswer:
             choices[delta.index].add(delta)
         return b""
 
-    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
-        """Take text of a sequence of one prompt that came with nothing else."""
-        choice = self._choices[at][index]
-        choice.texts.append(text)
-        choice.ids += token_ids
-        return b""
-
     @property
     def _writer(self) -> LogprobWriter:  # made where it is wanted, which is rare
         return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._request.tokens_as_ids)
@@ -295,6 +294,100 @@ class WholeAnswer:
         return self._writer.completion(ids, items, offsets)
 
 
+class EventWriter:
+    """Writes the events of the plain tokens of one sequence, as HTTP chunks; a ``baton.rpc.multiplex.TokenWriter``.
+
+    Between two tokens of a stream the kernel and other streams use the processor's caches, so that most of a token's
+    time is waiting for memory. The writer needs few objects per token, and updates counters for many tokens at once.
+
+    Args:
+        prefix: Bytes of an event before the token's text.
+        suffix: Bytes of an event after it.
+        write: Sends bytes.
+        tokenizer: Tokenizer of the model.
+        token_ids: Tokens of the sequence so far; those that are taken are appended.
+        clock: Clock of the generation.
+        count_tokens: Called with the number of tokens taken since the last call, every ``_COUNTED_TOGETHER`` tokens
+            and by :meth:`close`.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_count_tokens",
+        "_frame_size",
+        "_itl",
+        "_json_texts",
+        "_last",
+        "_num_counted",
+        "_prefix",
+        "_suffix",
+        "_token_ids",
+        "_tokenizer",
+        "_unsent",
+        "_write",
+    )
+
+    def __init__(
+        self,
+        prefix: bytes,
+        suffix: bytes,
+        write: Callable[[bytes], None],
+        tokenizer: Tokenizer,
+        token_ids: list[int],
+        clock: GenerationClock,
+        count_tokens: Callable[[int], None],
+    ) -> None:
+        self._prefix = prefix
+        self._suffix = suffix
+        self._frame_size = len(prefix) + len(suffix)
+        self._write = write
+        self._tokenizer = tokenizer
+        self._count_tokens = count_tokens
+        self._unsent = b""
+        self._token_ids = token_ids
+        self._num_counted = len(token_ids)
+        self._clock = clock
+        self._itl = clock.itl
+        self._last = clock.last_token_at(0)
+        self._json_texts = _JSON_TEXTS.setdefault(tokenizer, {})
+
+    def push(self, token_id: int, now: float) -> bool:
+        """Take a token, if its text is known and has no incomplete character."""
+        text = self._json_texts.get(token_id)
+        if text is None:
+            known = self._tokenizer.whole_texts.get(token_id)
+            if known is None or token_id in self._tokenizer.special_ids:
+                return False
+            text = orjson.dumps(known)
+            self._json_texts[token_id] = text
+        token_ids = self._token_ids
+        token_ids.append(token_id)
+        self._itl.observe(now - self._last)
+        self._last = now
+        if len(token_ids) - self._num_counted >= _COUNTED_TOGETHER:
+            self._count()
+        self._unsent += b"%x\r\n%b%b%b\r\n" % (self._frame_size + len(text), self._prefix, text, self._suffix)
+        return True
+
+    def flush(self) -> None:
+        """Send the events of this turn."""
+        unsent = self._unsent
+        self._unsent = b""
+        if unsent:
+            self._write(unsent)
+
+    def close(self) -> None:
+        """Send and count everything that was taken."""
+        self.flush()
+        self._count()
+
+    def _count(self) -> None:
+        if count := len(self._token_ids) - self._num_counted:
+            self._num_counted += count
+            self._clock.add_measured(0, count, self._last)
+            self._count_tokens(count)
+
+
 class EventStream:
     """The formatter of streamed answers; made as :class:`WholeAnswer`.
 
@@ -322,17 +415,25 @@ class EventStream:
         self._after_text = b'},"logprobs":' if request.chat else b',"logprobs":'
         # With include_usage every event has the field: null up to the last one.
         self._tail = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
-        self._after_plain = self._after_text + b'null,"finish_reason":null}' + self._tail
-        self._plain = not (
+        suffix = self._after_text + b'null,"finish_reason":null}' + self._tail
+        self._after_plain = _SUFFIXES.setdefault(suffix, suffix)
+        self._is_plain = not (
             request.logprobs or request.return_token_ids or request.continuous_usage or request.score_only
         )
-        """Whether an event amid a sequence is its text between two pieces that never change."""
+        """Whether the event of a plain chunk is its text between a prefix and a suffix that never change."""
         self._begun = [False] * len(prepared)
         self._echo_chars = [0] * len(prepared)
 
     def add(self, chunk: TextChunk) -> bytes:
-        """Return the events for a chunk; empty if there is nothing to say yet."""
-        request, at = self._request, chunk.prompt_index
+        """Return the events for a chunk; empty if there is nothing to send yet."""
+        request = self._request
+        at = chunk.prompt_index
+        if chunk.plain and self._is_plain:
+            (delta,) = chunk.deltas
+            self._tokens += len(delta.token_ids)
+            if not delta.text:
+                return b""
+            return self._before_text[at * request.n + delta.index] + orjson.dumps(delta.text) + self._after_plain
         if chunk.trace is not None:
             self._cached[at] = chunk.cached_tokens
             self._drafts[at] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
@@ -356,24 +457,30 @@ class EventStream:
                 events.append(self._piece(at, delta))
         return b"".join(events)
 
-    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
-        """Return the event for text of a sequence of one prompt that came with nothing else, as :meth:`add` does."""
-        if not self._plain:
-            return self.add(TextChunk([TextDelta(index, text, token_ids)], prompt_index=at))
-        self._tokens += len(token_ids)
-        if not text:
-            return b""
-        return self._before_text[at * self._request.n + index] + orjson.dumps(text) + self._after_plain
+    def token_writer(
+        self,
+        write: Callable[[bytes], None],
+        token_ids: list[int],
+        clock: GenerationClock,
+        count_tokens: Callable[[int], None],
+    ) -> EventWriter | None:
+        """Return a writer for the tokens of an answer of one sequence; ``None`` if their events vary.
 
-    def around_text(self) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind each text of an answer of one sequence; ``None``: that changes."""
-        if not self._plain or len(self._before_text) > 1:
+        Args:
+            write: Sends bytes that are encoded as HTTP chunks.
+            token_ids: Tokens of the sequence so far; the writer appends those that it takes.
+            clock: Clock of the generation; its first token must have been counted.
+            count_tokens: Called now and then with the number of tokens taken since the last call.
+        """
+        if not self._is_plain or len(self._before_text) > 1:
             return None
-        return self._before_text[0], _SAME.setdefault(self._after_plain, self._after_plain)
 
-    def count(self, tokens: int) -> None:
-        """Count tokens whose events were made of :meth:`around_text`."""
-        self._tokens += tokens
+        def count(tokens: int) -> None:
+            self._tokens += tokens
+            count_tokens(tokens)
+
+        tokenizer = self._prepared[0].text_model.tokenizer
+        return EventWriter(self._before_text[0], self._after_plain, write, tokenizer, token_ids, clock, count)
 
     def end(self) -> bytes:
         """Return the events that end a stream."""

@@ -15,13 +15,13 @@ import orjson
 from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError, DeadlineError, InternalError, PermissionDeniedError, UnauthenticatedError
+from baton.rpc.multiplex import TokenWriter
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
 from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer
 from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
-from baton_router.frontend.openai.fast_events import FastEvents
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
 from baton_router.frontend.openai.route_headers import Route, route_lines
 from baton_router.frontend.openai.schemas import check_strict, header_value, ignored_fields, parse_body, unknown_fields
@@ -97,7 +97,7 @@ class PostEndpoints:
         except Exception as error:
             self.refuse(exchange, error)
         else:
-            self.steps.later(PREPARE, Generation.prepare, generation)
+            self.steps.schedule(PREPARE, Generation.prepare, generation)
 
     def _begin_plain(self, exchange: HttpExchange, endpoint: PlainEndpoint, value: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._serve_plain(exchange, endpoint, value))
@@ -182,7 +182,7 @@ class Generation:
             return
         if prepared is not None:
             self._prepared.append(prepared)
-            self._endpoints.steps.later(START, Generation._start, self)
+            self._endpoints.steps.schedule(START, Generation._start, self)
         else:
             self._preparing = asyncio.get_running_loop().create_task(self._prepare())
 
@@ -195,7 +195,7 @@ class Generation:
             self._fail(error)
             return
         self._preparing = None
-        self._endpoints.steps.later(START, Generation._start, self)
+        self._endpoints.steps.schedule(START, Generation._start, self)
 
     def _start(self) -> None:
         if self._ended:
@@ -238,37 +238,15 @@ class Generation:
         except Exception as error:
             self._fail(error)
 
-    def on_text(self, prompt_index: int, index: int, text: str, token_ids: list[int]) -> None:
-        """Take what tokens that came with nothing else say."""
-        if self._ended:
-            return
-        try:
-            assert self._format is not None
-            data = self._format.text(prompt_index, index, text, token_ids)
-            if data:
-                if not self._unsent:
-                    self._endpoints.steps.later(RESPOND, Generation._write, self)
-                self._unsent += data
-        except Exception as error:
-            self._fail(error)
-
-    def fast_path(
-        self, token_ids: list[int], clock: GenerationClock, counted: Callable[[int], None]
-    ) -> FastEvents | None:
-        """Return what makes the next tokens' events; what has come before them leaves in this turn."""
-        form, exchange = self._format, self._exchange
+    def token_writer(
+        self, token_ids: list[int], clock: GenerationClock, count_tokens: Callable[[int], None]
+    ) -> TokenWriter | None:
+        """Return a writer that makes events of tokens; the events before them are sent in this turn."""
+        form = self._format
+        exchange = self._exchange
         if self._ended or not self._started or not exchange.chunked or not isinstance(form, EventStream):
             return None
-        around = form.around_text()
-        if around is None:
-            return None
-
-        def count(tokens: int) -> None:
-            form.count(tokens)
-            counted(tokens)
-
-        tokenizer = self._prepared[0].text_model.tokenizer
-        return FastEvents(*around, exchange.send_chunks, tokenizer, token_ids, clock, count)
+        return form.token_writer(exchange.send_chunks, token_ids, clock, count_tokens)
 
     def _send(self, data: bytes) -> None:
         exchange = self._exchange
@@ -279,7 +257,7 @@ class Generation:
                 exchange.send_head()
         if data:
             if not self._unsent:
-                self._endpoints.steps.later(RESPOND, Generation._write, self)
+                self._endpoints.steps.schedule(RESPOND, Generation._write, self)
             self._unsent += data
 
     def _write(self) -> None:
@@ -301,7 +279,7 @@ class Generation:
         if self._request.stream:
             self._finish()
         else:  # it is written together with others
-            self._endpoints.steps.later(RESPOND, Generation._finish, self)
+            self._endpoints.steps.schedule(RESPOND, Generation._finish, self)
 
     def _finish(self) -> None:
         if self._ended:
@@ -338,7 +316,7 @@ class Generation:
             limit = self._endpoints.options.send_timeout_s
             self._stall = asyncio.get_running_loop().call_later(limit, self._stalled)
         for running in list(self._running):
-            running.hold(paused)
+            running.set_paused(paused)
 
     def _stalled(self) -> None:
         self._leave()

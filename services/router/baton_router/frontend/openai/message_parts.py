@@ -90,8 +90,8 @@ class MessageEvents(EventStream):
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
         self._parsers: list[DialectParser | None] = [prepared[0].parser() for _ in range(request.n)]
-        self._when_plain = self._plain
-        self._plain = self._plain and not any(self._parsers)
+        self._when_plain = self._is_plain
+        self._is_plain = self._is_plain and not any(self._parsers)
 
     def _piece(self, at: int, delta: TextDelta) -> bytes:
         parser = self._parsers[delta.index]
@@ -105,7 +105,7 @@ class MessageEvents(EventStream):
                 finish = TOOL_CALLS
         elif parser.plain:
             self._parsers[delta.index] = None
-            self._plain = self._when_plain and not any(self._parsers)
+            self._is_plain = self._when_plain and not any(self._parsers)
         changes = [change for event in events if (change := self._change(event)) is not None]
         request = self._request
         if finish is not None:

@@ -10,7 +10,6 @@ import orjson
 
 from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Event, Reasoning, Text
 from baton.errors import BatonError
-from baton.tokenizer import TextDelta
 from baton.types import FinishReason
 from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.openai.answer import EventStream, WholeAnswer, named_events, usage_object
@@ -199,7 +198,6 @@ class ResponseEvents(EventStream):
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
         self._response = _Response(request, prepared, created)
-        self._plain = False
         self._number = 0
         self._status = "completed"
 
@@ -218,10 +216,6 @@ class ResponseEvents(EventStream):
                 self._status = "incomplete"
             told += self._response.take(delta.text, delta.finish_reason)
         return self._written(told)
-
-    def text(self, at: int, index: int, text: str, token_ids: list[int]) -> bytes:
-        """Return the events for text that came with nothing else."""
-        return self.add(TextChunk([TextDelta(index, text, token_ids)], prompt_index=at))
 
     def end(self) -> bytes:
         """Return the event that ends a stream."""
