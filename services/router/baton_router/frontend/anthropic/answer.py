@@ -168,6 +168,7 @@ class MessageStream(EventStream):
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
+        self._is_plain = False  # a token has events of other forms
         self._message = _Message(request, prepared[0], ident)
 
     def add(self, chunk: TextChunk) -> bytes:

@@ -197,6 +197,7 @@ class ResponseEvents(EventStream):
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
+        self._is_plain = False  # a token has events of other forms
         self._response = _Response(request, prepared, created)
         self._number = 0
         self._status = "completed"
