@@ -114,7 +114,9 @@ class FakeRouter:
 
 class _Servicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, requests: list[Asked], reply: Reply | Callable[[Asked], Reply], model: str) -> None:
-        self._requests, self._reply, self._model = requests, reply, model
+        self._requests = requests
+        self._reply = reply
+        self._model = model
 
     async def Generate(
         self, request: router_pb2.RouterGenerateRequest, context: Any
@@ -180,7 +182,8 @@ class _Servicer(router_pb2_grpc.RouterServiceServicer):
 
 
 def _read(request: router_pb2.RouterGenerateRequest) -> Asked:
-    kind, sampling = request.WhichOneof("prompt"), request.sampling
+    kind = request.WhichOneof("prompt")
+    sampling = request.sampling
     prompt: str | list[int] | list[dict[str, str]] = request.text
     if kind == "token_ids":
         prompt = list(request.token_ids.ids)

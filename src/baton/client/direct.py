@@ -100,8 +100,10 @@ class DirectAnswer:
         model: TextModel,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.address, self.message = route.direct.address, route.direct.request
-        self._request, self._now = request, now
+        self.address = route.direct.address
+        self.message = route.direct.request
+        self._request = request
+        self._now = now
         self._decision: router_pb2.RouteDecision | None = route.decision
         self._trace: common_pb2.RequestTrace | None = None
         self._prompt_logprobs = False
@@ -177,7 +179,9 @@ class DirectAnswer:
     def last_note(self, *, failed: bool) -> router_pb2.NoteDirectRequest:
         """Return the notice that gives the reservation back."""
         notice = self._notice()
-        notice.ended, notice.failed, notice.cancelled = True, failed, not (failed or self.ended)
+        notice.ended = True
+        notice.failed = failed
+        notice.cancelled = not (failed or self.ended)
         return notice
 
     # --- going on elsewhere ---
@@ -230,7 +234,8 @@ class DirectAnswer:
             self._last_at[index] = now
 
     def _notice(self) -> router_pb2.NoteDirectRequest:
-        gaps, self._gaps_us = self._gaps_us, []
+        gaps = self._gaps_us
+        self._gaps_us = []
         return router_pb2.NoteDirectRequest(
             request_id=self.message.request_id,
             ticket_mac=self.message.ticket.mac,
@@ -250,7 +255,8 @@ class DirectAnswer:
         return not (sequence.finished or sequence.text.ended)
 
     def _rest_of(self, index: int) -> router_pb2.RouterGenerateRequest:
-        request, message = self._request, self.message
+        request = self._request
+        message = self.message
         rest = router_pb2.RouterGenerateRequest(
             request_id=request.request_id,
             model=request.model,
@@ -307,8 +313,10 @@ class DirectLinks:
         metadata: tuple[tuple[str, str], ...],
         tokenizer: str,
     ) -> None:
-        self.router, self.metadata = router, metadata
-        self._open_channel, self._tokenizer = open_channel, tokenizer
+        self.router = router
+        self.metadata = metadata
+        self._open_channel = open_channel
+        self._tokenizer = tokenizer
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._models: dict[str, TextModel] = {}
         self._notes: set[asyncio.Task[None]] = set()
@@ -372,7 +380,9 @@ class DirectCall:
         timeout: float,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        self._links, self._request, self._metadata = links, request, links.metadata + metadata
+        self._links = links
+        self._request = request
+        self._metadata = links.metadata + metadata
         self._loop = asyncio.get_running_loop()
         self._ends_at = self._loop.time() + timeout
         self._inner: Any = None
@@ -428,7 +438,8 @@ class DirectCall:
         self._end(failed=not answer.ended)
 
     def _end(self, *, failed: bool = False) -> None:
-        answer, self._answer = self._answer, None
+        answer = self._answer
+        self._answer = None
         if answer is not None:
             self._links.note(answer.last_note(failed=failed))
 

@@ -23,7 +23,9 @@ class Routers:
     """
 
     def __init__(self, addresses: tuple[str, ...], token: Token | None, tls: Tls | None) -> None:
-        self._addresses, self._token, self._tls = addresses, token, tls
+        self._addresses = addresses
+        self._token = token
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, Any] = {}
         self._at = 0
@@ -53,7 +55,8 @@ class Routers:
 
     async def close(self) -> None:
         """End all connections."""
-        channels, self._channels = self._channels, {}
+        channels = self._channels
+        self._channels = {}
         self._stubs.clear()
         for channel in channels.values():
             await channel.close(None)
@@ -73,7 +76,8 @@ class Opening:
         self, routers: Routers, open_call: Callable[[Callable[[], Any], Any, float], Any], request: Any
     ) -> None:
         self.request = request
-        self._routers, self._open_call = routers, open_call
+        self._routers = routers
+        self._open_call = open_call
         self._address = ""
 
     @property

@@ -135,7 +135,9 @@ class Outbox:
         self._filled.set()
 
     def _take(self) -> worker_pb2.GenerateManyResponse:
-        message, self._message, self._bytes = self._message, worker_pb2.GenerateManyResponse(), 0
+        message = self._message
+        self._message = worker_pb2.GenerateManyResponse()
+        self._bytes = 0
         self._last_delta.clear()
         return message
 
@@ -159,7 +161,9 @@ class _ServerCalls:
     """The calls of one stream, as the server has them."""
 
     def __init__(self, generate: Generate, context: Any, on_silent: Callable[[frozenset[str]], None]) -> None:
-        self._generate, self._context, self._on_silent = generate, context, on_silent
+        self._generate = generate
+        self._context = context
+        self._on_silent = on_silent
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._reading = True
         self.outbox = Outbox(self._cancel)
@@ -194,9 +198,11 @@ class _ServerCalls:
 
     def _start(self, call: int, request: worker_pb2.GenerateRequest) -> None:
         if call in self._tasks or len(self._tasks) >= MAX_CALLS:
-            code, text = grpc.StatusCode.RESOURCE_EXHAUSTED, f"this stream has {MAX_CALLS} calls already"
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            text = f"this stream has {MAX_CALLS} calls already"
             if call in self._tasks:
-                code, text = grpc.StatusCode.ALREADY_EXISTS, f"call {call} is running"
+                code = grpc.StatusCode.ALREADY_EXISTS
+                text = f"call {call} is running"
             self.outbox.end(call, code.value[0], text)
             return
         task = self._tasks[call] = asyncio.create_task(self._run(call, request))

@@ -31,7 +31,8 @@ class AdminEndpoints:
     """
 
     def __init__(self, processor: InputProcessor, registry: Registry) -> None:
-        self._processor, self._registry = processor, registry
+        self._processor = processor
+        self._registry = registry
 
     async def reset(self, request: Request) -> Response:
         """Serve ``POST /reset_prefix_cache``: every instance drops the cached blocks that no request uses.

@@ -268,7 +268,8 @@ class Health:
     def __init__(
         self, ready: Callable[[], bool], refused: Callable[[], Mapping[str, int]], registry: CollectorRegistry
     ) -> None:
-        self._ready, self._refused = ready, refused
+        self._ready = ready
+        self._refused = refused
         self._registry = registry
 
     async def health(self, request: Request) -> Response:

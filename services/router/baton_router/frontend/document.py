@@ -23,13 +23,16 @@ from baton_router.frontend.openai.schemas import (
 )
 
 Schema = dict[str, Any]
-_JSON, _EVENTS, _HTML = "application/json", "text/event-stream", "text/html; charset=utf-8"
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_HTML = "text/html; charset=utf-8"
 _ANY: Final = (400, 403, 414, 417, 431, 500, 501, 503, 505)
 """Statuses of errors that any request may get: HTTP that is not spoken here, foreign hosts, a router that is full."""
 _BODY: Final = (404, 408, 413, 415, 429)
 _GENERATES: Final = (409, 502, 504)
 _OBJECT: Schema = {"type": "object"}
-_SCHEME, _KEY_SCHEME = "ApiKey", "ApiKeyHeader"
+_SCHEME = "ApiKey"
+_KEY_SCHEME = "ApiKeyHeader"
 
 
 @dataclass(frozen=True, slots=True)

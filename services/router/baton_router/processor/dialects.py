@@ -60,11 +60,14 @@ class ModelDialects:
             InvalidRequestError: A call must be made and cannot be, or reasoning cannot be bounded; names
                 ``tool_choice``, ``tools`` or ``thinking_token_budget``.
         """
-        use, content, budget = request.tool_use, request.sampling.grammar, request.thinking_budget
+        use = request.tool_use
+        content = request.sampling.grammar
+        budget = request.thinking_budget
         if not request.parsed or (content is not None and content.start_token_ids):
             return None
         known = self._of(model)
-        tools, reasoning = known.written.tools, known.written.reasoning
+        tools = known.written.tools
+        reasoning = known.written.reasoning
         if known.read.reasoning is None:
             budget = None  # it does not reason
         if budget is not None and (reasoning is None or not info.grammars):

@@ -92,7 +92,8 @@ class _Process:
     """One process; one thread at a time."""
 
     def __init__(self, cpu_s: float, wait_s: float) -> None:
-        self._cpu_s, self._wait_s = cpu_s, wait_s
+        self._cpu_s = cpu_s
+        self._wait_s = wait_s
         self._child: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -127,7 +128,10 @@ class _Process:
 
     def end(self, patience_s: float = 0.2) -> int | None:
         """End it; return its exit status, unless it takes longer than that to end by itself."""
-        line, child, self._line, self._child = self._line, self._child, None, None
+        line = self._line
+        child = self._child
+        self._line = None
+        self._child = None
         if line is not None:
             line.close()  # which ends one that has nothing to do
         if child is None:
@@ -151,7 +155,8 @@ def _field(asked: Asked) -> str:
 
 def _to_wire(asked: Asked) -> dict[str, Any]:
     if isinstance(asked, AnswerGrammar):
-        dialects, use = asked.dialects, asked.use
+        dialects = asked.dialects
+        use = asked.use
         return {
             "kind": "answer",
             "tools": dialects.tools and dialects.tools.name,
@@ -175,8 +180,10 @@ def _from_wire(value: dict[str, Any]) -> Asked:
         return StructuredOutputs(**value["fields"])
     if value["kind"] == "grammar":
         return _grammar(value["fields"])
-    use, content = value["use"], value["content"]
-    tools, reasoning = value["tools"], value["reasoning"]
+    use = value["use"]
+    content = value["content"]
+    tools = value["tools"]
+    reasoning = value["reasoning"]
     return AnswerGrammar(
         Dialects(tools and TOOL_DIALECTS[tools], reasoning and REASONING_DIALECTS[reasoning]),
         ToolUse(tuple(use["tools"]), use["mode"], tuple(use["names"]), use["parallel"]),

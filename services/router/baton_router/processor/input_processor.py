@@ -104,7 +104,8 @@ class InputProcessor:
         self._metrics = metrics
         self.decisions = decisions or DecisionLog()
         self._exporter = exporter
-        self._large, self._turns = TenantTurns(1), TenantTurns(_THREADS)
+        self._large = TenantTurns(1)
+        self._turns = TenantTurns(_THREADS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._tenants = Tenants()
 
@@ -458,7 +459,8 @@ def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLen
 
 def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> SamplingParams:
     """Return the sampling parameters with everything filled in, and checked against the model."""
-    sampling, limit = request.sampling, info.max_model_len
+    sampling = request.sampling
+    limit = info.max_model_len
     if prompt_tokens == 0:
         raise InvalidRequestError(f"{request.prompt_field} must not be empty", field=request.prompt_field)
     if prompt_tokens >= limit:

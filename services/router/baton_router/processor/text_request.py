@@ -199,7 +199,8 @@ class PreparedRequest(msgspec.Struct):
 
     def sequence(self) -> SequenceText:
         """Return what makes the text of one of its sequences."""
-        request, prompt = self.request, self.request.prompt
+        request = self.request
+        prompt = self.request.prompt
         # A completion's text continues its prompt; an answer begins anew, unless it goes on with a given message.
         continues = prompt.continue_final_message if isinstance(prompt, ChatPrompt) else True
         return SequenceText(
@@ -214,7 +215,8 @@ class PreparedRequest(msgspec.Struct):
 
     def parser(self) -> DialectParser | None:
         """Return what finds calls and reasoning in the text of one of its sequences; ``None``: there are none."""
-        dialects, use = self.dialects, self.request.tool_use
+        dialects = self.dialects
+        use = self.request.tool_use
         if dialects is None:
             return None
         tools = dialects.tools if use.mode != "none" else None

@@ -34,7 +34,8 @@ class _Message:
     """
 
     def __init__(self, request: OpenAIRequest, prepared: PreparedRequest, ident: str) -> None:
-        self._prepared, self._ident = prepared, ident
+        self._prepared = prepared
+        self._ident = ident
         self._reasoning = request.reasoning
         self._parser: DialectParser | None = prepared.parser()
         self._blocks: list[dict[str, Any]] = []
@@ -45,7 +46,8 @@ class _Message:
 
     def take(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Take more text; return the stream's events for it."""
-        parser, finish = self._parser, delta.finish_reason
+        parser = self._parser
+        finish = delta.finish_reason
         found: list[Event] = [Text(delta.text)] if parser is None and delta.text else []
         if parser is not None:
             found = parser.feed(delta.text)
@@ -61,7 +63,8 @@ class _Message:
         if finish == FinishReason.LENGTH:
             self._stop_reason = "max_tokens"
         elif isinstance(stop, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", stop
+            self._stop_reason = "stop_sequence"
+            self._stop_sequence = stop
         else:
             self._stop_reason = "tool_use" if self._parser is not None and self._parser.calls else "end_turn"
 
@@ -214,10 +217,13 @@ def object_of(text: str) -> dict[str, Any]:
 def _completed(text: str) -> str:
     """Return the JSON that a cut text begins with, closed behind the last value that is whole."""
     closers: list[str] = []
-    end, quoted, escaped = 0, False, False
+    end = 0
+    quoted = False
+    escaped = False
     for at, char in enumerate(text):
         if quoted:
-            quoted, escaped = escaped or char != '"', char == "\\" and not escaped
+            quoted = escaped or char != '"'
+            escaped = char == "\\" and not escaped
         elif char == '"':
             quoted = True
         elif char in "{[":

@@ -50,7 +50,8 @@ class _Reader:
 
     def __init__(self, ignored: list[str]) -> None:
         self.made: list[dict[str, Any]] = []
-        self._ignored, self._called = ignored, set[str]()
+        self._ignored = ignored
+        self._called = set[str]()
 
     def add(self, role: str, text: str, joint: str = "\n") -> dict[str, Any]:
         """Return the last message, if it is of a role, or else a new one, with more text."""
@@ -64,7 +65,8 @@ class _Reader:
 
     def read(self, message: Mapping[str, Any], place: str) -> None:
         """Read a turn."""
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if role not in _ROLES:
             raise InvalidRequestError(
                 f"{place}.role must be user, assistant or system, got {shown(role)}", field=f"{place}.role"
@@ -119,7 +121,8 @@ class _Reader:
         self.made.append({"role": "tool", "tool_call_id": ident, "content": [text]})
 
     def _tool_use(self, block: Mapping[str, Any], place: str) -> None:
-        ident, name = _string(block, "id", place), _string(block, "name", place)
+        ident = _string(block, "id", place)
+        name = _string(block, "name", place)
         arguments = block.get("input")
         if not isinstance(arguments, Mapping):
             raise InvalidRequestError(

@@ -84,9 +84,11 @@ def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], mo
     variables = body.chat_template_kwargs or {}
     switches = [name for name in _SWITCHES if name not in variables]
     chat["chat_template_kwargs"] = {**variables, **dict.fromkeys(switches, reasons)}
-    chat["include_reasoning"], chat["thinking_token_budget"] = shown_too, budget
+    chat["include_reasoning"] = shown_too
+    chat["thinking_token_budget"] = budget
     config = dict(body.output_config or {})
-    chat["reasoning_effort"], form = config.pop("effort", None), config.pop("format", None)
+    chat["reasoning_effort"] = config.pop("effort", None)
+    form = config.pop("format", None)
     ignored += [f"output_config.{name}" for name, item in config.items() if item is not None]
     request = parse_chat(chat)
     request.requests[0].structured = _structured(form)
@@ -149,7 +151,8 @@ def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, 
         case "adaptive":
             return True, display != "omitted", None
         case "enabled":
-            budget, name = value.get("budget_tokens"), "thinking.budget_tokens"
+            budget = value.get("budget_tokens")
+            name = "thinking.budget_tokens"
             if type(budget) is not int or budget < 1:
                 raise InvalidRequestError(f"{name} must be an integer above 0, got {shown(budget)}", field=name)
             if most is not None and budget >= most:

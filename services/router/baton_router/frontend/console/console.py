@@ -94,7 +94,9 @@ class ConsoleFiles:
 
 def describe(x: Instance) -> dict[str, Any]:
     """Return one instance as the console shows it."""
-    report, events, info = x.load.report, x.events, x.info
+    report = x.load.report
+    events = x.events
+    info = x.info
     return {
         "id": x.instance_id,
         "address": x.address,
@@ -155,8 +157,13 @@ class DebugEndpoints:
         replicas: Callable[[], dict[str, Any]] | None,
         queued: Callable[[], tuple[int, int]],
     ) -> None:
-        self._decisions, self._registry, self._stats, self._flows = decisions, registry, stats, flows
-        self._policy, self._replicas, self._queued = policy, replicas, queued
+        self._decisions = decisions
+        self._registry = registry
+        self._stats = stats
+        self._flows = flows
+        self._policy = policy
+        self._replicas = replicas
+        self._queued = queued
         self._started = time.monotonic()
         self._made_at = float("-inf")
         self._made = b""
@@ -267,8 +274,11 @@ def watch(
         replicas: See :class:`DebugEndpoints`.
         queued: Likewise.
     """
-    stats, flows, files = WindowStats(metrics), Flows(), ConsoleFiles()
-    decisions.on_end, decisions.on_trace = stats.sample, flows.add
+    stats = WindowStats(metrics)
+    flows = Flows()
+    files = ConsoleFiles()
+    decisions.on_end = stats.sample
+    decisions.on_trace = flows.add
     endpoints = DebugEndpoints(decisions, registry, stats, flows, policy=policy, replicas=replicas, queued=queued)
     for path, endpoint in (
         ("/debug/decisions", endpoints.decisions),
@@ -285,9 +295,11 @@ def watch(
 
 def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:
     """Return the state of the index, per instance, per group of instances that share their hashes, and per KV store."""
-    rows, groups = [], dict[str, dict[str, Any]]()
+    rows = []
+    groups = dict[str, dict[str, Any]]()
     for x in instances:
-        info, events = x.info, x.events
+        info = x.info
+        events = x.events
         group = info.content_key.hex()[:12] if info is not None else None
         rows.append(
             {

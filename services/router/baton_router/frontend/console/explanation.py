@@ -28,7 +28,8 @@ _LOCAL_REASONS = {
 
 def summary(record: DecisionRecord) -> dict[str, Any]:
     """Return a request in one line, for lists."""
-    decision, clock = record.decision, record.clock
+    decision = record.decision
+    clock = record.clock
     trace = record.trace or common_pb2.RequestTrace()
     decode = trace.decode_instance or (decision.decode_instance if decision is not None else "")
     path = path_from_pb(trace.path)

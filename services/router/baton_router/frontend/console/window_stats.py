@@ -71,7 +71,8 @@ class WindowStats:
     def sample(self) -> None:
         """Take a sample if the last one is a second old."""
         if self._now() - self._samples[-1].at >= 1.0:
-            before, after = self._samples[-1], self._read()
+            before = self._samples[-1]
+            after = self._read()
             self._samples.append(after)
             self._pieces.append((after.at, _piece(before, after)))
             while self._samples[1].at < after.at - self._history_s:
@@ -163,11 +164,13 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> floa
         The quantile; the largest finite bound for whatever lies beyond it.
     """
     rank = q * counts[-1]
-    low, below = 0.0, 0.0
+    low = 0.0
+    below = 0.0
     for bound, count in zip(bounds, counts, strict=True):
         if count >= rank and count > below:
             return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
-        low, below = (low if math.isinf(bound) else bound), count
+        low = low if math.isinf(bound) else bound
+        below = count
     return low
 
 

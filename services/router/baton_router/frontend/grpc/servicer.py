@@ -28,7 +28,8 @@ from baton_router.types import Account
 SERVICE = "baton.api.v1.RouterService"
 _FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels", "Explain"))
 _FOR_ADMINISTRATORS = frozenset(f"/{SERVICE}/{name}" for name in ("ListInstances", "GetStats"))
-_WINDOW_S, _LONGEST_WINDOW_S = 60.0, 180.0
+_WINDOW_S = 60.0
+_LONGEST_WINDOW_S = 180.0
 
 
 class Insight(Protocol):
@@ -66,7 +67,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         *,
         access_log: bool = False,
     ) -> None:
-        self._processor, self._registry, self._tickets, self._accounts = processor, registry, tickets, accounts
+        self._processor = processor
+        self._registry = registry
+        self._tickets = tickets
+        self._accounts = accounts
         self._access_log = access_log
 
     async def Generate(
@@ -78,7 +82,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if order := _metadata(context, ORDER_HEADER):
             asked.order = Order.parse(ORDER_HEADER, order)
         asked.traceparent = _metadata(context, "traceparent")
-        begun, status = time.perf_counter(), "cancelled"
+        begun = time.perf_counter()
+        status = "cancelled"
         try:
             prepared = await self._processor.prepare(asked)
             async with aclosing(self._processor.stream(prepared)) as chunks:

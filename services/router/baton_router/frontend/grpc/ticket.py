@@ -58,7 +58,9 @@ class _DirectRun:
 
     def __init__(self, prepared: PreparedRequest, clock: GenerationClock, log: DecisionLog) -> None:
         routed = prepared.routed
-        self._log, self._clock, self._arrived = log, clock, routed.arrived
+        self._log = log
+        self._clock = clock
+        self._arrived = routed.arrived
         self._prompt_tokens = prepared.prompt_tokens
         self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
         self._record.grammar = routed.sampling.grammar
@@ -128,7 +130,10 @@ class TicketDesk:
         metrics: CollectorRegistry,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._key, self._processor, self._dispatcher, self._now = key, processor, dispatcher, now
+        self._key = key
+        self._processor = processor
+        self._dispatcher = dispatcher
+        self._now = now
         self._open: dict[str, _Open] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._ended = Counter(
@@ -177,7 +182,8 @@ class TicketDesk:
             run.fail(error)
             raise
         run.placed(reserved.placement.decision)
-        message, decode = reserved.message, reserved.placement.decode
+        message = reserved.message
+        decode = reserved.placement.decode
         assert decode.info is not None  # it was chosen, so it said who it is
         sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
         most = message.sampling.n * message.sampling.max_tokens

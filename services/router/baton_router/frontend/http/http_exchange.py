@@ -97,7 +97,8 @@ class HttpExchange:
     )
 
     def __init__(self, connection: Connection, handler: Handler, path: str) -> None:
-        self._connection, self._handler = connection, handler
+        self._connection = connection
+        self._handler = handler
         self._begun = time.perf_counter()
         self._head = b""
         self._pieces: list[bytes] = []
@@ -167,7 +168,8 @@ class HttpExchange:
 
     def refuse(self, error: HTTPException) -> None:
         """The rest of the body cannot be read: answer that, in turn."""
-        self._refusal, self.keep_alive = self._refusal or error, False
+        self._refusal = self._refusal or error
+        self.keep_alive = False
         if self.in_turn and not self.response_complete:
             self._refuse()
 
@@ -177,7 +179,8 @@ class HttpExchange:
             return
         self.disconnected = True
         self._stop_waiting()
-        callback, self.on_gone = self.on_gone, None
+        callback = self.on_gone
+        self.on_gone = None
         if callback is not None:
             callback()
         self._count()
@@ -214,12 +217,14 @@ class HttpExchange:
 
     def send_head(self) -> None:
         """Send the head of an answer whose first piece is not there yet."""
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         self._write(head)
 
     def send(self, piece: bytes) -> None:
         """Send a piece, which is not empty."""
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
 
     def send_chunks(self, chunks: bytes) -> None:
@@ -229,7 +234,8 @@ class HttpExchange:
 
     def finish(self, piece: bytes) -> None:
         """Send the last piece, which is not empty."""
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 

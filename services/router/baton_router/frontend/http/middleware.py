@@ -244,8 +244,12 @@ class HttpMiddleware:
             options: Whose API keys requests must show, and which hosts they may be for.
             metrics: Where to count.
         """
-        self._app, self._accounts, self._hosts, self._metrics = app, options.accounts, options.hosts, metrics
-        self._origins, self._access_log = options.cors_origins, options.access_log
+        self._app = app
+        self._accounts = options.accounts
+        self._hosts = options.hosts
+        self._metrics = metrics
+        self._origins = options.cors_origins
+        self._access_log = options.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -261,7 +265,8 @@ class HttpMiddleware:
         async def send_with_id(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status = message["status"]
+                started = True
                 message["headers"].append((b"x-request-id", ident.encode()))
             await send(message)
 

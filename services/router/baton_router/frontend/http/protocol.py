@@ -272,7 +272,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._idle_since = None  # the one before may have been answered while it was parsed
         if not self._in_head:
-            self._in_head, self._head_bytes = True, 0
+            self._in_head = True
+            self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         """End a request's head.
@@ -282,7 +283,8 @@ class HttpProtocol(HttpToolsProtocol):
         """
         if self.transport.is_closing():
             raise HTTPException(400, "the connection ends with the request before")
-        method, version = self.parser.get_method(), self.parser.get_http_version()
+        method = self.parser.get_method()
+        version = self.parser.get_http_version()
         refused = check_head(method, self.url, version, self.headers)
         if refused is not None:
             raise refused
@@ -452,7 +454,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._drain_timer = None
 
     def _end_head(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head = False
+        self._head_bytes = 0
         self.crowd.proved(self)
         if self._head_timer is not None:
             self._head_timer.cancel()

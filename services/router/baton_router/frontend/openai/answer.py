@@ -42,7 +42,8 @@ class LogprobWriter:
     __slots__ = ("_as_ids", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def chat(self, items: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         """Return the entries of a chat answer's ``logprobs.content``."""
@@ -232,7 +233,8 @@ class WholeAnswer:
     def end(self) -> bytes:
         """Return the response object as JSON."""
         request = self._request
-        choices, tokens = [], 0
+        choices = []
+        tokens = 0
         for at in range(len(self._prepared)):
             for index, choice in enumerate(self._choices[at]):
                 tokens += 0 if request.score_only else len(choice.ids)
@@ -286,7 +288,9 @@ class WholeAnswer:
 
     def _completion_logprobs(self, choice: Choice, echo: Echo | None) -> dict[str, Any]:
         """Return a completion's ``logprobs``, with those of the prompt first if it is echoed."""
-        ids, items, offsets = choice.ids, list[TokenLogprob | None](choice.logprobs), choice.offsets
+        ids = choice.ids
+        items = list[TokenLogprob | None](choice.logprobs)
+        offsets = choice.offsets
         if echo is not None:
             ids = [*echo.ids, *ids]
             items = [*echo.logprobs, *items]

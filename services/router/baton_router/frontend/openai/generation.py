@@ -60,14 +60,19 @@ class PostEndpoints:
         steps: TurnBatcher,
         endpoints: Mapping[str, GenerationEndpoint | PlainEndpoint],
     ) -> None:
-        self.processor, self.options, self.metrics, self.steps = processor, options, metrics, steps
+        self.processor = processor
+        self.options = options
+        self.metrics = metrics
+        self.steps = steps
         self.deadlines = Deadlines(options.request_timeout_s)
-        self._endpoints, self._tasks = endpoints, set[asyncio.Task[None]]()
+        self._endpoints = endpoints
+        self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
         """Name a request, check its host, API key and what it says of its body; return why it is refused, if it is."""
-        headers, options = exchange.headers, self.options
+        headers = exchange.headers
+        options = self.options
         exchange.request_id = request_id(headers)
         exchange.common = b"x-request-id: %b\r\n" % exchange.request_id.encode()
         if exchange.path.startswith("/v1/messages"):  # where Anthropic's SDKs look for it
@@ -154,7 +159,10 @@ class Generation:
     def __init__(
         self, endpoints: PostEndpoints, exchange: HttpExchange, endpoint: GenerationEndpoint, request: OpenAIRequest
     ) -> None:
-        self._endpoints, self._exchange, self._endpoint, self._request = endpoints, exchange, endpoint, request
+        self._endpoints = endpoints
+        self._exchange = exchange
+        self._endpoint = endpoint
+        self._request = request
         self._name = f"{request.ident or endpoint.id_prefix}-{exchange.request_id}"
         self._headers = b""
         self._prepared: list[PreparedRequest] = []
@@ -174,7 +182,8 @@ class Generation:
         """Check and tokenize the prompts, at once if there is one short one, and start the generation."""
         if self._ended:
             return
-        requests, processor = self._request.requests, self._endpoints.processor
+        requests = self._request.requests
+        processor = self._endpoints.processor
         try:
             prepared = processor.prepare_now(requests[0], fallback_id=self._name) if len(requests) == 1 else None
         except Exception as error:
@@ -201,7 +210,9 @@ class Generation:
         if self._ended:
             return
         try:
-            endpoints, request, prepared = self._endpoints, self._request, self._prepared
+            endpoints = self._endpoints
+            request = self._request
+            prepared = self._prepared
             ignored = request.ignored
             if request.template_fields or request.reasoning_fields:
                 ignored = ignored + _without_effect(request, prepared[0])
@@ -262,7 +273,8 @@ class Generation:
 
     def _write(self) -> None:
         """Send what this turn brought, when all that other streams get in it is made, too."""
-        data, self._unsent = self._unsent, b""
+        data = self._unsent
+        self._unsent = b""
         if data and not self._ended:
             self._exchange.send(data)
 

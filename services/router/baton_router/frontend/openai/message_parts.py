@@ -55,7 +55,8 @@ def message_of(events: Sequence[Event], *, reasoning: bool) -> dict[str, Any]:
         events: All of an answer's.
         reasoning: Whether its reasoning is part of it.
     """
-    content, thoughts = [], []
+    content = []
+    thoughts = []
     calls: list[dict[str, Any]] = []
     for event in events:
         match event:
@@ -118,7 +119,8 @@ class MessageEvents(EventStream):
             if place == 0 and request.logprobs:
                 piece["logprobs"] = orjson.Fragment(self._logprobs(at, delta))
             if place == len(changes) - 1 and finish is not None:
-                piece["finish_reason"], piece["stop_reason"] = finish, delta.stop_reason
+                piece["finish_reason"] = finish
+                piece["stop_reason"] = delta.stop_reason
             if place == 0 and request.return_token_ids:
                 piece["token_ids"] = delta.token_ids
             pieces.append(self._head + orjson.dumps(piece) + self._tail)

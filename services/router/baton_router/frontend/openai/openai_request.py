@@ -123,7 +123,9 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
         for at, prompt in enumerate(prompts)
     ]
     request = _request(body, value, requests, sampling)
-    request.echo, request.score_only, request.logprobs = echo, score_only, body.logprobs is not None
+    request.echo = echo
+    request.score_only = score_only
+    request.logprobs = body.logprobs is not None
     return request
 
 
@@ -152,7 +154,8 @@ def parse_chat(value: Any) -> OpenAIRequest:
         raise InvalidRequestError("echo is for plain completions", field="echo")
     max_tokens, name = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
-        max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
+        max_tokens = body.max_completion_tokens
+        name = "max_completion_tokens"
         if body.max_tokens not in (None, max_tokens):
             raise InvalidRequestError("max_tokens and max_completion_tokens differ", field=name)
     sampling = _sampling(body, value, max_tokens, _chat_logprobs(body))
@@ -171,7 +174,8 @@ def parse_chat(value: Any) -> OpenAIRequest:
     if body.thinking_token_budget is not None:
         request.reasoning_fields.append("thinking_token_budget")
     request.reasoning = body.include_reasoning is not False
-    request.logprobs, request.template_fields = bool(body.logprobs), template_fields
+    request.logprobs = bool(body.logprobs)
+    request.template_fields = template_fields
     return request
 
 
@@ -456,7 +460,8 @@ def apply_headers(requests: list[TextRequest], headers: Headers, account: Accoun
                 setattr(request, field, read(name.decode(), text))
     if account is not None:
         for request in requests:
-            request.account, request.cache_salt = account, account.salt(request.cache_salt)
+            request.account = account
+            request.cache_salt = account.salt(request.cache_salt)
 
 
 def _text(name: str, value: str) -> str:

@@ -52,7 +52,8 @@ class ResponseStore:
             messages: The conversation up to its answer.
             body: What it is, as JSON.
         """
-        entry, owner = _Kept(orjson.dumps(messages), body), _owner(account)
+        entry = _Kept(orjson.dumps(messages), body)
+        owner = _owner(account)
         if entry.size > MAX_BYTES // 8:
             return
         kept = self._kept.setdefault(owner, OrderedDict())
@@ -120,7 +121,8 @@ class KeptResponses:
 
     async def serve(self, request: Request) -> Response:
         """Return the response as it was, or forget it, here and for ``previous_response_id``."""
-        ident, account = request.path_params["response_id"], account_of(request)
+        ident = request.path_params["response_id"]
+        account = account_of(request)
         if request.method == "DELETE":
             self._store.delete(account, ident)
             return _json(orjson.dumps({"id": ident, "object": "response", "deleted": True}))

@@ -87,13 +87,15 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
     chat["max_completion_tokens"] = body.max_output_tokens
     if body.tools:
         chat["tools"] = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools)]
-    chat["tool_choice"], chat["parallel_tool_calls"] = _tool_choice(body.tool_choice), body.parallel_tool_calls
+    chat["tool_choice"] = _tool_choice(body.tool_choice)
+    chat["parallel_tool_calls"] = body.parallel_tool_calls
     reasoning = body.reasoning or {}
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
     request = parse_chat(chat)
     (text_request,) = request.requests
-    text_request.prompt_field, text_request.max_tokens_field = "input", "max_output_tokens"
+    text_request.prompt_field = "input"
+    text_request.max_tokens_field = "max_output_tokens"
     text_request.structured = _structured(body.text)
     request.ignored = ignored
     if "reasoning_effort" in request.template_fields:

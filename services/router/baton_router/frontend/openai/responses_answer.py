@@ -65,7 +65,8 @@ class _Items:
         item: dict[str, Any] = {"id": _ident("msg"), "type": "message", "role": "assistant"}
         part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         if kind == "reasoning":
-            item, part = {"id": _ident("rs"), "type": "reasoning", "summary": []}, {"type": kind + "_text", "text": ""}
+            item = {"id": _ident("rs"), "type": "reasoning", "summary": []}
+            part = {"type": kind + "_text", "text": ""}
         self.items.append({**item, "status": "in_progress", "content": []})
         told.append(self._item("response.output_item.added"))
         self.items[-1]["content"].append(part)
@@ -75,7 +76,8 @@ class _Items:
         """Return the stream's events for the end of the item that is open."""
         if not self._open:
             return []
-        kind, self._open = self._open, ""
+        kind = self._open
+        self._open = ""
         item = self.items[-1]
         item["status"] = status
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
@@ -114,7 +116,8 @@ class _Response:
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], created: int) -> None:
         self._settings: ResponseSettings = request.settings
-        self._prepared, self._created = prepared, created
+        self._prepared = prepared
+        self._created = created
         self._parser: DialectParser | None = prepared[0].parser()
         self._events: list[Event] = []
         self._items = _Items()
@@ -169,7 +172,8 @@ class _Response:
 
     def keep(self, body: dict[str, Any]) -> bytes:
         """Keep the conversation for the next request, and the response object; return that as JSON."""
-        message, data = message_of(self._events, reasoning=True), orjson.dumps(body)
+        message = message_of(self._events, reasoning=True)
+        data = orjson.dumps(body)
         told = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
         self._settings.keep(told, data)
         return data

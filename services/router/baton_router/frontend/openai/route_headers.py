@@ -30,19 +30,25 @@ class Route:
     def add(self, chunk: TextChunk) -> None:
         """Take what a chunk tells; later traces are more complete."""
         if chunk.trace is not None:
-            self.trace, self.cached_tokens = chunk.trace, chunk.cached_tokens
+            self.trace = chunk.trace
+            self.cached_tokens = chunk.cached_tokens
         if chunk.decision is not None:
             self.decision = chunk.decision
 
     def row(self) -> tuple[Any, ...]:
         """Return the values of all headers, in the order of ``_HEADERS``."""
-        trace, decision = self.trace or _NO_TRACE, self.decision
-        prefill, decode, rate, state = trace.prefill_instance, trace.decode_instance, 0.0, ""
+        trace = self.trace or _NO_TRACE
+        decision = self.decision
+        prefill = trace.prefill_instance
+        decode = trace.decode_instance
+        rate = 0.0
+        state = ""
         if decision is not None:
             decode = decode or decision.decode_instance
             if self.trace is None:
                 prefill = decision.prefill_instance
-            rate, state = decision.match_rate_of(prefill or decode), decision.index_state
+            rate = decision.match_rate_of(prefill or decode)
+            state = decision.index_state
         return (
             *(_name(prefill), _name(decode), rate, _PATHS.get(trace.path, NONE), _name(trace.pipe), trace.kv_bytes),
             *(trace.transfer_us / 1000, trace.exposed_us / 1000, self.cached_tokens, _name(state)),
