@@ -16,8 +16,7 @@ from tests.support.scripted import encode
 from tests.support.servers.http_front import KEYS, Served
 
 from baton_router.accounts.accounts import Accounts
-from baton_router.frontend.anthropic.answer import object_of
-from baton_router.frontend.anthropic.blocks import chat_messages
+from baton_router.frontend.anthropic import chat_messages, object_of
 
 TOOLS: list[Any] = [
     {"name": "get_weather", "description": "Tell it.", "input_schema": PARAMETERS},

@@ -31,7 +31,7 @@ from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.worker.metrics import WorkerMetrics
 from baton_kvstore.server import KVStoreServer
 from baton_router.app import RouterApp
-from baton_router.frontend.openai.route_headers import route_lines
+from baton_router.frontend.openai.generation import route_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted(

@@ -21,17 +21,14 @@ from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
-from baton_router.frontend.anthropic.answer import message_formatter
-from baton_router.frontend.anthropic.errors import refusal
-from baton_router.frontend.anthropic.messages import NAMES as MESSAGE_NAMES
-from baton_router.frontend.anthropic.messages import TokenCounter, parse_message
-from baton_router.frontend.anthropic.schema import CountTokensBody
+from baton_router.frontend.anthropic import NAMES as MESSAGE_NAMES
+from baton_router.frontend.anthropic import CountTokensBody, TokenCounter, message_formatter, parse_message, refusal
 from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, require_admin
+from baton_router.frontend.openai.answer import chat_formatter, plain_formatter
 from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
 from baton_router.frontend.openai.generation import PostEndpoints
-from baton_router.frontend.openai.message_parts import chat_formatter, plain_formatter
 from baton_router.frontend.openai.openai_request import chat_prompt, parse_chat, parse_completion
 from baton_router.frontend.openai.response_store import KeptResponses, ResponseStore
 from baton_router.frontend.openai.responses import NAMES as RESPONSE_NAMES

@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from baton.version import __version__
-from baton_router.frontend.anthropic import schema as messages
+from baton_router.frontend import anthropic as messages
 from baton_router.frontend.openai import answer_schemas as answers
-from baton_router.frontend.openai.responses_schema import ResponsesBody
+from baton_router.frontend.openai.responses import ResponsesBody
 from baton_router.frontend.openai.schemas import (
     Body,
     ChatBody,

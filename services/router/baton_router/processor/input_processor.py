@@ -8,6 +8,7 @@ import functools
 import secrets
 import time
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammar_process import Asked
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics, OutputProcessor, TextSink
-from baton_router.processor.tenant_turns import TenantTurns
 from baton_router.processor.text_request import (
     ChatPrompt,
     PreparedRequest,
@@ -46,6 +46,51 @@ from baton_router.processor.text_request import (
 )
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import Account, ModelInfo, RoutedRequest
+
+
+class TenantTurns:
+    """Lets so many pieces of work go on at once; tenants that wait take turns, however much each of them sends.
+
+    Args:
+        slots: How many.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a turn; give it back with :meth:`release`."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line = self._waiting.setdefault(tenant, deque())
+        line.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()  # it came in the same moment: the next one's
+            else:
+                line.remove(turn)
+                if not line:
+                    del self._waiting[tenant]
+            raise
+
+    def release(self) -> None:
+        """End a turn: the next tenant's that waits begins."""
+        for tenant, line in list(self._waiting.items()):
+            self._waiting.move_to_end(tenant)
+            for turn in line:
+                if not turn.done():
+                    line.remove(turn)
+                    if not line:
+                        del self._waiting[tenant]
+                    turn.set_result(None)
+                    return
+        self._free += 1
+
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from baton.types import InstanceId, Role, SamplingParams, TokenLogprob
 from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.http.middleware import HttpMetrics
 from baton_router.frontend.openai.answer import LogprobWriter
+from baton_router.frontend.openai.generation import Route, route_lines
 from baton_router.frontend.openai.openai_request import parse_messages
-from baton_router.frontend.openai.route_headers import Route, route_lines
 from baton_router.frontend.openai.schemas import (
     HARMLESS,
     ONLY_DEFAULT,

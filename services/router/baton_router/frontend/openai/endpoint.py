@@ -12,14 +12,13 @@ from starlette.responses import Response
 
 from baton.errors import BatonError
 from baton_router.frontend.http.errors import answer_to
-from baton_router.frontend.openai.answer import EventStream, WholeAnswer
+from baton_router.frontend.openai.answer import Formatter
 from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.frontend.openai.schemas import Body
 from baton_router.processor.text_request import PreparedRequest
 from baton_router.types import Account
 
 E = TypeVar("E", bound=BatonError)
-Formatter: TypeAlias = type[WholeAnswer] | type[EventStream]
 Refusal: TypeAlias = Callable[[BatonError | HTTPException], Response]
 
 

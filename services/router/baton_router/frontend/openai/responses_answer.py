@@ -12,9 +12,15 @@ from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Eve
 from baton.errors import BatonError
 from baton.types import FinishReason
 from baton_router.frontend.http.errors import baton_error_object
-from baton_router.frontend.openai.answer import EventStream, WholeAnswer, named_events, usage_object
-from baton_router.frontend.openai.endpoint import Formatter
-from baton_router.frontend.openai.message_parts import message_of, reasoning_tokens
+from baton_router.frontend.openai.answer import (
+    EventStream,
+    Formatter,
+    WholeAnswer,
+    message_of,
+    named_events,
+    reasoning_tokens,
+    usage_object,
+)
 from baton_router.frontend.openai.openai_request import OpenAIRequest
 from baton_router.frontend.openai.responses import ResponseSettings
 from baton_router.processor.text_request import PreparedRequest, TextChunk

@@ -1,0 +1,764 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's schemas, parsers, formatters and errors.
+
+A request becomes a chat request, which the OpenAI endpoints' run generates; the formatters write its answer as content
+blocks, whole or in events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import orjson
+from msgspec import UNSET, UnsetType
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Event, Reasoning, Text
+from baton.errors import BatonError, InvalidRequestError, shown
+from baton.grammar import StructuredOutputs
+from baton.tokenizer import TextDelta
+from baton.types import FinishReason
+from baton_router.frontend.http.errors import answer_to, baton_error_object
+from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer, named_events, reasoning_tokens
+from baton_router.frontend.openai.endpoint import FieldNames
+from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
+from baton_router.frontend.openai.schemas import Body, Outside, ignored_fields, parse_body, unknown_fields
+from baton_router.processor.text_request import PreparedRequest, TextChunk, TextRequest
+from baton_router.types import Account
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _block(kind: str, needed: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **needed, **more},
+        "required": ["type", *needed],
+    }
+
+
+_STRING = {"type": "string"}
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _block("text", {"text": _STRING})}]}
+_BLOCKS = [
+    _block("text", {"text": _STRING}),
+    _block("tool_use", {"id": _STRING, "name": _STRING, "input": {"type": "object"}}),
+    _block("tool_result", {"tool_use_id": _STRING}, content=_or_null(_TEXTS), is_error={"type": ["boolean", "null"]}),
+    _block("thinking", {"thinking": _STRING}),
+    _block("redacted_thinking", {}),
+]
+_MESSAGES = {
+    "description": "The conversation; the model's chat template makes the prompt of it.",
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _BLOCKS}, "minItems": 1}]},
+        },
+        "required": ["role", "content"],
+    },
+    "minItems": 1,
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["custom", None]},
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": {"type": ["string", "null"]},
+        "input_schema": {"description": "A JSON schema of an object.", "type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "input_schema"],
+}
+
+
+_TOOL_CHOICE = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["auto", "any", "tool", "none"]},
+        "name": _STRING,
+        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
+    },
+    "required": ["type"],
+}
+_THINKING = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["enabled", "adaptive", "disabled"]},
+        "budget_tokens": {"description": "With enabled: fewer than max_tokens.", "type": "integer", "minimum": 1},
+        "display": {"enum": ["summarized", "omitted", None]},
+    },
+    "required": ["type"],
+}
+
+
+class CountTokensBody(Body, kw_only=True):
+    """``POST /v1/messages/count_tokens``; what is in messages, tools and the like is as Anthropic describes it."""
+
+    outside: ClassVar[Outside] = Outside(
+        frozenset({"cache_control"}),
+        {"output_format": (), "mcp_servers": ([],), "container": (), "context_management": ({}, {"edits": []})},
+        {"speed": ("standard",), "service_tier": ("auto", "standard_only"), "betas": ([],)},
+    )
+
+    described: ClassVar[Mapping[str, Any]] = {
+        "messages": _MESSAGES,
+        "system": _or_null(_TEXTS),
+        "tools": _or_null({"type": "array", "items": _TOOL}),
+        "tool_choice": _or_null(_TOOL_CHOICE),
+        "thinking": _or_null(_THINKING),
+    }
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    # What Anthropic's interface doesn't have.
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    """``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    # What Anthropic's interface doesn't have.
+    seed: int | None = None
+    min_p: float | None = None
+
+
+class AnthropicErrorObject(msgspec.Struct):
+    """What went wrong; ``param`` and ``code`` are as in the errors of OpenAI's endpoints."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str
+
+
+class AnthropicError(msgspec.Struct):
+    """The body of every answer that is an error, and the event of a stream that ends with one."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a message; ``input_tokens`` are those of the prompt that had to be computed."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int] | UnsetType = UNSET
+
+
+class Message(msgspec.Struct):
+    """Answers ``POST /v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(msgspec.Struct):
+    """An event of a message: its kind says which other fields there are."""
+
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+class TokenCount(msgspec.Struct):
+    """Answers ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+_ROLES = ("user", "assistant", "system")
+_JOINED = ("content", "reasoning_content")
+"""Fields whose text comes in parts, as many as there are blocks."""
+
+
+def chat_messages(
+    system: str | list[dict[str, Any]] | None, messages: Sequence[Mapping[str, Any]], ignored: list[str]
+) -> list[dict[str, Any]]:
+    """Return a conversation as chats have it; turns of one role that follow each other become one.
+
+    Args:
+        system: Instructions.
+        messages: The turns.
+        ignored: Takes the names of what has no effect.
+
+    Raises:
+        InvalidRequestError: Something is wrong; names the place.
+    """
+    reader = _Reader(ignored)
+    if system:
+        reader.add("system", _text(system, "system"))
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", field="messages")
+    for at, message in enumerate(messages):
+        reader.read(message, f"messages[{at}]")
+    if not reader.made:
+        raise InvalidRequestError("messages: there is nothing in them to answer", field="messages")
+    last = reader.made[-1]
+    if last.get("tool_calls"):
+        place = f"messages[{len(messages) - 1}].content"
+        raise InvalidRequestError(f"{place}: a tool_use has no tool_result behind it", field=place)
+    return [{name: "".join(item) if name in _JOINED else item for name, item in made.items()} for made in reader.made]
+
+
+class _Reader:
+    """Reads turns one after the other.
+
+    Attributes:
+        made: What has become of them; texts are lists of their parts.
+    """
+
+    def __init__(self, ignored: list[str]) -> None:
+        self.made: list[dict[str, Any]] = []
+        self._ignored = ignored
+        self._called = set[str]()
+
+    def add(self, role: str, text: str, joint: str = "\n") -> dict[str, Any]:
+        """Return the last message, if it is of a role, or else a new one, with more text."""
+        last = self.made[-1] if self.made else None
+        if last is None or last["role"] != role:
+            last = {"role": role, "content": []}
+            self.made.append(last)
+        if text:
+            last["content"] += (joint, text) if last["content"] else (text,)
+        return last
+
+    def read(self, message: Mapping[str, Any], place: str) -> None:
+        """Read a turn."""
+        role = message.get("role")
+        content = message.get("content")
+        if role not in _ROLES:
+            raise InvalidRequestError(
+                f"{place}.role must be user, assistant or system, got {shown(role)}", field=f"{place}.role"
+            )
+        if isinstance(content, str):
+            self.add(role, content)
+            return
+        place = f"{place}.content"
+        if not isinstance(content, list) or not content:
+            raise InvalidRequestError(f"{place} must be a string or a list of blocks, not empty", field=place)
+        kinds: dict[str, dict[str, Callable[[Mapping[str, Any], str], None]]] = {
+            "user": {"text": self._user_text, "tool_result": self._tool_result},
+            "assistant": {
+                "text": self._assistant_text,
+                "tool_use": self._tool_use,
+                "thinking": self._thinking,
+                "redacted_thinking": self._redacted,
+            },
+            "system": {"text": self._system_text},
+        }
+        for at, block in enumerate(content):
+            where = f"{place}[{at}]"
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            take = kinds[role].get(kind) if isinstance(kind, str) else None
+            if take is None:
+                known = ", ".join(kinds[role])
+                message_text = f"{where}.type must be one of {known} in a message of the {role}, got {shown(kind)}"
+                raise InvalidRequestError(message_text, field=f"{where}.type")
+            take(block, where)
+
+    def _user_text(self, block: Mapping[str, Any], place: str) -> None:
+        self.add("user", _string(block, "text", place))
+
+    def _system_text(self, block: Mapping[str, Any], place: str) -> None:
+        self.add("system", _string(block, "text", place))
+
+    def _assistant_text(self, block: Mapping[str, Any], place: str) -> None:
+        self.add("assistant", _string(block, "text", place), "")
+
+    def _tool_result(self, block: Mapping[str, Any], place: str) -> None:
+        ident = _string(block, "tool_use_id", place)
+        if ident not in self._called:
+            where = f"{place}.tool_use_id"
+            raise InvalidRequestError(f"{where}: there is no tool_use {shown(ident)} before it", field=where)
+        failed = block.get("is_error")
+        if not isinstance(failed, bool | None):
+            raise InvalidRequestError(f"{place}.is_error must be true or false", field=f"{place}.is_error")
+        content = block.get("content")
+        text = "" if content is None else _text(content, f"{place}.content")
+        # Templates have no mark for results that are errors.
+        text = f"Error: {text}" if failed else text
+        self.made.append({"role": "tool", "tool_call_id": ident, "content": [text]})
+
+    def _tool_use(self, block: Mapping[str, Any], place: str) -> None:
+        ident = _string(block, "id", place)
+        name = _string(block, "name", place)
+        arguments = block.get("input")
+        if not isinstance(arguments, Mapping):
+            raise InvalidRequestError(
+                f"{place}.input must be an object, got {shown(arguments)}", field=f"{place}.input"
+            )
+        call = {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self.add("assistant", "").setdefault("tool_calls", []).append(call)
+        self._called.add(ident)
+
+    def _thinking(self, block: Mapping[str, Any], place: str) -> None:
+        message = self.add("assistant", "")
+        message.setdefault("reasoning_content", []).append(_string(block, "thinking", place))
+
+    def _redacted(self, block: Mapping[str, Any], place: str) -> None:
+        self._ignored.append("redacted_thinking")
+
+
+def _string(block: Mapping[str, Any], name: str, place: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{place}.{name} must be a string, got {shown(value)}", field=f"{place}.{name}")
+    return value
+
+
+def _text(value: Any, place: str) -> str:
+    """Return the text of what is a string or a list of text blocks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{place} must be a string or a list of text blocks", field=place)
+    texts = []
+    for at, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind != "text":
+            where = f"{place}[{at}].type"
+            raise InvalidRequestError(f"{where}: only text is supported here, got {shown(kind)}", field=where)
+        texts.append(_string(block, "text", f"{place}[{at}]"))
+    return "\n".join(texts)
+
+
+NAMES = FieldNames.make(
+    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.function", "tool_choice"),
+    (r"thinking_token_budget", "thinking.budget_tokens"),
+    (r"reasoning_effort", "output_config.effort"),
+    (r"stop$", "stop_sequences"),
+    (r"user$", "metadata.user_id"),
+)
+"""What fields of chats are called here."""
+_PASSED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
+_TOOL_KEYS = {"name", "description", "input_schema", "strict", "type"}
+_HARMLESS_TOOL_KEYS = {"cache_control", "eager_input_streaming"}
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates let a model reason or not."""
+
+
+def parse_message(value: Any, account: Account | None) -> OpenAIRequest:
+    """Return what the body of a request for a message asks for.
+
+    Raises:
+        InvalidRequestError: A field is wrong or asks for what can't be done; names it.
+    """
+    body = parse_body(MessagesBody, value)
+    ignored = ignored_fields(unknown_fields(MessagesBody, value), MessagesBody.outside)
+    more: dict[str, Any] = {name: item for name in _PASSED if (item := getattr(body, name)) is not None}
+    more["stop"] = body.stop_sequences
+    user = (body.metadata or {}).get("user_id")
+    if not isinstance(user, str | None):
+        raise InvalidRequestError("metadata.user_id must be a string", field="metadata.user_id")
+    more["user"] = user
+    return _request(body, more, ignored, body.max_tokens)
+
+
+class TokenCounter:
+    """Serves ``/v1/messages/count_tokens``.
+
+    Args:
+        count: Returns how many tokens a prompt has.
+    """
+
+    def __init__(self, count: Callable[[TextRequest, Account | None], Awaitable[int]]) -> None:
+        self._count = count
+
+    async def answer(self, body: CountTokensBody, account: Account | None) -> dict[str, Any]:
+        """Return how many tokens a conversation has, with tools and all that the template writes."""
+        (request,) = _request(body, {"model": body.model}, [], None).requests
+        return {"input_tokens": await self._count(request, account)}
+
+
+def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], most: int | None) -> OpenAIRequest:
+    """Return what a body asks for.
+
+    Args:
+        body: What all bodies have.
+        more: What else the chat's has.
+        ignored: Fields without effect.
+        most: Tokens that the answer may have.
+    """
+    chat = {**more, "messages": chat_messages(body.system, body.messages, ignored)}
+    if chat["messages"][-1]["role"] == "assistant":
+        chat["continue_final_message"] = True
+    if body.tools:
+        chat["tools"] = [_tool(tool, f"tools[{at}]", ignored) for at, tool in enumerate(body.tools)]
+    chat["tool_choice"], chat["parallel_tool_calls"] = _tool_choice(body.tool_choice)
+    reasons, shown_too, budget = _thinking(body.thinking, most)
+    variables = body.chat_template_kwargs or {}
+    switches = [name for name in _SWITCHES if name not in variables]
+    chat["chat_template_kwargs"] = {**variables, **dict.fromkeys(switches, reasons)}
+    chat["include_reasoning"] = shown_too
+    chat["thinking_token_budget"] = budget
+    config = dict(body.output_config or {})
+    chat["reasoning_effort"] = config.pop("effort", None)
+    form = config.pop("format", None)
+    ignored += [f"output_config.{name}" for name, item in config.items() if item is not None]
+    request = parse_chat(chat)
+    request.requests[0].structured = _structured(form)
+    for name in switches:  # nobody asked for these by name
+        del request.template_fields[name]
+    if "reasoning_effort" in request.template_fields:
+        request.template_fields["reasoning_effort"] = "output_config.effort"
+    request.reasoning_fields = ["thinking"] if reasons else []
+    request.ignored = ignored
+    return request
+
+
+def _tool(tool: Mapping[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        message = f"{place}.type must be custom, as Baton has no tools of its own, got {shown(tool['type'])}"
+        raise InvalidRequestError(message, field=f"{place}.type")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, Mapping):
+        message = f"{place}.input_schema must be the JSON schema of an object, got {shown(schema)}"
+        raise InvalidRequestError(message, field=f"{place}.input_schema")
+    function = {"name": tool.get("name"), "parameters": schema}
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    unknown = tool.keys() - _TOOL_KEYS - _HARMLESS_TOOL_KEYS
+    ignored += [f"{place}.{name}" for name in sorted(unknown) if tool[name] is not None]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
+    """Return ``tool_choice`` and ``parallel_tool_calls`` of a chat."""
+    if choice is None:
+        return None, None
+    alone = choice.get("disable_parallel_tool_use")
+    if not isinstance(alone, bool | None):
+        name = "tool_choice.disable_parallel_tool_use"
+        raise InvalidRequestError(f"{name} must be true or false", field=name)
+    parallel = None if alone is None else not alone
+    match choice.get("type"):
+        case "auto" | "none" as kind:
+            return kind, parallel
+        case "any":
+            return "required", parallel
+        case "tool":
+            return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+        case kind:
+            name = "tool_choice.type"
+            raise InvalidRequestError(f"{name} must be auto, any, tool or none, got {shown(kind)}", field=name)
+
+
+def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, bool, int | None]:
+    """Return whether the model is to reason, whether that is shown, and how many tokens it may have."""
+    if value is None:
+        return False, False, None
+    display = value.get("display")
+    if display not in (None, "summarized", "omitted"):
+        name = "thinking.display"
+        raise InvalidRequestError(f"{name} must be summarized or omitted, got {shown(display)}", field=name)
+    match value.get("type"):
+        case "disabled":
+            return False, False, None
+        case "adaptive":
+            return True, display != "omitted", None
+        case "enabled":
+            budget = value.get("budget_tokens")
+            name = "thinking.budget_tokens"
+            if type(budget) is not int or budget < 1:
+                raise InvalidRequestError(f"{name} must be an integer above 0, got {shown(budget)}", field=name)
+            if most is not None and budget >= most:
+                message = f"{name} must be less than max_tokens, which counts reasoning too: {budget} and {most}"
+                raise InvalidRequestError(message, field=name)
+            return True, display != "omitted", budget
+        case kind:
+            name = "thinking.type"
+            raise InvalidRequestError(f"{name} must be enabled, adaptive or disabled, got {shown(kind)}", field=name)
+
+
+def _structured(form: Any) -> StructuredOutputs | None:
+    if form is None:
+        return None
+    place = "output_config.format"
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        raise InvalidRequestError(f"{place}.type must be json_schema", field=f"{place}.type")
+    if not isinstance(form.get("schema"), Mapping):
+        raise InvalidRequestError(f"{place}.schema must be a JSON schema", field=f"{place}.schema")
+    return StructuredOutputs(json=form["schema"], field=f"{place}.schema")
+
+
+def message_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
+    """Return what writes the answer to a request."""
+    return MessageStream if request.stream else WholeAnthropicMessage
+
+
+class _Message:
+    """One message: its blocks, and what is said of it.
+
+    Args:
+        request: What was asked for.
+        prepared: The one prompt's.
+        ident: The message's id.
+    """
+
+    def __init__(self, request: OpenAIRequest, prepared: PreparedRequest, ident: str) -> None:
+        self._prepared = prepared
+        self._ident = ident
+        self._reasoning = request.reasoning
+        self._parser: DialectParser | None = prepared.parser()
+        self._blocks: list[dict[str, Any]] = []
+        self._open = ""
+        self._thoughts: list[str] = []
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+
+    def take(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Take more text; return the stream's events for it."""
+        parser = self._parser
+        finish = delta.finish_reason
+        found: list[Event] = [Text(delta.text)] if parser is None and delta.text else []
+        if parser is not None:
+            found = parser.feed(delta.text)
+            if finish is not None:
+                found += parser.finish()
+        told = [event for item in found for event in self._event(item)]
+        if finish is not None:
+            told += self._close()
+            self._finish(finish, delta.stop_reason)
+        return told
+
+    def _finish(self, finish: FinishReason, stop: str | int | None) -> None:
+        if finish == FinishReason.LENGTH:
+            self._stop_reason = "max_tokens"
+        elif isinstance(stop, str):
+            self._stop_reason = "stop_sequence"
+            self._stop_sequence = stop
+        else:
+            self._stop_reason = "tool_use" if self._parser is not None and self._parser.calls else "end_turn"
+
+    def _event(self, event: Event) -> list[dict[str, Any]]:
+        match event:
+            case Text():
+                told = self._begin("text", {"text": ""})
+                self._blocks[-1]["text"] += event.text
+                return [*told, self._delta("text_delta", text=event.text)]
+            case Reasoning():
+                self._thoughts.append(event.text)
+                if not self._reasoning:
+                    return []
+                told = self._begin("thinking", {"thinking": "", "signature": ""})
+                self._blocks[-1]["thinking"] += event.text
+                return [*told, self._delta("thinking_delta", thinking=event.text)]
+            case CallStart():
+                told = self._close()
+                told += self._begin("tool_use", {"id": event.id, "name": event.name, "input": {}})
+                self._blocks[-1]["input"] = ""
+                return told
+            case CallArguments():
+                self._blocks[-1]["input"] += event.text
+                return [self._delta("input_json_delta", partial_json=event.text)]
+            case CallEnd():
+                return self._close()
+
+    def _begin(self, kind: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._open == kind:
+            return []
+        told = self._close()
+        self._open = kind
+        block = {"type": kind, **fields}
+        self._blocks.append(dict(block))
+        start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+        return [*told, start]
+
+    def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
+        delta = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self._open:
+            return []
+        self._open = ""
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def usage(self, tokens: int, cached: int) -> dict[str, Any]:
+        """Return its usage so far."""
+        usage: dict[str, Any] = {
+            "input_tokens": self._prepared.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": tokens,
+        }
+        if self._stop_reason is not None:
+            thoughts = reasoning_tokens(self._prepared, "".join(self._thoughts))
+            usage["output_tokens_details"] = {"thinking_tokens": min(thoughts, tokens)}
+        return usage
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """Why it ended."""
+        return {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+
+    def body(self, tokens: int, cached: int) -> dict[str, Any]:
+        """Return the message object."""
+        blocks = [
+            {**block, "input": object_of(block["input"])} if block["type"] == "tool_use" else block
+            for block in self._blocks
+        ]
+        return {
+            "id": self._ident,
+            "type": "message",
+            "role": "assistant",
+            "model": self._prepared.info.name,
+            "content": blocks,
+            **self.end,
+            "usage": self.usage(tokens, cached),
+        }
+
+
+class WholeAnthropicMessage(WholeAnswer):
+    """The formatter of messages in one piece."""
+
+    __slots__ = ("_message",)
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._message = _Message(request, prepared[0], ident)
+
+    def end(self) -> bytes:
+        """Return the message object as JSON."""
+        choice = self._choices[0][0]
+        finish = choice.finish_reason or FinishReason.STOP
+        self._message.take(
+            TextDelta(0, "".join(choice.texts), [], finish_reason=finish, stop_reason=choice.stop_reason)
+        )
+        return orjson.dumps(self._message.body(len(choice.ids), self._cached[0]))
+
+
+class MessageStream(EventStream):
+    """The formatter of streamed messages."""
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._is_plain = False  # a token has events of other forms
+        self._message = _Message(request, prepared[0], ident)
+
+    def add(self, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+        told: list[dict[str, Any]] = []
+        if chunk.trace is not None:
+            self._cached[0] = chunk.cached_tokens
+        if not self._begun[0]:
+            self._begun[0] = True
+            told = [{"type": "message_start", "message": self._message.body(0, self._cached[0])}, {"type": "ping"}]
+        for delta in chunk.deltas:
+            self._tokens += len(delta.token_ids)
+            told += self._message.take(delta)
+        return named_events(told)
+
+    def end(self) -> bytes:
+        """Return the events that end a stream."""
+        usage = self._message.usage(self._tokens, self._cached[0])
+        delta = {"type": "message_delta", "delta": self._message.end, "usage": usage}
+        return named_events([delta, {"type": "message_stop"}])
+
+    def error(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        return named_events([error_event(error)])
+
+
+def object_of(text: str) -> dict[str, Any]:
+    """Return the object that a call's arguments are; of such as were cut, what is complete of them.
+
+    What is no object, where the model wrote such, is returned as Anthropic suggests for results: under a name that says
+    so.
+    """
+    for candidate in (text or "{}", _completed(text)):
+        try:
+            found = orjson.loads(candidate)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return {"INVALID_JSON": text}
+
+
+def _completed(text: str) -> str:
+    """Return the JSON that a cut text begins with, closed behind the last value that is whole."""
+    closers: list[str] = []
+    end = 0
+    quoted = False
+    escaped = False
+    for at, char in enumerate(text):
+        if quoted:
+            quoted = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            quoted = True
+        elif char in "{[":
+            closers.append("}" if char == "{" else "]")
+            end = at + 1
+        elif char in "}]" and closers:
+            closers.pop()
+            end = at + 1
+        elif char == "," and closers:
+            end = at
+    return text[:end] + "".join(reversed(closers))
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_KEPT = ("retry-after", "www-authenticate")
+
+
+def refusal(error: BatonError | HTTPException) -> Response:
+    """Return the response for an error."""
+    response = answer_to(error)
+    told = orjson.loads(bytes(response.body))["error"]
+    headers = {name: response.headers[name] for name in _KEPT if name in response.headers}
+    body = orjson.dumps(_shaped(response.status_code, told))
+    return Response(body, response.status_code, media_type="application/json", headers=headers)
+
+
+def error_event(error: BatonError) -> dict[str, Any]:
+    """Return the event that ends a stream."""
+    return _shaped(error.http_status, baton_error_object(error)["error"])
+
+
+def _shaped(status: int, told: dict[str, Any]) -> dict[str, Any]:
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    parts = {name: told[name] for name in ("message", "param", "code")}
+    return {"type": "error", "error": {"type": kind, **parts}}

@@ -1,1 +1,0 @@
-"""Anthropic's Messages, over the pipeline of chats."""
