@@ -1,5 +1,5 @@
 /* Scatter and gather over a stream socket for baton.kv_transfer.copy.socket_mover: thousands of spans of memory without a
- * Python object for each, and without the interpreter lock; checksums (XXH3, 64 bits) while the bytes lie in the cache.
+ * Python object for each, and without the interpreter lock; checksums (XXH3, 64 bits) while the bytes are in the cache.
  */
 #include <errno.h>
 #include <poll.h>
@@ -9,12 +9,21 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#define XXH_STATIC_LINKING_ONLY
-#define XXH_IMPLEMENTATION
-#include "xxhash/xxhash.h"
-#if defined(__x86_64__)
-#include "xxhash/xxh_x86dispatch.h" /* XXH3_64bits_update by the widest vectors of the processor */
-#endif
+/* xxHash's streaming functions (XXH3, 64 bits), from the library that Python's xxhash package brings. */
+struct xxh3 {
+    void *(*create_state)(void);
+    int (*free_state)(void *);
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*digest)(const void *);
+};
+
+static struct xxh3 xxh3; /* set once, while baton.kv_transfer.copy.socket_mover is imported */
+
+void baton_use_xxh3(const struct xxh3 *functions)
+{
+    xxh3 = *functions;
+}
 
 enum { MAX_PIECES = 512 };
 /* Bytes that are hashed, then moved, in one go: they should stay in a core's own cache in between. */
@@ -39,7 +48,7 @@ struct hasher {
     uint64_t *sums;        /* one per piece */
     uint64_t count;
     uint64_t piece, left;  /* the present piece, and the bytes of it to come */
-    XXH3_state_t state;
+    void *state;           /* xxHash's */
 };
 
 static size_t gather(const struct state *s, const struct span *spans, uint64_t room, struct iovec *pieces)
@@ -73,17 +82,17 @@ static void advance(struct state *s, const struct span *spans, uint64_t bytes)
 static void begin_piece(struct hasher *h)
 {
     h->left = h->sizes[h->piece];
-    XXH3_64bits_reset(&h->state);
+    xxh3.reset(h->state);
 }
 
 static void hash_bytes(struct hasher *h, const uint8_t *data, uint64_t bytes)
 {
     while (bytes && h->piece < h->count) {
         uint64_t part = bytes < h->left ? bytes : h->left;
-        XXH3_64bits_update(&h->state, data, part);
+        xxh3.update(h->state, data, part);
         data += part, bytes -= part, h->left -= part;
         if (!h->left) {
-            h->sums[h->piece] = XXH3_64bits_digest(&h->state);
+            h->sums[h->piece] = xxh3.digest(h->state);
             if (++h->piece < h->count)
                 begin_piece(h);
         }
@@ -132,11 +141,14 @@ static int await_bytes(int fd, uint64_t left, int *mark, int tick_ms)
  * sums must outlive it. */
 struct hasher *baton_hasher_new(const uint64_t *sizes, uint64_t *sums, uint64_t count)
 {
-    size_t unit = _Alignof(struct hasher);
-    struct hasher *h = aligned_alloc(unit, (sizeof *h + unit - 1) / unit * unit);
+    struct hasher *h = malloc(sizeof *h);
     if (!h)
         return NULL;
-    h->sizes = sizes, h->sums = sums, h->count = count, h->piece = 0;
+    *h = (struct hasher){.sizes = sizes, .sums = sums, .count = count, .state = xxh3.create_state()};
+    if (!h->state) {
+        free(h);
+        return NULL;
+    }
     if (count)
         begin_piece(h);
     return h;
@@ -144,6 +156,8 @@ struct hasher *baton_hasher_new(const uint64_t *sizes, uint64_t *sums, uint64_t 
 
 void baton_hasher_free(struct hasher *h)
 {
+    if (h)
+        xxh3.free_state(h->state);
     free(h);
 }
 

@@ -26,7 +26,7 @@ HELPERS = ROOT / "native"
 OPERATORS = ROOT / "kernels/baton_kernels/cpu"
 C_COMPILERS, CXX_COMPILERS = ("cc", "gcc", "clang"), ("g++", "clang++", "c++")
 COMMON = ("-fPIC", "-Wall", "-Wextra")
-C_FLAGS = (*COMMON, "-std=gnu11", "-O2", "-DXXH_NAMESPACE=baton_")
+C_FLAGS = (*COMMON, "-std=gnu11", "-O2")
 CXX_FLAGS = (*COMMON, "-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-uninitialized")
 TIMEOUT_S = 600.0
 PORTABLE_GLIBC = "2.28"
@@ -78,13 +78,11 @@ class Library:
 
 def libraries(*, every: bool) -> list[Library]:
     """Return what is built for this machine; ``every``: also what this processor cannot run."""
-    xxhash = HELPERS / "xxhash"
-    dispatch = (xxhash / "xxh_x86dispatch.c",) if platform.machine() == "x86_64" else ()
     helpers = Library(
         ROOT / "src/baton/_native/baton_native.so",
         "c",
-        (*sorted(HELPERS.glob("*.c")), *dispatch),
-        tuple(sorted(xxhash.glob("*.h"))),
+        tuple(sorted(HELPERS.glob("*.c"))),
+        (),
         C_FLAGS,
     )
     variants = _variants()

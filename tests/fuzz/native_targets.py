@@ -93,7 +93,7 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
     for target in targets:
         library = best if target in OPERATORS else helpers
         includes = sorted({path.parent for path in library.includes} | {SOURCES, builder.HELPERS})
-        flags = [*_flags(tools[1], guided=guided), *(f"-I{each}" for each in includes), "-DXXH_NAMESPACE=baton_"]
+        flags = [*_flags(tools[1], guided=guided), *(f"-I{each}" for each in includes)]
         flags += ['-DBATON_DIGEST="fuzz"', *builder.Compilers({}).target(library)]
         mark = hashlib.sha256(repr((tools, flags)).encode() + library.mark()).hexdigest()[:16]
         ours = [SOURCES / f"{target}.cpp", *([] if guided else [SOURCES / "main.cpp"])]

@@ -5,12 +5,19 @@
 #include <vector>
 
 #include "choices.h"
-#include "xxhash/xxhash.h"
 
 struct span { uint64_t address, bytes; };
 struct state { uint64_t span, at, left, hashed; };
 struct hasher;
+struct xxh3 {
+    void *(*create_state)();
+    int (*free_state)(void *);
+    int (*reset)(void *);
+    int (*update)(void *, const void *, size_t);
+    uint64_t (*digest)(const void *);
+};
 extern "C" {
+void baton_use_xxh3(const xxh3 *functions);
 hasher *baton_hasher_new(const uint64_t *sizes, uint64_t *sums, uint64_t count);
 void baton_hasher_free(hasher *h);
 int64_t baton_send_spans(int fd, const span *spans, state *s, hasher *h, uint64_t limit, int *error);
@@ -18,6 +25,34 @@ int64_t baton_recv_spans(int fd, const span *spans, state *s, hasher *h, uint64_
 }
 
 namespace {
+
+// Stands in for xxHash, which a program of its own does not have: any hash of a stream shows where it was cut (FNV-1a).
+int reset(void *state) {
+    *static_cast<uint64_t *>(state) = 0xcbf29ce484222325;
+    return 0;
+}
+
+int update(void *state, const void *data, size_t bytes) {
+    auto &sum = *static_cast<uint64_t *>(state);
+    for (size_t i = 0; i < bytes; i++) sum = (sum ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3;
+    return 0;
+}
+
+uint64_t digest(const void *state) { return *static_cast<const uint64_t *>(state); }
+
+const xxh3 FNV = {[]() -> void * { return new uint64_t; },
+                  [](void *state) {
+                      delete static_cast<uint64_t *>(state);
+                      return 0;
+                  },
+                  reset, update, digest};
+
+uint64_t sum_of(const uint8_t *data, size_t bytes) {
+    uint64_t state;
+    reset(&state);
+    update(&state, data, bytes);
+    return digest(&state);
+}
 
 std::vector<uint64_t> cut(Choices &from, uint64_t bytes) {  // none of them empty
     std::vector<uint64_t> parts;
@@ -41,6 +76,7 @@ std::vector<span> spans_of(const std::vector<uint64_t> &parts, uint8_t *at) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    baton_use_xxh3(&FNV);
     Choices from(data, size);
     const uint64_t bytes = from.byte() % 32 ? from.number(1, 3000) : from.number(1, 300000);
     Buffer<uint8_t> sent(bytes), got(bytes);
@@ -78,7 +114,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     REQUIRE(!std::memcmp(sent.get(), got.get(), stop));
     const uint8_t *at = sent.get();
     for (size_t i = 0; hashed && stop == bytes && i < pieces.size(); at += pieces[i++]) {
-        REQUIRE(out_sums[i] == XXH3_64bits(at, pieces[i]));
+        REQUIRE(out_sums[i] == sum_of(at, pieces[i]));
         REQUIRE(in_sums[i] == out_sums[i]);
     }
     baton_hasher_free(out_hasher);

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash._xxhash
 
 from baton.kv_transfer.protocol.deadline import TICK_S, Wait
 from baton.kv_transfer.protocol.read_wire import Checksums, Spans
@@ -23,6 +24,33 @@ _send_spans = function("send_spans", ctypes.c_int64, ctypes.c_int, _pointer, _po
 _recv_spans = function(
     *("recv_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, ctypes.c_int, _pointer)
 )
+
+
+def _use_xxh3() -> None:
+    """Hand xxHash's own functions to the C helpers, so that Baton carries no copy of it.
+
+    Raises:
+        ImportError: The xxhash package is built without xxHash's public C functions.
+    """
+    # On x86 those that end in "dispatch" use the processor's widest vectors; in some builds all of them do.
+    wanted = [
+        ("XXH3_createState",),
+        ("XXH3_freeState",),
+        ("XXH3_64bits_reset",),
+        ("XXH3_64bits_update_dispatch", "XXH3_64bits_update"),
+        ("XXH3_64bits_digest",),
+    ]
+    library = ctypes.CDLL(xxhash._xxhash.__file__)
+    addresses = []
+    for names in wanted:
+        symbol = next((name for name in names if hasattr(library, name)), None)
+        if symbol is None:
+            raise ImportError(f"the xxhash package ({xxhash._xxhash.__file__}) lacks the C function {names[-1]}")
+        addresses.append(ctypes.cast(library[symbol], ctypes.c_void_p).value)
+    function("use_xxh3", None)((ctypes.c_void_p * len(wanted))(*addresses))
+
+
+_use_xxh3()
 
 
 class PieceHasher:
