@@ -1,6 +1,10 @@
-/* The numbers behind a placement: the load of one role's instances side by side, what a policy says of each, and which
-   pair is the best of all. What they mean stands where they are called from: baton_router/scheduler/kernels.py and the
-   policies. Everything here is a pass over arrays of doubles, an entry per instance; nothing is kept between calls. */
+/* The numbers behind a placement: the load of one role's instances side by side, what a policy scores them, and the best
+   pair. The definitions that this computes are written in Python, in baton_router/scheduler/policy.py (the choice) and
+   policies/ (the scores); tests compare the two. Everything here is a pass over arrays with an entry per instance;
+   nothing is kept between calls.
+
+   Structures are shared with Python as numpy dtypes (baton_router/scheduler/kernels.py, registry/load.py). Their layout
+   is checked against the table at the end of this file when they are imported. */
 
 #include <math.h>
 #include <stddef.h>
@@ -14,30 +18,35 @@
 
 /* An instance's load as the router keeps it, see LoadColumns. */
 struct load_row {
-    double work, lately, done_at, sequences, waiting, room, limit, unused;
+    double work, done, done_at, sequences, waiting, room, limit;
 };
 
-/* A side: six rows of an entry per instance. */
-enum { MATCHED, RATE, WORK, LOADS, SEQUENCES, WAITING };
+/* An instance as a policy sees it, see Side. */
+struct side_row {
+    double matched, match_rate, work, load, sequences, waiting;
+};
 
-/* Gather a side. at: positions among `rows` and `held`, NULL: the first `count`; tokens: of the prompt, at least 1;
-   recent: seconds after which work that was done counts 1/e as much. */
-void baton_gather_side(const struct load_row *rows, const double *held, const int64_t *at, int64_t count, double tokens,
-                       double now, double recent, double *out) {
+/* Gather a side. positions: of the instances among `rows` and `matched`, NULL: the first `count`; tokens: of the prompt,
+   at least 1; recent: seconds after which work that was done counts 1/e as much. */
+void baton_gather_side(const struct load_row *rows, const double *matched, const int64_t *positions, int64_t count,
+                       double tokens, double now, double recent, struct side_row *out) {
     for (int64_t i = 0; i < count; i++) {
-        int64_t from = at ? at[i] : i;
+        int64_t from = positions ? positions[i] : i;
         const struct load_row *row = rows + from;
-        double lately = row->lately != 0.0 ? row->lately * exp((row->done_at - now) / recent) : 0.0;
-        out[MATCHED * count + i] = held[from];
-        out[RATE * count + i] = held[from] / tokens;
-        out[WORK * count + i] = row->work;
-        out[LOADS * count + i] = row->work + lately;
-        out[SEQUENCES * count + i] = row->sequences;
-        out[WAITING * count + i] = row->waiting;
+        double lately = row->done != 0.0 ? row->done * exp((row->done_at - now) / recent) : 0.0;
+        out[i] = (struct side_row){
+            .matched = matched[from],
+            .match_rate = matched[from] / tokens,
+            .work = row->work,
+            .load = row->work + lately,
+            .sequences = row->sequences,
+            .waiting = row->waiting,
+        };
     }
 }
 
-/* Write the positions of instances with room for so many sequences, as LoadTracker.has_room says; returns how many. */
+/* Write the positions of instances with room for so many sequences, as LoadTracker.has_room defines it; returns how
+   many. */
 int64_t baton_free_rows(const struct load_row *rows, int64_t count, double sequences, int64_t *out) {
     int64_t found = 0;
     for (int64_t i = 0; i < count; i++)
@@ -56,7 +65,7 @@ struct line_row {
 struct lines {
     struct line_row row;    /* no block: nothing is known */
     const int64_t *columns; /* an instance's entry; -1: nothing is known of it */
-    double base, slope;     /* stand in where nothing recent is known */
+    double base, slope;     /* used where nothing recent is known */
     double oldest;
 };
 
@@ -71,10 +80,15 @@ static inline struct line line_of(const struct lines *l, const struct line_row *
     return (struct line){row->block[c], row->block[row->size + c]};
 }
 
-static double sum(const double *values, int64_t count) {
+static inline double time_of(const struct lines *l, int64_t i, double amount) {
+    struct line line = line_of(l, &l->row, i);
+    return line.base + line.slope * amount;
+}
+
+static double mean_load(const struct side_row *rows, int64_t count) {
     double total = 0.0;
-    for (int64_t i = 0; i < count; i++) total += values[i];
-    return total;
+    for (int64_t i = 0; i < count; i++) total += rows[i].load;
+    return total / (double)count;
 }
 
 static double highest(const double *values, int64_t count) {
@@ -84,230 +98,258 @@ static double highest(const double *values, int64_t count) {
     return best;
 }
 
-/* What relative_loads is of one instance; mean: of all, smoothed. */
+/* relative_loads of one instance; mean: of all, smoothed. */
 static inline double relative(double load, double smoothing, double mean) {
     return mean <= 0.0 ? 1.0 : (load + smoothing) / mean;
 }
 
-/* --- match_minus_load --- */
+/* --- match_minus_load; see MatchMinusLoad.plain_score for the formulas --- */
 
 #define IDLE 1e-6
-#define ALIKE 0.1        /* times that differ from the mean by less count as equal: that much is noise */
-#define STALL_SHARE 0.05 /* what a local prefill costs per sequence that decodes there, in prefills */
-#define ASIDE 0.1        /* what must be saved, in prompts, before decode is asked to compute one: the others wait */
+#define NOISE 0.1        /* as _NOISE */
+#define STALL_SHARE 0.05 /* as _STALL_SHARE */
+#define LOCAL_COST 0.1   /* as _LOCAL_COST */
+
+struct match_prefill {
+    double load, speed, lately, total;
+};
+
+struct match_decode {
+    double load, total;
+    double local_load, local_speed, local_total; /* of a prefill on the decode instance itself */
+};
 
 struct match_args {
-    const double *prefill, *decode; /* sides */
+    const struct side_row *prefill, *decode;
     int64_t num_prefills, num_decodes;
     struct lines computing, decoding, local;
     double tokens, beta, decode_cost;
-    int64_t with_local, local_known;
-    double *out;
+    int64_t with_local, local_measured;
+    struct match_prefill *prefill_scores;
+    struct match_decode *decode_scores;
 };
 
-static inline double apart(double slow) { return fabs(slow - 1.0) < ALIKE ? 1.0 : slow; }
+static inline double without_noise(double slow) { return fabs(slow - 1.0) < NOISE ? 1.0 : slow; }
 
-static inline double above(double x) { return x >= 1.0 ? x - 1.0 : log(x > IDLE ? x : IDLE); }
+static inline double above_mean(double x) { return x >= 1.0 ? x - 1.0 : log(x > IDLE ? x : IDLE); }
 
-/* Score both sides. out: per prefill instance load, speed, lately and the total; per decode instance load and the total;
-   then load, speed and the total of the prefill on each. Returns whether the latter were scored. */
-int baton_score_match(const struct match_args *a) {
-    int64_t count = a->num_prefills, others = a->num_decodes;
-    double tokens = a->tokens, beta = a->beta, mean = 0.0;
-    double *load = a->out, *speed = load + count, *lately = speed + count, *total = lately + count;
-    const double *rate = a->prefill + RATE * count, *work = a->prefill + WORK * count;
-    const double *loads = a->prefill + LOADS * count;
-    double *slow = total;
+static double score_match_prefill(const struct match_args *a) {
+    int64_t count = a->num_prefills;
+    if (!count) return 0.0;
+    const struct side_row *side = a->prefill;
+    struct match_prefill *scores = a->prefill_scores;
+    double tokens = a->tokens, beta = a->beta, mean = 0.0, done = 0.0;
     for (int64_t i = 0; i < count; i++) {
-        struct line line = line_of(&a->computing, &a->computing.row, i);
-        slow[i] = line.base + line.slope * tokens;
+        scores[i].total = time_of(&a->computing, i, tokens);
+        mean += scores[i].total;
     }
-    if (count) mean = sum(slow, count) / (double)count;
+    mean /= (double)count;
     for (int64_t i = 0; i < count; i++) {
-        slow[i] = mean > 0.0 ? apart(slow[i] / mean) : 1.0;
-        lately[i] = (loads[i] - work[i]) * slow[i];
+        double slow = mean > 0.0 ? without_noise(scores[i].total / mean) : 1.0;
+        scores[i].load = side[i].work * slow * (-beta / tokens);
+        scores[i].speed = (slow - 1.0) * (side[i].match_rate - 1.0) * beta;
+        scores[i].lately = (side[i].load - side[i].work) * slow;
+        done += scores[i].lately;
     }
-    double smoothing = tokens / 4, level = count ? sum(lately, count) / (double)count + smoothing : 0.0;
+    double smoothing = tokens / 4, level = done / (double)count + smoothing;
     double best_now = -INFINITY, best = -INFINITY;
     for (int64_t i = 0; i < count; i++) {
-        load[i] = work[i] * slow[i] * (-beta / tokens);
-        speed[i] = (slow[i] - 1.0) * (rate[i] - 1.0) * beta;
-        lately[i] = above((lately[i] + smoothing) / level) * -beta;
-        double now = rate[i] + load[i] + speed[i];
-        total[i] = now + lately[i];
+        scores[i].lately = above_mean((scores[i].lately + smoothing) / level) * -beta;
+        double now = side[i].match_rate + scores[i].load + scores[i].speed;
+        scores[i].total = now + scores[i].lately;
         if (now > best_now) best_now = now;
-        if (total[i] > best) best = total[i];
+        if (scores[i].total > best) best = scores[i].total;
     }
-    /* Who did less goes first; but what was done makes no prompt late, so beside a decode instance the best counts. */
     for (int64_t i = 0; i < count; i++) {
-        lately[i] += best_now - best;
-        total[i] += best_now - best;
+        scores[i].lately += best_now - best;
+        scores[i].total += best_now - best;
     }
+    return mean;
+}
 
-    rate = a->decode + RATE * others, loads = a->decode + LOADS * others;
-    const double *sequences = a->decode + SEQUENCES * others, *waiting = a->decode + WAITING * others;
-    load = a->out + 4 * count, total = load + others;
-    double running = others ? sum(sequences, others) / (double)others : 0.0;
-    for (int64_t i = 0; i < others; i++) {
-        struct line line = line_of(&a->decoding, &a->decoding.row, i);
-        total[i] = line.base + line.slope * (1.0 + running);
+/* Score both sides and, if wanted and possible, the prefill on each decode instance; returns whether it was. */
+int baton_score_match(const struct match_args *a) {
+    double mean = score_match_prefill(a), tokens = a->tokens, beta = a->beta;
+    int64_t count = a->num_decodes;
+    const struct side_row *side = a->decode;
+    struct match_decode *scores = a->decode_scores;
+    double running = 0.0, steps = 0.0;
+    for (int64_t i = 0; i < count; i++) running += side[i].sequences;
+    for (int64_t i = 0; i < count; i++) {
+        scores[i].total = time_of(&a->decoding, i, 1.0 + running / (double)count);
+        steps += scores[i].total;
     }
-    double share = (double)others / sum(total, others);
-    smoothing = SMOOTHING * a->decode_cost;
-    level = sum(loads, others) / (double)others + smoothing;
-    for (int64_t i = 0; i < others; i++) {
-        load[i] = -beta * (1.0 + above(relative(loads[i], smoothing, level) * apart(total[i] * share)));
-        total[i] = rate[i] + load[i];
+    double share = (double)count / steps, smoothing = SMOOTHING * a->decode_cost;
+    double level = mean_load(side, count) + smoothing;
+    for (int64_t i = 0; i < count; i++) {
+        double busy = relative(side[i].load, smoothing, level) * without_noise(scores[i].total * share);
+        scores[i].load = -beta * (1.0 + above_mean(busy));
+        scores[i].total = side[i].match_rate + scores[i].load;
     }
     if (!a->with_local || !(mean > 0.0)) return 0;
-    load = total + others, speed = load + others, total = speed + others;
-    for (int64_t i = 0; i < others; i++) {
-        struct line line = line_of(&a->local, &a->local.row, i);
-        double here = a->local_known ? (line.base + line.slope * tokens) / mean : 1.0;
-        load[i] = (here * waiting[i] + ASIDE * tokens) * (-beta / tokens);
-        speed[i] = (here * (1.0 + STALL_SHARE * sequences[i]) - 1.0) * (rate[i] - 1.0) * beta;
-        total[i] = rate[i] + load[i] + speed[i];
+    for (int64_t i = 0; i < count; i++) {
+        double here = a->local_measured ? time_of(&a->local, i, tokens) / mean : 1.0;
+        scores[i].local_load = (here * side[i].waiting + LOCAL_COST * tokens) * (-beta / tokens);
+        scores[i].local_speed =
+            (here * (1.0 + STALL_SHARE * side[i].sequences) - 1.0) * (side[i].match_rate - 1.0) * beta;
+        scores[i].local_total = side[i].match_rate + scores[i].local_load + scores[i].local_speed;
     }
     return 1;
 }
 
-/* --- cost_ms --- */
+/* --- cost_ms; see CostMs.plain_score for the formulas --- */
 
-/* What a millisecond of local prefill costs per sequence that decodes there, in milliseconds of this request: their
-   steps carry the prompt's chunks, so they all wait for it. */
-#define STALL_MS 0.1
-/* Of the shortest prefill, at most: about what a prediction is off by. In replays (docs/bench/router.md) 0.02 to 0.2 gave
-   the same time to first token. */
-#define EVEN_SHARE 0.1
-#define DEPTHS 64 /* different numbers of tokens that decode instances miss; others are looked at one by one */
+#define STALL_MS 0.1   /* as _STALL_SHARE */
+#define EVEN_SHARE 0.1 /* as _EVEN_SHARE */
+#define DEPTHS 64      /* different numbers of tokens that decode instances miss; others are computed one by one */
+
+struct cost_prefill {
+    double missing, base, slope; /* tokens to compute, and their line */
+    double queue, even, total;
+};
+
+struct cost_decode {
+    double missing, bound; /* tokens that it lacks; what its pairs score at most */
+    double total;
+    double local_queue, local_prefill, local_stall, local_total;
+    double store_queue, store_load, store_prefill, store_stall, store_total;
+};
 
 struct cost_args {
-    const double *prefill, *decode; /* sides */
-    const double *loadable;         /* per decode instance; NULL: nothing lies in slower tiers */
+    const struct side_row *prefill, *decode;
+    const double *loadable; /* per decode instance; NULL: slower tiers hold nothing */
     int64_t num_prefills, num_decodes;
     struct lines computing, decoding, local, store;
-    const double *least; /* per decode instance: least base and slope of what transfers to it take */
+    const double *least; /* per decode instance: least base and slope of transfers to it */
     double least_base, least_slope;
     double tokens, sequences, expected, kv_bytes, prefill_cost;
     double threshold; /* missing tokens; -1: none */
-    double *out;
+    struct cost_prefill *prefill_scores;
+    struct cost_decode *decode_scores;
 };
 
-/* Milliseconds of the prefill on decode instances themselves: after they loaded what they can, if that is given. */
-static void score_alone(const struct cost_args *a, const double *loadable, double *out) {
-    int64_t count = a->num_decodes;
-    const double *matched = a->decode + MATCHED * count, *running = a->decode + SEQUENCES * count;
-    const double *waiting = a->decode + WAITING * count;
-    double *queue = out, *load = queue + count, *prefill = load + (loadable ? count : 0);
-    double *stall = prefill + count, *total = stall + count;
-    for (int64_t i = 0; i < count; i++) {
-        struct line line = line_of(&a->local, &a->local.row, i);
-        double missing = a->tokens - (loadable ? loadable[i] : matched[i]);
-        queue[i] = -line.slope * waiting[i];
-        prefill[i] = -(line.base + line.slope * missing);
-        stall[i] = -STALL_MS * running[i] * line.slope * missing;
-        if (!loadable) {
-            if (a->threshold >= 0.0 && missing >= a->threshold) prefill[i] = -INFINITY;
-            total[i] = queue[i] + prefill[i] + stall[i];
-            continue;
-        }
-        struct line fetch = line_of(&a->store, &a->store.row, i);
-        double more = loadable[i] - matched[i];
-        load[i] = more > 0.0 ? -(fetch.base + fetch.slope * a->kv_bytes * more) : -INFINITY;
-        total[i] = queue[i] + load[i] + prefill[i] + stall[i];
-    }
-}
-
-/* What pairs with a decode instance that misses `needed` score at most, transfer aside. */
-static double most_without_transfer(const double *missing, const double *base, const double *slope, const double *total,
-                                    int64_t count, double needed) {
+/* The highest score of pairs with a decode instance that misses `needed` tokens, transfer aside. */
+static double bound_without_transfer(const struct cost_prefill *rows, int64_t count, double needed) {
     double best = -INFINITY;
     for (int64_t i = 0; i < count; i++) {
-        double score = total[i] - base[i] - slope[i] * (missing[i] < needed ? missing[i] : needed);
+        double computed = rows[i].missing < needed ? rows[i].missing : needed;
+        double score = rows[i].total - rows[i].base - rows[i].slope * computed;
         if (score > best) best = score;
     }
     return best;
 }
 
-/* Score both sides and what decode can do by itself. out: per prefill instance missing tokens, base and slope of
-   computing, queue, even and the total; per decode instance missing tokens, what its pairs score at most, and decode;
-   then queue, prefill, stall and the total of the prefill on each; then, with `loadable`, queue, load, prefill, stall
-   and the total of the same with what it loads. */
-void baton_score_cost(const struct cost_args *a) {
-    int64_t count = a->num_prefills, others = a->num_decodes;
-    const double *matched = a->prefill + MATCHED * count, *work = a->prefill + WORK * count;
-    const double *loads = a->prefill + LOADS * count, *held = a->decode + MATCHED * others;
-    double *missing = a->out, *base = missing + count, *slope = base + count, *queue = slope + count;
-    double *even = queue + count, *total = even + count;
+static void score_cost_prefill(const struct cost_args *a) {
+    int64_t count = a->num_prefills;
+    if (!count) return;
+    const struct side_row *side = a->prefill;
+    struct cost_prefill *scores = a->prefill_scores;
     double most_held = 0.0, shortest = INFINITY, least_load = INFINITY;
-    for (int64_t i = 0; i < others; i++)
-        if (held[i] > most_held) most_held = held[i];
-    double smoothing = SMOOTHING * a->prefill_cost;
-    double level = count ? sum(loads, count) / (double)count + smoothing : 0.0;
+    for (int64_t i = 0; i < a->num_decodes; i++)
+        if (a->decode[i].matched > most_held) most_held = a->decode[i].matched;
+    double smoothing = SMOOTHING * a->prefill_cost, level = mean_load(side, count) + smoothing;
     for (int64_t i = 0; i < count; i++) {
         struct line line = line_of(&a->computing, &a->computing.row, i);
-        base[i] = line.base, slope[i] = line.slope;
-        missing[i] = a->tokens - matched[i];
-        queue[i] = -work[i] * line.slope;
-        double known = matched[i] > most_held ? matched[i] : most_held;
+        double known = side[i].matched > most_held ? side[i].matched : most_held;
         double ms = line.base + line.slope * (a->tokens - known);
         if (ms < shortest) shortest = ms;
-        even[i] = relative(loads[i], smoothing, level);
-        if (even[i] < least_load) least_load = even[i];
+        scores[i].missing = a->tokens - side[i].matched;
+        scores[i].base = line.base;
+        scores[i].slope = line.slope;
+        scores[i].queue = -side[i].work * line.slope;
+        scores[i].even = relative(side[i].load, smoothing, level);
+        if (scores[i].even < least_load) least_load = scores[i].even;
     }
     for (int64_t i = 0; i < count; i++) {
-        double behind = least_load - even[i];
-        even[i] = EVEN_SHARE * shortest * (behind < -1.0 ? -1.0 : behind);
-        total[i] = queue[i] + even[i];
+        double behind = least_load - scores[i].even;
+        scores[i].even = EVEN_SHARE * shortest * (behind < -1.0 ? -1.0 : behind);
+        scores[i].total = scores[i].queue + scores[i].even;
     }
-    double *needed = total + count, *most = needed + others, *decode = most + others;
-    const double *running = a->decode + SEQUENCES * others;
+}
+
+/* Set the bounds of all decode instances' pairs. */
+static void bound_pairs(const struct cost_args *a) {
     double depths[DEPTHS], bounds[DEPTHS];
     int64_t num_depths = 0;
-    for (int64_t i = 0; i < others; i++) {
-        struct line line = line_of(&a->decoding, &a->decoding.row, i);
-        decode[i] = -a->expected * (line.base + line.slope * (running[i] + a->sequences));
-        needed[i] = a->tokens - held[i];
-        most[i] = -INFINITY;
-        if (!count || (a->threshold >= 0.0 && needed[i] < a->threshold)) continue;
-        int64_t at = 0; /* most decode instances miss the same */
-        while (at < num_depths && depths[at] != needed[i]) at++;
+    for (int64_t i = 0; i < a->num_decodes; i++) {
+        struct cost_decode *row = a->decode_scores + i;
+        row->bound = -INFINITY;
+        if (!a->num_prefills || (a->threshold >= 0.0 && row->missing < a->threshold)) continue;
+        int64_t at = 0; /* most decode instances miss the same number of tokens */
+        while (at < num_depths && depths[at] != row->missing) at++;
         double bound;
         if (at < num_depths) {
             bound = bounds[at];
         } else {
-            bound = most_without_transfer(missing, base, slope, total, count, needed[i]);
-            if (num_depths < DEPTHS) depths[num_depths] = needed[i], bounds[num_depths++] = bound;
+            bound = bound_without_transfer(a->prefill_scores, a->num_prefills, row->missing);
+            if (num_depths < DEPTHS) {
+                depths[num_depths] = row->missing;
+                bounds[num_depths++] = bound;
+            }
         }
         double fixed = a->least[2 * i], per_byte = a->least[2 * i + 1];
         if (a->least_base < fixed) fixed = a->least_base;
         if (a->least_slope < per_byte) per_byte = a->least_slope;
-        most[i] = bound - fixed - per_byte * a->kv_bytes * needed[i];
+        row->bound = bound - fixed - per_byte * a->kv_bytes * row->missing;
     }
-    score_alone(a, NULL, decode + others);
-    if (a->loadable) score_alone(a, a->loadable, decode + 5 * others);
 }
 
-/* --- the best of all --- */
+/* Score both sides and what decode instances can do without a prefill instance. The `store` fields are set only with
+   `loadable`. */
+void baton_score_cost(const struct cost_args *a) {
+    score_cost_prefill(a);
+    for (int64_t i = 0; i < a->num_decodes; i++) {
+        const struct side_row *side = a->decode + i;
+        struct cost_decode *row = a->decode_scores + i;
+        row->total = -a->expected * time_of(&a->decoding, i, side->sequences + a->sequences);
+        row->missing = a->tokens - side->matched;
+        struct line own = line_of(&a->local, &a->local.row, i);
+        row->local_queue = -own.slope * side->waiting;
+        row->local_prefill = -(own.base + own.slope * row->missing);
+        if (a->threshold >= 0.0 && row->missing >= a->threshold) row->local_prefill = -INFINITY;
+        row->local_stall = -STALL_MS * side->sequences * own.slope * row->missing;
+        row->local_total = row->local_queue + row->local_prefill + row->local_stall;
+        if (!a->loadable) continue;
+        double more = a->loadable[i] - side->matched, rest = a->tokens - a->loadable[i];
+        row->store_queue = row->local_queue;
+        row->store_load = more > 0.0 ? -time_of(&a->store, i, a->kv_bytes * more) : -INFINITY;
+        row->store_prefill = -(own.base + own.slope * rest);
+        row->store_stall = -STALL_MS * side->sequences * own.slope * rest;
+        row->store_total = row->store_queue + row->store_load + row->store_prefill + row->store_stall;
+    }
+    bound_pairs(a);
+}
 
-/* What speaks for a pair beyond what speaks for each of its two: minus the milliseconds that cost_ms predicts. */
+/* --- the best of all; see choose_plainly and prefill_order_plainly --- */
+
+/* The scores of pairs beyond those of their two instances: minus the milliseconds that cost_ms predicts. */
 struct pairs {
-    const double *missing, *base, *slope; /* per prefill instance */
-    const double *needed, *most;          /* per decode instance */
-    const struct line_row *rows;          /* transfers to it */
-    struct lines moving;                  /* `row` is unused */
+    const struct cost_prefill *prefill;
+    const struct cost_decode *decode;
+    const struct line_row *rows; /* transfers to each decode instance */
+    struct lines moving;         /* `row` is unused */
     double kv_bytes, threshold;
 };
 
-/* What can be chosen: totals of both sides and of what decode can do by itself; NULL: it cannot. */
+/* Totals of some candidates, `stride` bytes apart; no `first`: there are none. */
+struct column {
+    const char *first;
+    int64_t stride;
+};
+
+static inline double total_of(const struct column *column, int64_t i) {
+    return *(const double *)(column->first + i * column->stride);
+}
+
+/* What can be chosen: totals of both sides, and of what decode instances can do without a prefill instance. */
 struct options {
-    const double *prefill, *decode, *local, *store;
+    struct column prefill, decode, local, store;
     int64_t num_prefills, num_decodes;
 };
 
-/* What was chosen: the decode instance and its option, a prefill instance or one of those after them. */
+/* What was chosen: the decode instance, and its option: a prefill instance, or local or store, which follow these. */
 struct choice {
-    int64_t decode, column;
+    int64_t decode, option;
     double score;
 };
 
@@ -315,27 +357,26 @@ struct choice {
 static void fill_column(const struct options *o, const struct pairs *pairs, int64_t d, double *out) {
     int64_t count = o->num_prefills;
     if (!pairs) {
-        if (count) memcpy(out, o->prefill, (size_t)count * sizeof *out);
+        for (int64_t p = 0; p < count; p++) out[p] = total_of(&o->prefill, p);
         return;
     }
-    double needed = pairs->needed[d], bytes = pairs->kv_bytes * needed;
+    double needed = pairs->decode[d].missing, bytes = pairs->kv_bytes * needed;
     int refused = pairs->threshold >= 0.0 && needed < pairs->threshold;
-    const struct line_row *row = pairs->rows + d;
     for (int64_t p = 0; p < count; p++) {
-        struct line move = line_of(&pairs->moving, row, p);
-        double computed = pairs->base[p] + pairs->slope[p] * (pairs->missing[p] < needed ? pairs->missing[p] : needed);
-        out[p] = refused ? -INFINITY : o->prefill[p] - (computed + (move.base + move.slope * bytes));
+        const struct cost_prefill *row = pairs->prefill + p;
+        struct line move = line_of(&pairs->moving, pairs->rows + d, p);
+        double computed = row->base + row->slope * (row->missing < needed ? row->missing : needed);
+        out[p] = refused ? -INFINITY : total_of(&o->prefill, p) - (computed + (move.base + move.slope * bytes));
     }
 }
 
-/* Write the scores of everything that a decode instance can be chosen with: all prefills, local, store. Returns how
-   many there are. */
+/* Write the scores of all options of a decode instance: all prefill instances, local, store. Returns how many. */
 static int64_t fill_options(const struct options *o, const struct pairs *pairs, int64_t d, double *out) {
     int64_t count = o->num_prefills;
     fill_column(o, pairs, d, out);
-    if (o->local || !count) out[count++] = o->local ? o->local[d] : 0.0;
-    if (o->store) out[count++] = o->store[d];
-    for (int64_t i = 0; i < count; i++) out[i] += o->decode[d];
+    if (o->local.first || !count) out[count++] = o->local.first ? total_of(&o->local, d) : 0.0;
+    if (o->store.first) out[count++] = total_of(&o->store, d);
+    for (int64_t i = 0; i < count; i++) out[i] += total_of(&o->decode, d);
     return count;
 }
 
@@ -356,32 +397,36 @@ static int64_t pick(const double *values, int64_t count, double draw) {
         if (values[i] == best && !skip--) return i;
 }
 
+/* Return the highest score of a decode instance's own options and a prefill part. */
+static double best_part(const struct options *o, int64_t d, double part) {
+    if (o->local.first && total_of(&o->local, d) > part) part = total_of(&o->local, d);
+    if (o->store.first && total_of(&o->store, d) > part) part = total_of(&o->store, d);
+    return part;
+}
+
 /* Choose without pairs: the best prefill instance is the same for all, so only decode instances are compared. */
-static int64_t choose_apart(const struct options *o, const double *draws, struct choice *found) {
+static int64_t choose_apart(const struct options *o, const double *draws, struct choice *choice) {
     int64_t count = o->num_prefills, others = o->num_decodes;
-    double most[others], options[count + 2];
-    int coupled = o->local || o->store;
-    double best = !count && !o->local ? 0.0 : highest(o->prefill, count);
-    for (int64_t d = 0; d < others; d++) {
-        double part = best;
-        if (o->local && o->local[d] > part) part = o->local[d];
-        if (o->store && o->store[d] > part) part = o->store[d];
-        most[d] = coupled ? o->decode[d] + part : o->decode[d];
-    }
+    double most[others], prefills[count + 1], options[count + 2];
+    int coupled = o->local.first || o->store.first;
+    fill_column(o, NULL, 0, prefills);
+    double best = !count && !o->local.first ? 0.0 : highest(prefills, count);
+    for (int64_t d = 0; d < others; d++)
+        most[d] = coupled ? total_of(&o->decode, d) + best_part(o, d, best) : total_of(&o->decode, d);
     int64_t d = pick(most, others, draws[0]);
     if (d < 0) return d == -1 ? 1 : d;
     if (!coupled && !count) {
-        *found = (struct choice){d, 0, o->decode[d]};
+        *choice = (struct choice){d, 0, total_of(&o->decode, d)};
         return 0;
     }
     int64_t number = fill_options(o, NULL, d, options);
-    int64_t column = coupled ? pick(options, number, draws[1]) : pick(o->prefill, count, draws[1]);
-    if (column < 0) return column == -1 ? 2 : column;
-    *found = (struct choice){d, column, options[column]};
+    int64_t option = coupled ? pick(options, number, draws[1]) : pick(prefills, count, draws[1]);
+    if (option < 0) return option == -1 ? 2 : option;
+    *choice = (struct choice){d, option, options[option]};
     return 0;
 }
 
-/* Return the decode instance that follows another one in the order of what they score at most; -1: none. */
+/* Return the decode instance that follows another one in the order of their bounds; -1: none. */
 static int64_t following(const double *most, int64_t count, int64_t last) {
     int64_t next = -1;
     for (int64_t d = 0; d < count; d++) {
@@ -391,16 +436,13 @@ static int64_t following(const double *most, int64_t count, int64_t last) {
     return next;
 }
 
-/* Choose with pairs: decode instances that cannot have the best one are not looked at. */
-static int64_t choose_pair(const struct options *o, const struct pairs *pairs, double draw, struct choice *found) {
+/* Choose with pairs: decode instances that cannot have the best one are skipped. */
+static int64_t choose_pair(const struct options *o, const struct pairs *pairs, double draw, struct choice *choice) {
     int64_t count = o->num_prefills, others = o->num_decodes, seen = 0, ties = 0;
     int64_t tied[others], times[others];
     double most[others], options[count + 2], best = -INFINITY;
     for (int64_t d = 0; d < others; d++) {
-        most[d] = pairs->most[d];
-        if (o->local && o->local[d] > most[d]) most[d] = o->local[d];
-        if (o->store && o->store[d] > most[d]) most[d] = o->store[d];
-        most[d] += o->decode[d];
+        most[d] = total_of(&o->decode, d) + best_part(o, d, pairs->decode[d].bound);
         if (most[d] != most[d]) return -2;
     }
     for (int64_t d = following(most, others, -1); d >= 0; d = following(most, others, d)) {
@@ -418,20 +460,20 @@ static int64_t choose_pair(const struct options *o, const struct pairs *pairs, d
         int64_t number = fill_options(o, pairs, tied[at], options);
         for (int64_t i = 0; i < number; i++) {
             if (options[i] != best || skip--) continue;
-            *found = (struct choice){tied[at], i, best};
+            *choice = (struct choice){tied[at], i, best};
             return 0;
         }
     }
     return -2;
 }
 
-/* Choose the best pair. Returns 0; or the number of the draw that it needs, from 1 on, when it is below 0; or -2: a score
-   is not a number. */
+/* Choose the best option. Returns 0; or the number of the draw that it needs, from 1 on, when it is below 0; or -2: a
+   score is not a number. */
 int64_t baton_choose(const struct options *o, const struct pairs *pairs, double first_draw, double second_draw,
-                     struct choice *found) {
+                     struct choice *choice) {
     double draws[2] = {first_draw, second_draw};
-    if (!pairs) return choose_apart(o, draws, found);
-    return first_draw < 0.0 ? 1 : choose_pair(o, pairs, first_draw, found);
+    if (!pairs) return choose_apart(o, draws, choice);
+    return first_draw < 0.0 ? 1 : choose_pair(o, pairs, first_draw, choice);
 }
 
 /* Write the best prefill instances for a decode instance, best first, equal ones in their order from `first` on; at most
@@ -450,4 +492,69 @@ int64_t baton_prefill_order(const struct options *o, const struct pairs *pairs, 
         out[at] = p;
     }
     return known;
+}
+
+/* --- the layout of the structures that Python shares --- */
+
+#define SIZE(name) {#name, sizeof(struct name)}
+#define FIELD(name, field) {#name "." #field, offsetof(struct name, field)}
+
+static const struct {
+    const char *name;
+    int64_t bytes;
+} LAYOUT[] = {
+    SIZE(load_row),
+    FIELD(load_row, work), FIELD(load_row, done), FIELD(load_row, done_at), FIELD(load_row, sequences),
+    FIELD(load_row, waiting), FIELD(load_row, room), FIELD(load_row, limit),
+    SIZE(side_row),
+    FIELD(side_row, matched), FIELD(side_row, match_rate), FIELD(side_row, work), FIELD(side_row, load),
+    FIELD(side_row, sequences), FIELD(side_row, waiting),
+    SIZE(line_row),
+    FIELD(line_row, block), FIELD(line_row, size),
+    SIZE(lines),
+    FIELD(lines, row), FIELD(lines, columns), FIELD(lines, base), FIELD(lines, slope), FIELD(lines, oldest),
+    SIZE(match_prefill),
+    FIELD(match_prefill, load), FIELD(match_prefill, speed), FIELD(match_prefill, lately),
+    FIELD(match_prefill, total),
+    SIZE(match_decode),
+    FIELD(match_decode, load), FIELD(match_decode, total), FIELD(match_decode, local_load),
+    FIELD(match_decode, local_speed), FIELD(match_decode, local_total),
+    SIZE(match_args),
+    FIELD(match_args, prefill), FIELD(match_args, decode), FIELD(match_args, num_prefills),
+    FIELD(match_args, num_decodes), FIELD(match_args, computing), FIELD(match_args, decoding),
+    FIELD(match_args, local), FIELD(match_args, tokens), FIELD(match_args, beta), FIELD(match_args, decode_cost),
+    FIELD(match_args, with_local), FIELD(match_args, local_measured), FIELD(match_args, prefill_scores),
+    FIELD(match_args, decode_scores),
+    SIZE(cost_prefill),
+    FIELD(cost_prefill, missing), FIELD(cost_prefill, base), FIELD(cost_prefill, slope), FIELD(cost_prefill, queue),
+    FIELD(cost_prefill, even), FIELD(cost_prefill, total),
+    SIZE(cost_decode),
+    FIELD(cost_decode, missing), FIELD(cost_decode, bound), FIELD(cost_decode, total),
+    FIELD(cost_decode, local_queue), FIELD(cost_decode, local_prefill), FIELD(cost_decode, local_stall),
+    FIELD(cost_decode, local_total), FIELD(cost_decode, store_queue), FIELD(cost_decode, store_load),
+    FIELD(cost_decode, store_prefill), FIELD(cost_decode, store_stall), FIELD(cost_decode, store_total),
+    SIZE(cost_args),
+    FIELD(cost_args, prefill), FIELD(cost_args, decode), FIELD(cost_args, loadable), FIELD(cost_args, num_prefills),
+    FIELD(cost_args, num_decodes), FIELD(cost_args, computing), FIELD(cost_args, decoding), FIELD(cost_args, local),
+    FIELD(cost_args, store), FIELD(cost_args, least), FIELD(cost_args, least_base), FIELD(cost_args, least_slope),
+    FIELD(cost_args, tokens), FIELD(cost_args, sequences), FIELD(cost_args, expected), FIELD(cost_args, kv_bytes),
+    FIELD(cost_args, prefill_cost), FIELD(cost_args, threshold), FIELD(cost_args, prefill_scores),
+    FIELD(cost_args, decode_scores),
+    SIZE(pairs),
+    FIELD(pairs, prefill), FIELD(pairs, decode), FIELD(pairs, rows), FIELD(pairs, moving), FIELD(pairs, kv_bytes),
+    FIELD(pairs, threshold),
+    SIZE(column),
+    FIELD(column, first), FIELD(column, stride),
+    SIZE(options),
+    FIELD(options, prefill), FIELD(options, decode), FIELD(options, local), FIELD(options, store),
+    FIELD(options, num_prefills), FIELD(options, num_decodes),
+    SIZE(choice),
+    FIELD(choice, decode), FIELD(choice, option), FIELD(choice, score),
+};
+
+/* Return the offset of a field ("structure.field"), or the size of a structure, in bytes; -1: there is none. */
+int64_t baton_placement_layout(const char *name) {
+    for (size_t i = 0; i < sizeof LAYOUT / sizeof *LAYOUT; i++)
+        if (!strcmp(LAYOUT[i].name, name)) return LAYOUT[i].bytes;
+    return -1;
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 LIBRARY = Path(__file__).parent / "_native" / "baton_native.so"
@@ -51,3 +54,38 @@ def address_of(array: npt.NDArray[Any]) -> int:
     except (TypeError, ValueError, BufferError):  # it is empty, read-only or not contiguous
         address: int = array.__array_interface__["data"][0]
         return address
+
+
+class Layout:
+    """A C structure of the library, as numpy and ``struct`` write it; all of its fields have 8 bytes.
+
+    Args:
+        name: Name of the structure.
+        layout: Returns the offset of a field (``structure.field``) or the size of a structure in the library.
+        fields: Type of each field, in order: ``d`` (double), ``q`` (an int64 or a pointer), or another structure.
+
+    Attributes:
+        dtype: The structure as a numpy dtype: an array of it has a named column per field.
+        size: Size of the structure in bytes.
+        pack, pack_into, unpack_from: As of ``struct.Struct``: the values of all fields in order, nested ones flattened.
+
+    Raises:
+        ImportError: The library has another structure: it was built from other sources.
+    """
+
+    def __init__(self, name: str, layout: Callable[[bytes], int], **fields: str | Layout) -> None:
+        self.dtype: np.dtype[np.void] = np.dtype([(x, t.dtype if isinstance(t, Layout) else np.dtype(t)) for x, t in fields.items()])
+        self._offsets = {x: int(entry[1]) for x, entry in (self.dtype.fields or {}).items()}
+        self._codes: str = "".join(t._codes if isinstance(t, Layout) else t for t in fields.values())
+        packer = struct.Struct("=" + self._codes)
+        self.pack = packer.pack
+        self.pack_into = packer.pack_into
+        self.unpack_from = packer.unpack_from
+        self.size = packer.size
+        for field, offset in ((name, self.size), *((f"{name}.{x}", at) for x, at in self._offsets.items())):
+            if layout(field.encode()) != offset:
+                raise ImportError(f"{field} is elsewhere in Baton's native library. Build it again: {BUILD_COMMAND}")
+
+    def column(self, address: int, field: str) -> tuple[int, int]:
+        """Return the address of a field in the first of several structures, and the bytes from one to the next."""
+        return address + self._offsets[field], self.size

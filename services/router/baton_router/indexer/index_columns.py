@@ -46,7 +46,7 @@ class IndexColumns:
         for at, applier in enumerate(appliers):
             applier.watch(self, at)
 
-    def held(self, index: PrefixIndex, chains: Mapping[int, HashChain]) -> npt.NDArray[np.float64]:
+    def matched_tokens(self, index: PrefixIndex, chains: Mapping[int, HashChain]) -> npt.NDArray[np.float64]:
         """Return how many leading prompt tokens each instance holds, those that are pending for it included.
 
         Args:
@@ -63,7 +63,7 @@ class IndexColumns:
             now = self._appliers[0].clock()
             where = address_of(out)
             for number, chain in chains.items():
-                index.held(chain, (self._address, out.size), (float(number), now), self._place.get, where)
+                index.match_rows(chain, (self._address, out.size), (float(number), now), self._place.get, where)
         return out
 
     def _read(self) -> None:

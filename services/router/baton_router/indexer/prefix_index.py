@@ -223,7 +223,7 @@ _store = _function("store", ctypes.c_int64, _POINTER, ctypes.c_uint32, _DATA, _S
 _remove = _function("remove", _WORD, _POINTER, ctypes.c_uint32, _DATA, _SIZE)
 _match = _function("match", _SIZE, _POINTER, _DATA, _SIZE, _DATA, _POINTER)
 _match_any = _function("match_any", None, _POINTER, _DATA, _SIZE, _DATA, _SIZE, _POINTER)
-_held = _function(
+_match_rows = _function(
     "held",
     None,
     _POINTER,
@@ -311,7 +311,7 @@ class BlockTable:
         _match_any(self._table, chain, len(chain) // HASH_BYTES, sets, len(groups), depths)
         return depths[:]
 
-    def held(
+    def match_rows(
         self,
         chain: bytes,
         rows: tuple[int, int],
@@ -330,7 +330,7 @@ class BlockTable:
         """
         where, depths = pending
         size = len(chain) // HASH_BYTES
-        _held(
+        _match_rows(
             *(self._table, chain, size, *rows, *which),
             where.buffer_info()[0],
             depths.buffer_info()[0],
@@ -459,7 +459,9 @@ class PrefixIndex:
         """
         return self._table.match_any(HashChain.of(hashes).data, [group & self._live for group in groups])
 
-    def held(self, chain: HashChain, rows: tuple[int, int], which: tuple[float, float], place: Place, out: int) -> None:
+    def match_rows(
+        self, chain: HashChain, rows: tuple[int, int], which: tuple[float, float], place: Place, out: int
+    ) -> None:
         """Raise the leading tokens that instances hold of a chain, pending ones included, to what is found.
 
         What :meth:`match` is for slots; this is for rows of :class:`~baton_router.indexer.index_columns.IndexColumns`,
@@ -474,7 +476,7 @@ class PrefixIndex:
         """
         pending = self._pending.match(chain)
         found = array("q", map(place, pending, repeat(-1)))
-        self._table.held(chain.data, rows, which, (found, array("q", pending.values())), out)
+        self._table.match_rows(chain.data, rows, which, (found, array("q", pending.values())), out)
 
     def add_pending(self, slot: int, hashes: Sequence[BlockHash]) -> PendingChain | None:
         """Count a whole chain as held until it is released; ``None`` if the slot is gone."""

@@ -18,8 +18,8 @@ Requests that no instance can take now wait in :class:`Waiters`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.api.v1 import common_pb2
-from baton.native import address_of
+from baton.native import Layout, address_of, function
 from baton.types import Role
 
 REQUEST_OVERHEAD_TOKENS = 64
@@ -38,7 +38,13 @@ NO_LIMIT = 2**62
 _RECENT_SHARE = 0.2
 """What a token of work done just now counts beside one in flight. In replays (docs/bench/router.md) more of it gave
 more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
-_ROW = struct.Struct("8d")
+layout_of = function("placement_layout", ctypes.c_int64, ctypes.c_char_p)
+"""Returns offsets and sizes of the structures of ``native/placement.c``."""
+LOAD_ROW = Layout(
+    "load_row", layout_of, work="d", done="d", done_at="d", sequences="d", waiting="d", room="d", limit="d"
+)  # fmt: skip
+"""An instance's load: work in flight and counted work that was done (tokens), when that was (s), sequences in flight,
+prompt tokens to compute, sequences that may still be placed, and the limit of these."""
 
 
 class LoadTracker:
@@ -192,8 +198,8 @@ class LoadColumns:
         self.trackers = trackers
         self.changed = set(range(len(trackers)))
         self.over = False
-        self._rows = np.zeros((len(trackers), _ROW.size // 8))
-        self._memory = self._rows.reshape(-1).view(np.uint8).data
+        self._rows = np.zeros(len(trackers), LOAD_ROW.dtype)
+        self._memory = self._rows.view(np.uint8).data
         self.address = address_of(self._rows)
         for at, tracker in enumerate(trackers):
             if tracker._watcher is not None:
@@ -206,9 +212,9 @@ class LoadColumns:
         while self.changed:
             at = self.changed.pop()
             x = self.trackers[at]
-            _ROW.pack_into(
+            LOAD_ROW.pack_into(
                 self._memory,
-                at * _ROW.size,
+                at * LOAD_ROW.size,
                 x.work,
                 _RECENT_SHARE * x._done,
                 x._done_at,
@@ -216,7 +222,6 @@ class LoadColumns:
                 x.prompts_waiting,
                 x._limit - x.requests,
                 x._limit,
-                0.0,
             )
 
 

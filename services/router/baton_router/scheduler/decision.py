@@ -27,8 +27,8 @@ from baton_router.scheduler.policy import Choice, FloatArray, Ratings, Side, bes
 RUNNING = "running"
 _MAX_RECORDS = 1000
 _MAX_NUMBERS = 500_000
-"""What the policies said of candidates and pairs, in all decisions kept; some 30 bytes each. With hundreds of instances
-there are fewer decisions."""
+"""Scores of candidates and pairs in all remembered decisions, about 30 bytes each; with hundreds of instances fewer
+decisions are remembered."""
 
 
 class Term(NamedTuple):
@@ -39,14 +39,16 @@ class Term(NamedTuple):
 
 
 class DecisionCandidate(NamedTuple):
-    """One instance that was looked at; see ``RouteCandidate``.
+    """One instance that was scored; see ``RouteCandidate``.
 
     Attributes:
+        instance_id: Name of the instance.
+        role: Role of the instance.
         match_rate: Matched prompt tokens / prompt tokens.
         tiers: Prompt tokens that it can load from slower tiers and the KV store, by tier.
-        load: Relative to the mean of its role.
-        score: Its own, or of the best pair with it where the policy rates pairs.
-        terms: What adds up to the score.
+        load: Load relative to the mean of the role.
+        score: Score of the instance, or of the best pair with it where the policy rates pairs.
+        terms: Terms that add up to the score.
     """
 
     instance_id: str
@@ -59,18 +61,19 @@ class DecisionCandidate(NamedTuple):
 
 
 class Decision(msgspec.Struct, eq=False):
-    """What was chosen, from what; field by field as in ``RouteDecision``.
+    """The chosen instances and all candidates; its fields are those of ``RouteDecision``.
 
     Attributes:
-        prompt_tokens: Of the request.
+        prompt_tokens: Number of prompt tokens of the request.
         policy: Name of the policy.
         prefill: Prefill instances as the policy saw them.
         decode: Decode instances as the policy saw them.
-        ratings: Its answer.
-        choice: What came of that.
+        ratings: Answer of the policy.
+        choice: The option chosen by the ratings.
         path: Where the prompt is to be computed; ``None``: the decode instance decides by its threshold.
-        prefill_addresses: Prefill instances in order, best first.
-        index_state: The worst of those that were chosen.
+        prefill_order: Positions of the prefill instances to use, best first.
+        prefill_addresses: Addresses of these.
+        index_state: The worst index state of the chosen instances.
     """
 
     prompt_tokens: int
@@ -87,7 +90,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def prefill_instance(self) -> str:
-        """Name of the prefill instance, the first in order; empty: none is to be used."""
+        """Name of the first prefill instance; empty: none is to be used."""
         if not self.prefill_order or self.path in (PrefillPath.LOCAL, PrefillPath.STORE):
             return ""
         return self.prefill.ids[self.prefill_order[0]]
@@ -103,7 +106,7 @@ class Decision(msgspec.Struct, eq=False):
 
     @property
     def terms(self) -> list[Term]:
-        """What adds up to the score."""
+        """Terms that add up to the score."""
         return _named(self._option_terms(self.choice.decode, self.choice.prefill, self.choice.path))
 
     @property
@@ -123,13 +126,8 @@ class Decision(msgspec.Struct, eq=False):
             for at, name in enumerate(side.ids)
         ]
 
-    @property
-    def couples(self) -> bool:
-        """Whether the policy rates pairs, beyond prefill and decode instances each by itself."""
-        return not (self.ratings.pairs is None and self.ratings.local is None and self.ratings.store is None)
-
     def match_rate_of(self, instance_id: str) -> float:
-        """Return the match rate of an instance that was looked at; 0 for others."""
+        """Return the match rate of a candidate; 0 for other instances."""
         for side in (self.decode, self.prefill):
             for at, name in enumerate(side.ids):
                 if name == instance_id:
@@ -148,14 +146,14 @@ class Decision(msgspec.Struct, eq=False):
 
     def score_of(self, role: Role, at: int) -> float:
         if role is Role.DECODE:
-            return best_option(self.ratings, at)[2] if self.couples else float(self.ratings.decode.totals[at])
-        if not self.couples:
+            return best_option(self.ratings, at)[2] if self.ratings.couples else float(self.ratings.decode.totals[at])
+        if not self.ratings.couples:
             return float(self.ratings.prefill.totals[at])
         return sum(self._option_terms(self.choice.decode, at, PrefillPath.REMOTE).values())
 
     def terms_of(self, role: Role, at: int) -> list[Term]:
-        """Return what adds up to a candidate's score."""
-        if not self.couples:
+        """Return the terms that add up to a candidate's score."""
+        if not self.ratings.couples:
             scores = self.ratings.prefill if role is Role.PREFILL else self.ratings.decode
             return _named(scores.explain(at))
         if role is Role.PREFILL:
@@ -165,17 +163,17 @@ class Decision(msgspec.Struct, eq=False):
 
     def _option_terms(self, d: int, p: int | None, path: PrefillPath | None) -> dict[str, float]:
         ratings = self.ratings
-        found = [ratings.decode.explain(d)]
+        parts = [ratings.decode.explain(d)]
         if p is not None:
-            found.append(ratings.prefill.explain(p))
+            parts.append(ratings.prefill.explain(p))
             if ratings.pairs is not None:
-                found.append(ratings.pairs.explain(p, d))
+                parts.append(ratings.pairs.explain(p, d))
         elif path is PrefillPath.LOCAL and ratings.local is not None:
-            found.append(ratings.local.explain(d))
+            parts.append(ratings.local.explain(d))
         elif path is PrefillPath.STORE and ratings.store is not None:
-            found.append(ratings.store.explain(d))
+            parts.append(ratings.store.explain(d))
         terms: dict[str, float] = {}
-        for part in found:
+        for part in parts:
             for name, value in part.items():
                 terms[name] = terms.get(name, 0.0) + value
         return terms
@@ -209,11 +207,11 @@ def _named(terms: dict[str, float]) -> list[Term]:
 
 
 class Clock(Protocol):
-    """What times a request.
+    """Times and tokens of a running request.
 
     Attributes:
-        first_token_s: Seconds from its arrival to its first token; ``None``: there is none yet.
-        generated: Tokens so far.
+        first_token_s: Seconds from arrival to the first token; ``None``: there is none yet.
+        generated: Number of tokens generated so far.
     """
 
     first_token_s: float | None
@@ -221,28 +219,28 @@ class Clock(Protocol):
 
 
 _PREFIXES = ("chatcmpl", "cmpl", "msg")
-"""What answers' ids have before the id of the HTTP request."""
+"""Prefixes of answers' ids, before the id of the HTTP request."""
 
 
 class DecisionRecord(msgspec.Struct):
     """One request: where it was placed and how it went.
 
     Attributes:
-        request_id: As the instances' logs have it.
-        began: When it came, in seconds since 1970.
-        prompt_tokens: Tokens of its prompt.
+        request_id: Id of the request, as in the instances' logs.
+        began: Time of arrival, in seconds since 1970.
+        prompt_tokens: Number of prompt tokens.
         placements: Seconds after ``began`` and the decision, for every time it was placed.
-        trace: How it came to its KV, as far as is known.
-        tenant: Whose it is.
-        clock: Knows the time to first token and how many tokens there are.
+        trace: Latest trace from the instances; ``None``: none yet.
+        tenant: Name of the tenant.
+        clock: Time to first token and number of tokens; ``None``: not measured.
         outcome: ``running``, ``done``, ``cancelled`` or an error's code.
-        duration_s: How long it took; ``None`` while it runs.
-        kept: Whether it is still among those that are remembered.
-        numbers: How many numbers its decisions keep, roughly.
-        direct: Whether its client has the tokens from the decode instance itself.
-        grammar: What its answer is held to: kind and digest; ``None``: nothing.
-        tools: Which tools it may or must call, in words; empty: it has none.
-        thinking_budget: Most tokens of its reasoning; ``None``: any number.
+        duration_s: Duration in seconds; ``None`` while it runs.
+        kept: Whether it is still among the remembered requests.
+        numbers: Approximate count of numbers in its decisions.
+        direct: Whether its client gets the tokens from the decode instance directly.
+        grammar: Kind and digest of the grammar that its answer follows; ``None``: none.
+        tools: Description of the tools that it may or must call; empty: none.
+        thinking_budget: Maximum number of reasoning tokens; ``None``: unlimited.
     """
 
     request_id: str
@@ -267,12 +265,12 @@ class DecisionRecord(msgspec.Struct):
         return self.placements[-1][1] if self.placements else None
 
     def is_named(self, name: str) -> bool:
-        """Whether a client or a log calls it so: its whole id, the answer's ``id``, or the ``x-request-id``."""
+        """Whether a client or a log uses this name for it: its whole id, the answer's ``id``, or ``x-request-id``."""
         if name == self.request_id:
             return True
         answer = self.request_id.rpartition("-")[0]
         prefix, _, http_id = answer.partition("-")
-        if prefix.startswith("resp_"):  # the id of a response, which nobody can guess, and what the client calls it
+        if prefix.startswith("resp_"):  # the unguessable id of a response, and the client's name for it
             return name in (answer, prefix, http_id)
         return name == answer or (prefix in _PREFIXES and name == http_id)
 
@@ -284,11 +282,12 @@ class DecisionLog:
         on_placed: Called with every placement of a request.
         on_trace: Called with a request's trace and the KV bytes that are new in it.
         on_end: Called whenever a request has ended.
+        num_begun: Number of requests recorded since the start.
 
     Args:
-        max_records: Requests kept at most.
-        max_numbers: Candidates and pairs in all of them kept at most.
-        now: Wall clock, in seconds; tests bring their own.
+        max_records: Maximum number of requests.
+        max_numbers: Maximum number of candidates and pairs in all of them.
+        now: Wall clock, in seconds since 1970.
     """
 
     def __init__(
@@ -317,14 +316,14 @@ class DecisionLog:
     def begin(
         self, request_id: str, prompt_tokens: int, clock: Clock | None = None, *, tenant: str = ""
     ) -> DecisionRecord:
-        """Remember a request until it has been pushed out by others; tell of its end with :meth:`end`."""
+        """Remember a request until later ones displace it; :meth:`end` must be called when it ends."""
         record = self._running[request_id] = self._append(request_id, prompt_tokens)
         record.clock = clock
         record.tenant = tenant
         return record
 
     def placed(self, request_id: str, decision: Decision) -> None:
-        """Note that a request was placed, for the first time or again; an unknown one is remembered from here on."""
+        """Record a placement of a request, the first or a later one; an unknown request is remembered from here on."""
         record = self._running.get(request_id) or self._append(request_id, decision.prompt_tokens)
         record.placements.append((self._now() - record.began, decision))
         if record.kept:
@@ -339,14 +338,14 @@ class DecisionLog:
             self.on_placed(decision)
 
     def answered(self, record: DecisionRecord, trace: common_pb2.RequestTrace) -> None:
-        """Take a request's trace; a later one is more complete."""
+        """Record a request's trace; a later one is more complete."""
         known = record.trace.kv_bytes if record.trace is not None else 0
         if self.on_trace is not None and (record.trace is None or trace.kv_bytes > known):
             self.on_trace(trace, trace.kv_bytes - known)
         record.trace = trace
 
     def end(self, record: DecisionRecord, outcome: str) -> None:
-        """Note how a request ended."""
+        """Record how a request ended."""
         self._running.pop(record.request_id, None)
         record.outcome = outcome
         record.duration_s = self._now() - record.began
@@ -354,16 +353,16 @@ class DecisionLog:
             self.on_end()
 
     def recent(self, limit: int, *, containing: str = "", tenant: str | None = None) -> list[DecisionRecord]:
-        """Return up to ``limit`` requests, newest first, whose id contains a text; of one tenant alone if asked."""
-        found = (x for x in reversed(self._records) if containing in x.request_id and _is_of(x, tenant))
-        return list(islice(found, limit))
+        """Return up to ``limit`` requests, newest first, whose id contains a text; with ``tenant`` only that one's."""
+        matches = (x for x in reversed(self._records) if containing in x.request_id and _is_of(x, tenant))
+        return list(islice(matches, limit))
 
     def find(self, name: str, *, tenant: str | None = None) -> list[DecisionRecord]:
-        """Return the requests of a name, newest first; an answer to several prompts has several."""
+        """Return the requests with a name, newest first; an answer to several prompts has several."""
         return [x for x in reversed(self._records) if x.is_named(name) and _is_of(x, tenant)]
 
     def __iter__(self) -> Iterator[DecisionRecord]:
-        """Go through what is remembered, oldest first."""
+        """Iterate over the remembered requests, oldest first."""
         return iter(self._records)
 
     def _append(self, request_id: str, prompt_tokens: int) -> DecisionRecord:

@@ -1,30 +1,118 @@
 """The passes over all instances that a decision takes, in C (``native/placement.c``).
 
 A decision among 16 + 16 instances would spend most of its time in a hundred calls of numpy, each on a few numbers. What
-the numbers mean stands where these are called from: :mod:`~baton_router.scheduler.policies.match_minus_load`,
-:mod:`~baton_router.scheduler.policies.cost_ms` and :func:`~baton_router.scheduler.policy.choose`.
+is computed is defined in Python: :func:`~baton_router.scheduler.policy.choose_plainly` and ``plain_score`` of the
+policies :mod:`~baton_router.scheduler.policies.match_minus_load` and :mod:`~baton_router.scheduler.policies.cost_ms`.
 
-Arguments are packed as the C structures lie in memory: 8 bytes each, pointers as addresses. Whoever packs an address
-keeps the array until the call is over.
+Rows are numpy arrays of the dtypes below, arguments are packed structures; their layout is checked against the library
+when this module is imported. Pointers are passed as addresses: the caller keeps the arrays until the call is over.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 
-from baton.native import function
+from baton.native import Layout, function
+from baton_router.registry.load import layout_of
 
 _POINTER = ctypes.c_void_p
 _DATA = ctypes.c_char_p
 _INT = ctypes.c_int64
 _DOUBLE = ctypes.c_double
-_LINES = "3q3d"
-_MATCH = struct.Struct(f"=4q{3 * _LINES}3d2qq")
-_COST = struct.Struct(f"=5q{4 * _LINES}q8dq")
-_PAIRS = struct.Struct(f"=6q{_LINES}2d")
-_OPTIONS = struct.Struct("=6q")
+
+SIDE_ROW = Layout("side_row", layout_of, matched="d", match_rate="d", work="d", load="d", sequences="d", waiting="d")
+"""An instance as a policy sees it, see :class:`~baton_router.scheduler.policy.Side`."""
+
+LINE_ROW = Layout("line_row", layout_of, block="q", size="q")
+LINES = Layout("lines", layout_of, row=LINE_ROW, columns="q", base="d", slope="d", oldest="d")
+PackedLines = tuple[int, int, int, float, float, float]
+"""Fields of ``LINES``, as :meth:`baton_router.scheduler.speeds.Lines.packed` returns them."""
+
+MATCH_PREFILL = Layout("match_prefill", layout_of, load="d", speed="d", lately="d", total="d")
+"""Terms of ``match_minus_load`` of a prefill instance, beside its match rate."""
+MATCH_DECODE = Layout("match_decode", layout_of, load="d", total="d", local_load="d", local_speed="d", local_total="d")
+"""Terms of a decode instance, and of the prefill on it (``local``), beside its match rate."""
+MATCH_ARGS = Layout(
+    "match_args",
+    layout_of,
+    prefill="q",
+    decode="q",
+    num_prefills="q",
+    num_decodes="q",
+    computing=LINES,
+    decoding=LINES,
+    local=LINES,
+    tokens="d",
+    beta="d",
+    decode_cost="d",
+    with_local="q",
+    local_measured="q",
+    prefill_scores="q",
+    decode_scores="q",
+)
+
+COST_PREFILL = Layout("cost_prefill", layout_of, missing="d", base="d", slope="d", queue="d", even="d", total="d")
+"""Terms of ``cost_ms`` of a prefill instance; tokens that it misses, base and slope of computing them."""
+COST_DECODE = Layout(
+    "cost_decode",
+    layout_of,
+    missing="d",
+    bound="d",
+    total="d",
+    local_queue="d",
+    local_prefill="d",
+    local_stall="d",
+    local_total="d",
+    store_queue="d",
+    store_load="d",
+    store_prefill="d",
+    store_stall="d",
+    store_total="d",
+)
+"""Terms of a decode instance, of the prefill on it (``local``), and of loading first (``store``); tokens that it
+misses, and the upper bound of its pairs' scores."""
+COST_ARGS = Layout(
+    "cost_args",
+    layout_of,
+    prefill="q",
+    decode="q",
+    loadable="q",
+    num_prefills="q",
+    num_decodes="q",
+    computing=LINES,
+    decoding=LINES,
+    local=LINES,
+    store=LINES,
+    least="q",
+    least_base="d",
+    least_slope="d",
+    tokens="d",
+    sequences="d",
+    expected="d",
+    kv_bytes="d",
+    prefill_cost="d",
+    threshold="d",
+    prefill_scores="q",
+    decode_scores="q",
+)
+
+PAIRS = Layout("pairs", layout_of, prefill="q", decode="q", rows="q", moving=LINES, kv_bytes="d", threshold="d")
+"""The scores of pairs: addresses of ``COST_PREFILL`` and ``COST_DECODE`` rows and of the rows of transfers to each
+decode instance, columns of the latter, KV bytes per token, missing tokens below which there is no pair (-1: none)."""
+_COLUMN = Layout("column", layout_of, first="q", stride="q")
+OPTIONS = Layout(
+    "options",
+    layout_of,
+    prefill=_COLUMN,
+    decode=_COLUMN,
+    local=_COLUMN,
+    store=_COLUMN,
+    num_prefills="q",
+    num_decodes="q",
+)
+"""What can be chosen: address and stride of four columns of totals (0, 0: no candidate), and both sides' sizes."""
+_CHOICE = Layout("choice", layout_of, decode="q", option="q", score="d")
 
 # With the interpreter's lock held: each takes a few microseconds.
 _gather_side = function(
@@ -35,152 +123,92 @@ _score_match = function("score_match", ctypes.c_int, _DATA, keep_lock=True)
 _score_cost = function("score_cost", None, _DATA, keep_lock=True)
 _choose = function("choose", _INT, _DATA, _DATA, _DOUBLE, _DOUBLE, _DATA, keep_lock=True)
 _prefill_order = function("prefill_order", _INT, _DATA, _DATA, _INT, _INT, _INT, _POINTER, keep_lock=True)
-_CHOICE = struct.Struct("=2qd")
-
-PackedLines = tuple[int, int, int, float, float, float]
-"""As :meth:`baton_router.scheduler.speeds.Lines.packed` returns it."""
-NO_LINES: PackedLines = (0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def gather_side(
-    loads: int, held: int, at: int, count: int, tokens: float, now: float, recent_s: float, out: int
+    loads: int, matched: int, positions: int, count: int, tokens: float, now: float, recent_s: float, out: int
 ) -> None:
-    """Put one role's instances side by side, see :class:`~baton_router.scheduler.policy.Side`.
+    """Fill the rows of one role's instances, see :class:`~baton_router.scheduler.policy.Side`.
 
     Args:
         loads: Address of the rows of :class:`~baton_router.registry.load.LoadColumns`.
-        held: Address of the leading tokens that each of these holds, float64.
-        at: Address of the positions to take, int64; 0: the first ``count``.
-        count: How many.
-        tokens: Of the prompt, at least 1.
-        now: By the clock of the loads, in seconds.
-        recent_s: After so many seconds work that was done counts 1/e as much.
-        out: Address of ``[6, count]`` float64.
+        matched: Address of the leading prompt tokens that each of these instances holds, float64.
+        positions: Address of the positions to gather, int64; 0: the first ``count``.
+        count: Number of instances to gather.
+        tokens: Number of prompt tokens, at least 1.
+        now: Time by the clock of the loads, in seconds.
+        recent_s: Seconds after which work that was done counts 1/e as much.
+        out: Address of ``count`` ``SIDE_ROW``.
     """
-    _gather_side(loads, held, at, count, tokens, now, recent_s, out)
+    _gather_side(loads, matched, positions, count, tokens, now, recent_s, out)
 
 
 def free_rows(loads: int, count: int, sequences: int) -> bytes:
-    """Return the positions of instances with room for so many sequences, see ``LoadTracker.has_room``.
+    """Return the positions of instances with room for a request, see ``LoadTracker.has_room``.
 
     Args:
         loads: Address of the rows of :class:`~baton_router.registry.load.LoadColumns`.
-        count: How many.
-        sequences: Of the request.
+        count: Number of rows.
+        sequences: Number of sequences of the request.
 
     Returns:
-        int64 each.
+        Positions as int64, rising.
     """
     out = bytes(8 * count)  # not shared yet: filled in place
-    found: int = _free_rows(loads, count, sequences, out)
-    return out if found == count else out[: 8 * found]
+    size: int = _free_rows(loads, count, sequences, out)
+    return out if size == count else out[: 8 * size]
 
 
-def score_match(
-    sides: tuple[int, int, int, int],
-    lines: tuple[PackedLines, PackedLines, PackedLines],
-    numbers: tuple[float, float, float],
-    local: tuple[bool, bool],
-    out: int,
-) -> bool:
-    """Score both sides for ``match_minus_load``.
+def score_match(arguments: bytes) -> bool:
+    """Score both sides for ``match_minus_load``; returns whether the prefill on decode instances was scored.
 
     Args:
-        sides: Addresses of both blocks, and how many instances each has.
-        lines: Of computing a prompt, of decoding, of computing a prompt on decode instances.
-        numbers: Prompt tokens, at least 1; beta; the decode side's cost.
-        local: Whether to score the prefill on decode instances, and whether its speed is known.
-        out: Address of ``[4, prefills]``, ``[2, decodes]`` and ``[3, decodes]`` float64, one after the other.
-
-    Returns:
-        Whether the prefill on decode instances was scored.
+        arguments: Packed ``MATCH_ARGS``.
     """
-    return bool(_score_match(_MATCH.pack(*sides, *lines[0], *lines[1], *lines[2], *numbers, *local, out)))
+    return bool(_score_match(arguments))
 
 
-def score_cost(
-    sides: tuple[int, int, int, int, int],
-    lines: tuple[PackedLines, PackedLines, PackedLines, PackedLines],
-    least: tuple[int, float, float],
-    numbers: tuple[float, float, float, float, float, float],
-    out: int,
-) -> None:
+def score_cost(arguments: bytes) -> None:
     """Score both sides for ``cost_ms``.
 
     Args:
-        sides: Addresses of both blocks and of what decode instances can load, 0: no more than they hold; and how many
-            instances each side has.
-        lines: Of computing a prompt, of decoding, of computing a prompt on decode instances, of loading.
-        least: Address of each decode instance's least base and slope of transfers; those of its like.
-        numbers: Prompt tokens, sequences, tokens that will be generated, bytes per token, the prefill side's cost, the
-            threshold; -1: none.
-        out: Address of ``[6, prefills]``, ``[7, decodes]`` and, where decode instances can load, ``[5, decodes]``
-            float64, one after the other.
+        arguments: Packed ``COST_ARGS``.
     """
-    _score_cost(_COST.pack(*sides, *lines[0], *lines[1], *lines[2], *lines[3], *least, *numbers, out))
-
-
-def pack_pairs(
-    sides: tuple[int, int, int, int, int], rows: int, moving: PackedLines, kv_bytes: float, threshold: float
-) -> bytes:
-    """Return what :func:`choose` and :func:`prefill_order` need to know of pairs.
-
-    Args:
-        sides: Addresses of missing tokens, base and slope per prefill instance, of missing tokens and the highest score
-            per decode instance.
-        rows: Address of the transfers' rows, one per decode instance.
-        moving: Columns of these, and what stands in for them.
-        kv_bytes: Of a token.
-        threshold: Missing tokens below which there is no pair; -1: none.
-    """
-    return _PAIRS.pack(*sides, rows, *moving, kv_bytes, threshold)
-
-
-def pack_options(prefill: int, decode: int, local: int, store: int, sizes: tuple[int, int]) -> bytes:
-    """Return what can be chosen.
-
-    Args:
-        prefill: Address of the prefill instances' totals.
-        decode: Address of the decode instances'.
-        local: Address of those of the prefill on each decode instance; 0: it is no candidate.
-        store: Address of those of loading from the store; 0: it is no candidate.
-        sizes: How many prefill and decode instances there are.
-    """
-    return _OPTIONS.pack(prefill, decode, local, store, *sizes)
+    _score_cost(arguments)
 
 
 def choose(options: bytes, pairs: bytes | None, draws: Sequence[float]) -> tuple[int, int, int, float]:
     """Choose the best option; equal ones by draw.
 
     Args:
-        options: What can be chosen.
-        pairs: What speaks for pairs; ``None``: nothing.
-        draws: Two numbers from 0 to 1; -1: not drawn.
+        options: Packed ``OPTIONS``.
+        pairs: Packed ``PAIRS``; ``None``: pairs have no scores of their own.
+        draws: Two random numbers, 0 to 1; -1: not drawn yet.
 
     Returns:
-        The draw to make and to come again with, from 1 on, 0: none; the decode instance; its option: a prefill
-        instance, or one of those after these; the score.
+        The number of the draw that is needed for another call, from 1 on, or 0; the decode instance; its option, a
+        prefill instance or one of those after these; the score.
 
     Raises:
         ValueError: A score is not a number.
     """
-    found = ctypes.create_string_buffer(_CHOICE.size)
-    need = _choose(options, pairs, *draws, found)
+    choice = ctypes.create_string_buffer(_CHOICE.size)
+    need = _choose(options, pairs, *draws, choice)
     if need < 0:
         raise ValueError("a policy's score is not a number")
-    return (need, *_CHOICE.unpack_from(found))
+    return (need, *_CHOICE.unpack_from(choice))
 
 
 def prefill_order(options: bytes, pairs: bytes | None, decode: int, first: int, limit: int) -> list[int]:
-    """Return the best prefill instances for a decode instance.
+    """Return the best prefill instances for a decode instance, best first.
 
     Args:
-        options: What can be chosen.
-        pairs: What speaks for pairs; ``None``: nothing.
-        decode: The decode instance.
-        first: From which one on equal ones come in their order.
-        limit: How many at most.
+        options: Packed ``OPTIONS``.
+        pairs: Packed ``PAIRS``; ``None``: pairs have no scores of their own.
+        decode: Position of the decode instance.
+        first: Position from which on equal prefill instances come in their order.
+        limit: Maximum number of prefill instances.
     """
     out = (ctypes.c_int64 * limit)()
-    found: int = _prefill_order(options, pairs, decode, first, limit, ctypes.addressof(out))
-    return out[:found]
+    size: int = _prefill_order(options, pairs, decode, first, limit, ctypes.addressof(out))
+    return out[:size]

@@ -1,4 +1,4 @@
-"""Metrics of placement: how many, how fast, and what spoke for the instances that were chosen."""
+"""Metrics of placement: how many, how fast, and the scores of the chosen instances."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _DECISION_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _WIDE = (1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5)
 _TERMS = (*(-x for x in reversed(_WIDE)), -1.0, -0.5, -0.2, *_RATES, *_WIDE)
-"""Rates are between 0 and 1, relative loads around 1, costs in milliseconds or tokens anywhere."""
+"""Buckets for rates from 0 to 1, relative loads around 1, and costs in milliseconds or tokens of any size."""
 _MAX_TERMS = 32
 _MAX_TERMS_PER_S = 200
-"""Decisions whose terms are counted per second: each costs 10 us, and a sample of thousands says as much."""
+"""Decisions per second whose terms are counted: each costs 10 us, and a sample is as informative as thousands."""
 _OTHER = "other"
 _PAIR = "pair"
 
@@ -37,7 +37,7 @@ class SchedulerMetrics(Collector):
     ``baton_router_instance_score`` has the latest score of each instance that is ready.
 
     Args:
-        registry: Takes the metrics.
+        registry: Registry to add the metrics to.
         ready: Returns the ready instances of a role; ``None``: no scores of instances are shown.
         now: Monotonic clock, in seconds.
     """
@@ -86,7 +86,7 @@ class SchedulerMetrics(Collector):
                 self._latest[side.role] = decision
 
     def observe_terms(self, decision: Decision) -> None:
-        """Count what spoke for a placement, unless enough were counted in this second."""
+        """Count the terms of a placement, unless enough were counted in this second."""
         second = int(self._now())
         if second != self._second:
             self._second = second
@@ -112,7 +112,7 @@ class SchedulerMetrics(Collector):
             self._terms.labels(role, term).observe(value)
 
     def _term_label(self, name: str) -> str:
-        """Return a term's name as a label; policies of other packages choose them, so their number is bounded."""
+        """Return a term's name as a label; other packages' policies choose the names, so their number is bounded."""
         if name not in self._term_names:
             if len(self._term_names) >= _MAX_TERMS:
                 return _OTHER

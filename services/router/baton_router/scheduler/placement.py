@@ -1,4 +1,4 @@
-"""What is to be placed, and what came of it: a request's shares of its instances, from placement to its end."""
+"""Requests to place, and their placements: a request's shares of its instances, from placement to its end."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from baton_router.scheduler.speeds import ServedRequest, Speeds
 from baton_router.types import RoutedRequest
 
 _NEVER_REMOTE = 2**31 - 1
-"""As threshold: no prompt is so long that decode would ask a prefill instance."""
+"""As threshold: above the length of any prompt, so decode never asks a prefill instance."""
 
 
 class PlacementRequest(msgspec.Struct):
-    """What is to be placed.
+    """A request to place.
 
     Attributes:
         token_ids: Prompt, and output generated so far.
-        cache_salt: Separates tenants' caches.
-        num_sequences: Sequences from this prompt.
-        local_only: No prefill instance may be used.
+        cache_salt: Salt that separates tenants' caches.
+        num_sequences: Number of sequences generated from this prompt.
+        local_only: Whether no prefill instance may be used.
         exclude: Identities of decode instances that must not be used.
-        session: The conversation it belongs to; empty: unknown.
-        max_tokens: Tokens that it may generate; ``None``: unknown.
-        prefill_only: The decode instance will be chosen again, when the prompt is computed: nothing is reserved there.
-        prefilled: Where the prompt is computed already: the prefill instance's address, and the KV match rate that it
-            had before.
-        guided: It has a grammar: only instances that know them may be used.
+        session: Conversation that it belongs to; empty: unknown.
+        max_tokens: Maximum number of tokens to generate; ``None``: unknown.
+        prefill_only: Whether the decode instance will be chosen again when the prompt is computed: nothing is reserved
+            there.
+        prefilled: Address of the prefill instance that has computed the prompt already, and the KV match rate that it
+            had before; ``None``: it is not computed.
+        guided: Whether it has a grammar, so that only instances that accept grammars may be used.
     """
 
     token_ids: Sequence[int] | npt.NDArray[np.uint32]
@@ -53,7 +54,7 @@ class PlacementRequest(msgspec.Struct):
 
     @classmethod
     def of(cls, request: RoutedRequest) -> PlacementRequest:
-        """Return what is to be placed of a request that has just come."""
+        """Return the request to place for one that has just arrived."""
         sampling = request.sampling
         return cls(
             request.prompt_token_ids,
@@ -68,14 +69,21 @@ class PlacementRequest(msgspec.Struct):
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Where a request goes, and what it holds there until :meth:`release`.
+    """Where a request goes, and its reservations there until :meth:`release`.
 
     Attributes:
+        decode: Decode instance.
+        prefill: Prefill instances to ask, best first.
+        decision: The decision behind it.
         threshold: ``--remote-prefill-threshold``: missing tokens from which decode asks a prefill instance.
+        decode_reservation: Share of the decode instance's load.
+        prefill_reservation: Share of the first prefill instance's load.
+        decode_pending: Blocks that the decode instance is expected to hold.
+        prefill_pending: Blocks that the first prefill instance is expected to hold.
         ahead: Work in flight on the prefill instance before this request, in tokens.
-        running: Sequences in flight on the decode instance, with this request's.
-        speeds: Learns from the request when it ends.
-        trace: The latest trace that the decode instance sent.
+        running: Sequences in flight on the decode instance, including this request's.
+        speeds: Speeds that learn from the request when it ends; ``None``: they do not.
+        trace: Latest trace from the decode instance.
     """
 
     decode: Instance
@@ -97,9 +105,9 @@ class Placement:
 
     @property
     def remote_threshold(self) -> int | None:
-        """The threshold to send to the decode instance: missing tokens from which it asks a prefill instance.
+        """Threshold to send to the decode instance: missing tokens from which it asks a prefill instance.
 
-        ``None``: it goes by its own.
+        ``None``: it uses its own.
         """
         path = self.decision.choice.path
         if self.threshold is not None or path is None:
@@ -107,11 +115,11 @@ class Placement:
         return 1 if path is PrefillPath.REMOTE else _NEVER_REMOTE
 
     def prefilled(self) -> None:
-        """Give back the shares of the prefill instance: the first token is there."""
+        """Release the shares of the prefill instance: the first token has arrived."""
         self._computed = True
         if self.decode_reservation is not None:
             self.decode_reservation.prefilled()
-        self._leave_prefill()
+        self._release_prefill()
 
     def grow(self, num_tokens: int) -> None:
         if self.decode_reservation is not None:
@@ -123,27 +131,27 @@ class Placement:
                 self._first = self._last, num_tokens
 
     def release(self) -> None:
-        """Give everything back; may be called any number of times."""
-        self._leave_prefill()
+        """Release all shares; may be called any number of times."""
+        self._release_prefill()
         if self.decode_reservation is not None:
             self.decode_reservation.release()
         if self.decode_pending is not None:
-            self._leave(self.decode, self.decode_pending)
+            self._release_pending(self.decode, self.decode_pending)
             self.decode_pending = None
         speeds = self.speeds
         self.speeds = None
         if speeds is not None and self.trace is not None and self._first is not None:
             speeds.observe(self._served(self.trace))
 
-    def _leave_prefill(self) -> None:
+    def _release_prefill(self) -> None:
         if self.prefill_reservation is not None:
             self.prefill_reservation.release()
         if self.prefill_pending is not None:
-            self._leave(self.prefill[0], self.prefill_pending)
+            self._release_pending(self.prefill[0], self.prefill_pending)
             self.prefill_pending = None
 
-    def _leave(self, instance: Instance, pending: PendingChain) -> None:
-        """Count a chain on until the instance's events must have told of it, if it was computed at all."""
+    def _release_pending(self, instance: Instance, pending: PendingChain) -> None:
+        """Release a chain; one that was computed counts on until the instance's events must have reported it."""
         if self._computed:
             instance.events.settle(pending)
         else:
@@ -164,7 +172,7 @@ class Placement:
 
 
 class Places(Protocol):
-    """Places requests; :class:`~baton_router.scheduler.placer.Placer` does."""
+    """Places requests (:class:`~baton_router.scheduler.placer.Placer`)."""
 
     def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
-        """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
+        """Choose instances and, with ``reserve``, reserve a share of them; ``None``: no decode instance is free."""

@@ -30,12 +30,16 @@ _TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
 
 
 class Fleet(Protocol):
-    """The instances that can be chosen; the registry is one."""
+    """The instances that can be chosen (:class:`baton_router.registry.registry.Registry`).
+
+    Attributes:
+        index: Prefix index of the instances.
+    """
 
     index: PrefixIndex
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests: the same list object until one comes or goes."""
+        """Return the instances of a role that accept new requests; the same list object until the set changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ class LowerTiers:
     """Tiers from which KV is loaded before it is used.
 
     Attributes:
-        weights: What a block there counts beside one in the instance's own memory, by tier.
-        stores: KV stores that instances may load from; ``None``: none is known.
+        weights: Weight of a block in each tier relative to one in the instance's own memory, 0 to 1.
+        stores: KV stores that instances may load from; ``None``: none.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -56,14 +60,14 @@ class Placer:
 
     Args:
         fleet: Instances and index.
-        policy: Scores them.
-        metrics: Counts placements.
-        max_prefills: Prefill instances named per request.
+        policy: Policy that scores the instances.
+        metrics: Metrics of placements.
+        max_prefills: Maximum number of prefill instances named per request.
         threshold: Missing tokens below which the decode instance prefills by itself; ``None``: the policy decides, or
             else the decode instance by its own threshold.
-        speeds: Learns from every request that was served; ``None``: unused.
+        speeds: Learns from every served request; ``None``: unused.
         tiers: Tiers outside the instances' device memory.
-        seed: Of ties and draws; ``None``: from the operating system.
+        seed: Seed of ties and draws; ``None``: from the operating system.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Placer:
         self._candidates: Candidates | None = None
 
     def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
-        """Choose instances and, unless told not to, reserve a share of them; ``None``: no decode instance is free."""
+        """Choose instances and, with ``reserve``, reserve a share of them; ``None``: no decode instance is free."""
         began = time.perf_counter()
         prefills = self._fleet.ready(Role.PREFILL)
         decodes = self._fleet.ready(Role.DECODE)
@@ -102,12 +106,12 @@ class Placer:
         if not parts[1].instances:
             return None
         chains = self._chains(request, candidates, parts)
-        held = candidates.held(self._fleet.index, chains)
+        matched = candidates.matched_tokens(self._fleet.index, chains)
         total = len(request.token_ids)
-        place = address_of(held)
-        prefill = candidates.prefill.side(parts[0], place, total, total + REQUEST_OVERHEAD_TOKENS)
+        address = address_of(matched)
+        prefill = candidates.prefill.side(parts[0], address, total, total + REQUEST_OVERHEAD_TOKENS)
         decode_cost = total + REQUEST_OVERHEAD_TOKENS * request.num_sequences
-        decode = candidates.decode.side(parts[1], place + held.itemsize * len(prefills), total, decode_cost)
+        decode = candidates.decode.side(parts[1], address + matched.itemsize * len(prefills), total, decode_cost)
         if candidates.tiered or self._stores:
             for side, part in zip((prefill, decode), parts, strict=True):
                 self._count_tiers(side, part, chains, total)
@@ -117,7 +121,7 @@ class Placer:
             session=request.session,
             max_tokens=request.max_tokens,
             kv_bytes_per_token=candidates.kv_bytes_per_token(*parts),
-            # Who asks for prefill first has the prompt computed there, whatever policies think of decode.
+            # With prefill first the prompt is computed there, however the policy scores decode.
             threshold=0 if request.prefill_only and self._threshold is None else self._threshold,
         )
         if request.prefilled is not None and prefill.ids:
@@ -146,12 +150,11 @@ class Placer:
             prefill = candidates.prefill.part([at for at, x in enumerate(prefill.instances) if x.address == address])
         guided = request.guided and not candidates.all_guided
         if guided:  # a prefill instance samples the first token
-            able = {id(x) for x in (*prefill.instances, *decode.instances) if knows_grammars(x)}
-            given = candidates.prefill.whole.instances
-            mine = {id(x) for x in prefill.instances} & able
-            prefill = candidates.prefill.part([at for at, x in enumerate(given) if id(x) in mine])
+            able = {id(x) for x in prefill.instances if knows_grammars(x)}
+            every = candidates.prefill.whole.instances
+            prefill = candidates.prefill.part([at for at, x in enumerate(every) if id(x) in able])
         if reserve:
-            decode = candidates.decode.free(request.num_sequences)
+            decode = candidates.decode.with_room(request.num_sequences)
         if request.exclude or guided:
             usable = [
                 at
@@ -178,7 +181,7 @@ class Placer:
     def _lower_tiers(self, instance: Instance) -> list[tuple[str, int]]:
         """Return the slower tiers that an instance can load from, nearest first: its own, then the KV stores'.
 
-        Each comes with the slots of it and of all nearer ones.
+        Each tier comes with a bit mask of its slots and those of all nearer tiers.
         """
         stores = self._stores.tiers(instance.info.kvstore) if self._stores and instance.info else ()
         if not stores:
@@ -188,7 +191,7 @@ class Placer:
         return [*own[1:], *((tier, slots | more) for tier, more in stores)]
 
     def _count_tiers(self, side: Side, part: Part, chains: dict[int, HashChain], total: int) -> None:
-        """Add what instances can load from slower tiers: by weight to their match rates, whole to ``loadable``."""
+        """Add what instances can load from slower tiers to ``loadable`` and, by weight, to their match rates."""
         tiers = [self._lower_tiers(x) for x in part.instances]
         if not any(tiers):
             return
@@ -209,7 +212,7 @@ class Placer:
     def _tier_depths(
         self, formats: list[int], chains: dict[int, HashChain], tiers: list[list[tuple[str, int]]]
     ) -> list[list[int]]:
-        """Return how many leading blocks each instance has in each of its tiers or nearer: one look-up per chain."""
+        """Return how many leading blocks each instance has in each of its tiers or nearer; one look-up per chain."""
         depths: list[list[int]] = [[] for _ in tiers]
         for number, chain in chains.items():
             members = [at for at, own in enumerate(formats) if own == number and tiers[at]]
@@ -258,12 +261,12 @@ class Placer:
     def _reserve_decode(
         self, request: PlacementRequest, placement: Placement, part: Part, chains: dict[int, HashChain]
     ) -> InstanceId:
-        """Reserve a share of the decode instance; returns its name."""
+        """Reserve a share of the decode instance; return its name."""
         decision = placement.decision
         load = placement.decode.load
         at = decision.choice.decode
         total = decision.prompt_tokens
-        # From a request whose prompt was computed beforehand nothing is learnt of how long the usual order takes.
+        # A request whose prompt was computed beforehand shows nothing about the times of the usual order.
         placement.speeds = self._speeds if request.prefilled is None else None
         placement.running = load.requests + request.num_sequences
         own = total - int(decision.decode.matched[at]) if decision.path is PrefillPath.LOCAL else 0
@@ -272,7 +275,7 @@ class Placer:
         return decision.decode.ids[at]
 
     def _reserve_prefill(self, placement: Placement, part: Part, chains: dict[int, HashChain]) -> list[InstanceId]:
-        """Reserve a share of the first prefill instance, if there is one; returns its name."""
+        """Reserve a share of the first prefill instance, if there is one; return its name."""
         if not placement.prefill:
             return []
         decision = placement.decision
@@ -286,12 +289,12 @@ class Placer:
 
 
 def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
-    """Read ``tier=weight`` pairs.
+    """Parse ``tier=weight`` pairs.
 
     Raises:
         ConfigError: No such tier, or the weight is not from 0 to 1; names ``tier_weights``.
     """
-    found = {}
+    parsed = {}
     for pair in weights:
         tier, _, text = pair.partition("=")
         try:
@@ -301,5 +304,5 @@ def parse_tier_weights(weights: Sequence[str]) -> dict[str, float]:
         if tier not in _TIERS or not 0.0 <= weight <= 1.0:
             message = f"{pair!r} is not tier=weight, with a weight from 0 to 1 and one of {', '.join(_TIERS)}"
             raise ConfigError(message, field="tier_weights")
-        found[tier] = weight
-    return found
+        parsed[tier] = weight
+    return parsed

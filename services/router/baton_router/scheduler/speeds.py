@@ -3,14 +3,15 @@
 Each is a line ``milliseconds = base + slope * amount``, fitted by least squares over the latest requests:
 
 - prefill, per prefill instance: from arrival to the first token, without decode's queue and the rest of the transfer,
-  over the prompt tokens that were computed and those in flight before them, which count the less the more these are;
+  over the prompt tokens that were computed and those in flight before them; observations with many of the latter weigh
+  less;
 - local prefill, per decode instance: to the first token without the queue, over the prompt tokens computed;
-- transfer, per pair: what it added after the computation (what overlapped costs nothing), over the KV bytes fetched;
+- transfer, per pair: the time added after the computation (overlapping time costs nothing), over the KV bytes fetched;
 - store, per decode instance: time in fetches, over the KV bytes loaded;
 - decode, per decode instance: time between two tokens, over the sequences that ran there.
 
-An instance of which nothing recent is known counts as the mean of its like; before anything is known at all, the priors
-hold. So one that was slow once gets another chance after a minute.
+An instance without recent observations counts as the mean of its kind; before there is any observation, a prior is
+used. So an instance that was slow once gets another chance after a minute.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from baton.types import InstanceId
 K = TypeVar("K", str, tuple[str, str])
 L = TypeVar("L")
 _KEEP = 0.97
-"""Weight of the past per new observation: about the latest 33 count."""
+"""Factor of earlier observations' weight per new one: about the latest 33 count."""
 _LEAST_WEIGHT = 0.1
-"""So that an instance which got slow is found to be slow also while all that it does waits in a queue."""
+"""Minimum weight, so that an instance that became slow is recognized even if all its requests wait in a queue."""
 _MIN_KNOWN = 3.0
 _MIN_OWN = 1.9
-"""Observations from which an instance is judged by its own and no longer by its like."""
+"""Weighted number of observations from which an instance's own line is used and no longer that of all."""
 _MIN_SPREAD = 0.3
-"""Standard deviation of the amounts over their mean from which a base can be told from a slope."""
+"""Standard deviation of the amounts over their mean from which base and slope can be separated."""
 _FRESH_S = 60.0
 _MAX_KEYS = 65_536
 _MIN_OUTPUT = 2
 _MAX_NAMES = 4096
-_MAX_ASKED = 8
-"""Lists of names whose places are remembered: those of the roster, and of parts of it."""
+_MAX_CACHED = 8
+"""Lists of names whose columns and rows are cached: those of all instances, and of parts of them."""
 _ALONE = ("",)
 FloatArray = npt.NDArray[np.float64]
 
@@ -65,12 +66,12 @@ class LinearFit:
     """Least squares over observations whose weight decays with each new one.
 
     Args:
-        flat: While the amounts hardly differ, take the time as all base instead of all slope.
-        at: When it began.
+        flat: While the amounts hardly differ, fit the time as all base instead of all slope.
+        at: Time of its creation, in seconds.
 
     Attributes:
-        known: How many observations it stands on.
-        at: When the latest one came.
+        known: Number of observations, weighted by age.
+        at: Time of the latest observation, in seconds.
     """
 
     __slots__ = ("_fit", "_flat", "_weight", "_x", "_xx", "_xy", "_y", "at", "known")
@@ -82,7 +83,7 @@ class LinearFit:
         self._fit: Fit | None = Fit(0.0, 0.0)
 
     def add(self, amount: float, ms: float, at: float, weight: float = 1.0) -> None:
-        """Take an observation; weight: of its squared error, above 0."""
+        """Add an observation, with the weight of its squared error (above 0)."""
         self.known = _KEEP * self.known + 1.0
         self._weight = _KEEP * self._weight + weight
         self._x = _KEEP * self._x + weight * amount
@@ -94,7 +95,7 @@ class LinearFit:
 
     @property
     def fit(self) -> Fit:
-        """The line through them; fitted when it is read, which is less often than there are observations."""
+        """The fitted line; computed on reading, which happens less often than observations are added."""
         if self._fit is None:
             self._fit = self._solve()
         return self._fit
@@ -119,18 +120,18 @@ class LinearFit:
 
 
 class _Row:
-    """Lines side by side; never changed, so whoever has one may keep it.
+    """The lines of one row of a table; immutable.
 
     Attributes:
-        block: Bases, slopes and when the latest observation came, ``-inf``: too little is known; ``[3, columns]``.
-        place: Where that is in memory, and how many columns there are.
+        block: Bases, slopes and times of the latest observations (``-inf``: too few), ``[3, columns]``.
+        memory: Address of the block and its number of columns, the fields of ``kernels.LINE_ROW``.
     """
 
-    __slots__ = ("block", "place")
+    __slots__ = ("block", "memory")
 
     def __init__(self, block: FloatArray) -> None:
         self.block = block
-        self.place = address_of(block), block.shape[1]
+        self.memory = address_of(block), block.shape[1]
 
     def least(self) -> FloatArray:
         """Return the least base and the least slope."""
@@ -138,44 +139,44 @@ class _Row:
         return least
 
     def with_line(self, at: int, line: LinearFit) -> _Row:
-        """Return a copy with another line in one column, and room for some more."""
+        """Return a copy with another line in one column, with spare columns if it has to grow."""
         size = self.block.shape[1]
         if at < size:
             block = self.block.copy()
         else:
-            block = _nothing(2 * (at + 1))
+            block = _unknown(2 * (at + 1))
             block[:, :size] = self.block
         known = line.at if line.known >= _MIN_OWN else -math.inf
-        block[0, at], block[1, at], block[2, at] = *line.fit, known
+        block[:, at] = (*line.fit, known)
         return _Row(block)
 
 
-def _nothing(size: int) -> FloatArray:
-    """Return lines of which nothing is known."""
+def _unknown(size: int) -> FloatArray:
+    """Return the block of lines without observations."""
     block = np.full((3, size), np.inf)
     block[2] = -np.inf
     return block
 
 
-_EMPTY = _Row(_nothing(1))
+_EMPTY = _Row(_unknown(1))
 
 
-class _Asked:
-    """The rows that were asked for together, kept up to date for as long as the same ones are asked for.
+class _RowSet:
+    """Several rows of a table, kept up to date as long as they are cached.
 
     Attributes:
-        names: Their names.
-        rows: The rows; ``None``: nothing is known of it. Replaced when one changes, so whoever has it may keep it.
-        places: Where each one's block is in memory and its number of columns, int64; 0: nothing is known.
-        least: Each one's least base and least slope.
+        names: Names of the rows.
+        rows: The rows; ``None``: no observation. The list is replaced, never changed.
+        memory: Each row's address and number of columns, int64; 0: no observation.
+        least: Each row's least base and least slope.
     """
 
     def __init__(self, names: Sequence[str], known: Mapping[str, _Row]) -> None:
         self.names = names
         self.rows: list[_Row | None] = [None] * len(names)
-        self.places = np.zeros((len(names), 2), np.int64)
+        self.memory = np.zeros((len(names), 2), np.int64)
         self.least = np.full((len(names), 2), np.inf)
-        self.addresses: tuple[int, int] = (address_of(self.places), address_of(self.least))
+        self.addresses: tuple[int, int] = (address_of(self.memory), address_of(self.least))
         self._at: dict[str, list[int]] = {}
         for at, name in enumerate(names):
             self._at.setdefault(name, []).append(at)
@@ -184,33 +185,33 @@ class _Asked:
                 self.set(name, known[name])
 
     def set(self, name: str, row: _Row) -> None:
-        """Take a row that has changed, if it is among them."""
+        """Replace a row that has changed, if it is among them."""
         for at in self._at.get(name, ()):
             self.rows = [*self.rows[:at], row, *self.rows[at + 1 :]]
-            self.places[at] = row.place
+            self.memory[at] = row.memory
             if name:  # a table of one row has no pairs
                 self.least[at] = row.least()
 
 
 class Lines(NamedTuple):
-    """What was known at one moment; later observations do not change it.
+    """Lines of a table at one moment; later observations do not change them.
 
     Attributes:
-        columns: The columns that were asked for; -1: nothing is known of it.
-        rows: The rows that were asked for; ``None``: nothing is known of it.
-        like: Stands in where nothing recent is known.
-        oldest: What was observed before is too old.
-        places: In memory: the columns; each row's block and size (int64); each row's least base and slope. The latter
-            two are those of now.
-        kept: Keeps these.
+        columns: Positions of the requested columns; -1: no observation.
+        rows: The requested rows; ``None``: no observation.
+        like: Line used where there is no recent observation.
+        oldest: Time before which an observation is too old, in seconds.
+        addresses: Addresses of the columns, of each row's address and size (int64), and of each row's least base and
+            slope. The latter two follow later observations.
+        row_set: Owner of the memory of these.
     """
 
     columns: npt.NDArray[np.int64]
     rows: list[_Row | None]
     like: Fit
     oldest: float
-    places: tuple[int, int, int]
-    kept: _Asked
+    addresses: tuple[int, int, int]
+    row_set: _RowSet
 
     def row(self, at: int = 0) -> tuple[FloatArray, FloatArray]:
         """Return bases and slopes of a row, an entry per column."""
@@ -224,10 +225,10 @@ class Lines(NamedTuple):
         return np.where(fresh, bases, self.like.base), np.where(fresh, slopes, self.like.slope)
 
     def packed(self) -> tuple[int, int, int, float, float, float]:
-        """Return the only row as ``struct lines`` of ``native/placement.c`` has it."""
+        """Return the only row as the fields of ``kernels.LINES``."""
         row = self.rows[0]
-        place, size = row.place if row is not None else (0, 0)
-        return place, size, self.places[0], self.like.base, self.like.slope, self.oldest
+        address, size = row.memory if row is not None else (0, 0)
+        return address, size, self.addresses[0], self.like.base, self.like.slope, self.oldest
 
 
 class _Table:
@@ -236,51 +237,51 @@ class _Table:
     def __init__(self) -> None:
         self._columns: dict[str, int] = {}
         self._rows: dict[str, _Row] = {}
-        self._asked_columns: dict[int, tuple[Sequence[str], npt.NDArray[np.int64], int]] = {}
-        """The columns that were asked for lately, by the identity of their names, and where they are in memory."""
-        self._asked_rows: dict[int, _Asked] = {}
+        self._cached_columns: dict[int, tuple[Sequence[str], npt.NDArray[np.int64], int]] = {}
+        """Names, positions and their address, by the identity of the list of names."""
+        self._cached_rows: dict[int, _RowSet] = {}
 
     def set(self, key: tuple[str, str], line: LinearFit) -> None:
-        """Take a line that has changed."""
+        """Replace a line that has changed."""
         column, name = key
         if max(len(self._columns), len(self._rows)) >= _MAX_NAMES:
             self._columns.clear()  # names come and go: those in use are soon back
             self._rows.clear()
-            self._asked_columns.clear()
-            self._asked_rows.clear()
+            self._cached_columns.clear()
+            self._cached_rows.clear()
         at = self._columns.get(column, -1)
         if at < 0:
             at = self._columns[column] = len(self._columns)
-            self._asked_columns.clear()
+            self._cached_columns.clear()
         row = self._rows[name] = self._rows.get(name, _EMPTY).with_line(at, line)
-        for asked in self._asked_rows.values():
-            asked.set(name, row)
+        for row_set in self._cached_rows.values():
+            row_set.set(name, row)
 
     def columns(self, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], int]:
-        """Return where columns are, and where that is in memory."""
-        found = self._asked_columns.get(id(names))
-        if found is None:
-            if len(self._asked_columns) >= _MAX_ASKED:
-                self._asked_columns.clear()
-            place = self._columns.get
-            at = np.array([place(name, -1) for name in names], np.int64)
-            found = self._asked_columns[id(names)] = names, at, address_of(at)
-        return found[1:]
+        """Return the positions of columns, and the address of these."""
+        entry = self._cached_columns.get(id(names))
+        if entry is None:
+            if len(self._cached_columns) >= _MAX_CACHED:
+                self._cached_columns.clear()
+            position = self._columns.get
+            at = np.array([position(name, -1) for name in names], np.int64)
+            entry = self._cached_columns[id(names)] = names, at, address_of(at)
+        return entry[1:]
 
-    def rows(self, names: Sequence[str]) -> _Asked:
-        found = self._asked_rows.get(id(names))
-        if found is None:
-            if len(self._asked_rows) >= _MAX_ASKED:
-                self._asked_rows.clear()
-            found = self._asked_rows[id(names)] = _Asked(names, self._rows)
-        return found
+    def rows(self, names: Sequence[str]) -> _RowSet:
+        row_set = self._cached_rows.get(id(names))
+        if row_set is None:
+            if len(self._cached_rows) >= _MAX_CACHED:
+                self._cached_rows.clear()
+            row_set = self._cached_rows[id(names)] = _RowSet(names, self._rows)
+        return row_set
 
 
 class LinearFits(Generic[K]):
     """One line per key and one over all keys.
 
     Args:
-        prior: Holds until anything is known.
+        prior: Line used until there is an observation.
         now: Monotonic clock, in seconds.
         flat: See :class:`LinearFit`.
     """
@@ -294,7 +295,7 @@ class LinearFits(Generic[K]):
         self._table = _Table()
 
     def add(self, key: K, amount: float, ms: float, weight: float = 1.0) -> None:
-        """Take an observation; the number of keys is bounded, those not heard of for longest go first."""
+        """Add an observation. The number of keys is bounded; the one observed longest ago is dropped first."""
         now = self._now()
         line = self._lines.get(key)
         if line is None or now - line.at > _FRESH_S:
@@ -308,22 +309,33 @@ class LinearFits(Generic[K]):
 
     @property
     def measured(self) -> bool:
-        """Whether anything was observed at all; else the prior holds."""
+        """Whether there is any observation; else the prior is used."""
         return self._all.known > 0
 
     def lines(self, columns: Sequence[str], rows: Sequence[str] = _ALONE) -> Lines:
-        """Return what is known of many keys at once: of every pair of a column and a row, or of every column."""
+        """Return the lines of many keys at once: of every pair of a column and a row, or of every column."""
         like = self._all.fit if self._all.known else self._prior
-        at, place = self._table.columns(columns)
-        asked: _Asked = self._table.rows(rows)
-        return Lines(at, asked.rows, like, self._now() - _FRESH_S, (place, *asked.addresses), asked)
+        at, address = self._table.columns(columns)
+        row_set: _RowSet = self._table.rows(rows)
+        return Lines(at, row_set.rows, like, self._now() - _FRESH_S, (address, *row_set.addresses), row_set)
 
     def get(self, keys: Iterable[K]) -> list[Fit]:
-        """Return what is known of each key."""
+        """Return the line of each key: its own if that is known, else that of all, else the prior."""
         return self._own(keys, self._all.fit if self._all.known else self._prior)
 
+    def columns(self, keys: Sequence[K]) -> tuple[FloatArray, FloatArray]:
+        """Return the bases and the slopes of the keys' lines."""
+        lines = np.array(self.get(keys)).reshape(len(keys), 2)
+        return lines[:, 0], lines[:, 1]
+
+    def times(self, keys: Sequence[K], amounts: float | FloatArray) -> FloatArray:
+        """Return the milliseconds that an amount takes with each key; one amount for all, or an array."""
+        base, slope = self.columns(keys)
+        times: FloatArray = base + slope * amounts
+        return times
+
     def known(self, keys: Iterable[K]) -> list[Fit | None]:
-        """Return what was measured of each key, or of its like, lately; no prior stands in."""
+        """Return the recent line of each key, or of all keys; ``None`` where there is neither, instead of the prior."""
         every = self._all
         return self._own(keys, every.fit if every.known >= _MIN_OWN and every.at >= self._now() - _FRESH_S else None)
 
@@ -340,13 +352,13 @@ class ServedRequest(msgspec.Struct):
     """A request as the router saw it, from placement to its end.
 
     Attributes:
-        trace: What the instances said of it.
-        prefill: The prefill instance it was placed on; empty: none.
-        decode: The decode instance.
+        trace: Trace reported by the instances.
+        prefill: Name of the prefill instance it was placed on; empty: none.
+        decode: Name of the decode instance.
         ahead: Work in flight on the prefill instance when it was placed, in tokens.
         running: Sequences in flight on the decode instance when it was placed, its own included.
         tokens: Tokens generated, per sequence.
-        decode_s: From the first tokens to the last ones.
+        decode_s: Seconds from the first tokens to the last ones.
     """
 
     trace: common_pb2.RequestTrace
@@ -359,10 +371,10 @@ class ServedRequest(msgspec.Struct):
 
 
 class Speeds:
-    """What is known of all instances' speeds.
+    """Learnt speeds of all instances.
 
     Args:
-        now: Monotonic clock, in seconds; tests and replays bring their own.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -376,14 +388,14 @@ class Speeds:
 
     @property
     def output_tokens(self) -> float:
-        """Tokens that a request generates, on average."""
+        """Mean number of tokens that a request generates."""
         return self.output.mean if self.output.known else 128.0
 
     def observe(self, served: ServedRequest) -> None:
         """Learn from a request that was served."""
         trace = served.trace
         if trace.path == common_pb2.PREFILL_PATH_REMOTE and trace.prefill_instance:
-            self._remote(served, trace)
+            self._observe_remote(served, trace)
         elif trace.path == common_pb2.PREFILL_PATH_LOCAL:
             if trace.recomputed_tokens and trace.ttft_us:
                 self.local.add(served.decode, trace.recomputed_tokens, max(0, trace.ttft_us - trace.queue_us) / 1000)
@@ -394,15 +406,15 @@ class Speeds:
         if served.tokens:
             self.output.add(0.0, served.tokens, self.now())
 
-    def _remote(self, served: ServedRequest, trace: common_pb2.RequestTrace) -> None:
+    def _observe_remote(self, served: ServedRequest, trace: common_pb2.RequestTrace) -> None:
         if trace.kv_bytes:
             pair = (trace.prefill_instance, served.decode)
             self.transfer.add(pair, trace.kv_bytes, trace.exposed_us / 1000)
         if trace.prefill_instance != served.prefill or not trace.ttft_us or trace.failed_prefills:
-            return  # another instance took it: what was ahead of it there is unknown
+            return  # another instance computed it: the work ahead of it there is unknown
         computed = trace.prompt_tokens - max(trace.prefill_cached_tokens, trace.cached_tokens)
         ms = (trace.ttft_us - trace.queue_us - trace.exposed_us) / 1000
         if computed > 0 and ms > 0:
-            # How much of what was ahead had been computed by then is unknown, so the error grows with it.
+            # How much of the work ahead had been computed by then is unknown, so the error grows with it.
             amount = computed + served.ahead
             self.prefill.add(served.prefill, amount, ms, max(_LEAST_WEIGHT, (computed / amount) ** 2))

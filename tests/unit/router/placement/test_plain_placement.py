@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tests.support.servers.fake_worker import FINGERPRINT
-from tests.unit.router.placement.plain_scores import (
-    PlainRatings,
-    choose_plainly,
-    cost_ms,
-    match_minus_load,
-    options,
-)
 
 from baton.api.v1 import common_pb2, events_pb2
 from baton.hashing import block_hashes, root_hash
@@ -34,8 +26,11 @@ from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
 from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
 from baton_router.scheduler.placer import Placer
-from baton_router.scheduler.policies import PolicyContext, Request, Side, make_policy
-from baton_router.scheduler.policy import Choice
+from baton_router.scheduler.policies import PolicyContext, Ratings, Request, Side
+from baton_router.scheduler.policies.cost_ms import CostMs
+from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policy import Choice, choose_plainly, option_at, option_scores
+from baton_router.scheduler.roster import only_compatible
 from baton_router.scheduler.speeds import Speeds
 
 STALE_S = 30.0
@@ -77,7 +72,7 @@ class Known:
 class World:
     """A fleet, its placer, and all that a decision depends on, changed at random."""
 
-    def __init__(self, rng: random.Random, policy: str) -> None:
+    def __init__(self, rng: random.Random, kind: type[MatchMinusLoad] | type[CostMs]) -> None:
         self.rng, self.now, self.index = rng, 0.0, PrefixIndex()
         alike = rng.random() < 0.6
         counts = {Role.PREFILL: rng.randint(0, 5), Role.DECODE: rng.randint(1, 5)}
@@ -89,10 +84,10 @@ class World:
         self.lists: dict[Role, list[Instance]] = {}
         self.speeds, self.beta = Speeds(lambda: self.now), rng.choice((0.5, 1.0))
         self.threshold = rng.choice((None, None, 20))
-        self.policy = policy
+        self.policy = kind.make(PolicyContext(beta=self.beta, speeds=self.speeds))
         self.placer = Placer(
             self,
-            make_policy(policy, PolicyContext(beta=self.beta, speeds=self.speeds)),
+            self.policy,
             SchedulerMetrics(CollectorRegistry()),
             max_prefills=rng.choice((1, 3)),
             threshold=self.threshold,
@@ -262,7 +257,11 @@ class World:
             assert (seen.sequences().tolist(), seen.prompts_waiting().tolist()) == waits
         choice = decision.choice
         assert choice.score == pytest.approx(plain.score, rel=1e-9, abs=1e-9)
-        everything = {(d, p, path): s for d in range(len(decodes)) for s, p, path in options(rated, d)}
+        everything = {
+            (d, *option_at(rated, at)): s
+            for d in range(len(decodes))
+            for at, s in enumerate(option_scores(rated, d).tolist())
+        }
         as_good = [at for at, s in everything.items() if s >= plain.score - 1e-6 * max(1.0, abs(plain.score))]
         assert (choice.decode, choice.prefill, choice.path) in as_good
         assert placement.decode is decodes[choice.decode]
@@ -285,7 +284,7 @@ class World:
         decode: Side,
         prefills: list[Instance],
         decodes: list[Instance],
-    ) -> PlainRatings:
+    ) -> Ratings:
         source = (prefills or decodes)[0].info
         assert source is not None
         request = Request(
@@ -295,24 +294,15 @@ class World:
             kv_bytes_per_token=source.fingerprint.block_bytes / source.fingerprint.block_size,
             threshold=self.threshold,
         )
-        if self.policy == "cost_ms":
-            rated = cost_ms(self.speeds, request, prefill, decode)
-        else:
-            rated = match_minus_load(self.speeds, self.beta, request, prefill, decode)
+        rated = self.policy.plain_score(request, prefill, decode)
         if prefills and not all(takes(d, p) for d in decodes for p in prefills):
-            known = rated.pairs or [[0.0] * len(prefills) for _ in decodes]
-            rated.pairs = [
-                [x if takes(d, p) else -math.inf for x, p in zip(row, prefills, strict=True)]
-                for row, d in zip(known, decodes, strict=True)
-            ]
+            rated = only_compatible(rated, np.array([[takes(d, p) for p in prefills] for d in decodes]))
         return rated
 
-    def check_order(self, order: list[int], rated: PlainRatings, choice: Choice, usable: list[int]) -> None:
+    def check_order(self, order: list[int], rated: Ratings, choice: Choice, usable: list[int]) -> None:
         """The chosen one first, then from the best on."""
-        chosen, row = choice.prefill, [0.0] * len(rated.prefill)
-        if rated.pairs is not None:
-            row = rated.pairs[choice.decode]
-        values = np.array(rated.prefill) + row
+        chosen = choice.prefill
+        values = option_scores(rated, choice.decode)
         assert len(set(order)) == len(order)
         rest = order
         if chosen is not None:
@@ -329,11 +319,11 @@ def takes(decode: Instance, prefill: Instance) -> bool:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(["match_minus_load", "cost_ms"]))
-def test_every_decision_is_the_plain_one(seed: int, policy: str) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([MatchMinusLoad, CostMs]))
+def test_every_decision_is_the_plain_one(seed: int, kind: type[MatchMinusLoad] | type[CostMs]) -> None:
     """Instances come, go, get full, restart, fall silent; requests exclude some, want grammars, many sequences."""
     rng = random.Random(seed)
-    world = World(rng, policy)
+    world = World(rng, kind)
     for _ in range(25):
         for _ in range(rng.randrange(4)):
             world.change()

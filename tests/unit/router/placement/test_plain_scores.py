@@ -1,29 +1,21 @@
-"""Native scores and choices against plain ones, on instances, speeds and scores of all kinds."""
+"""Scores and choices in C against their definitions in Python, on instances, speeds and scores of all kinds."""
 
 from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.router.placement.plain_scores import (
-    PlainRatings,
-    choose_plainly,
-    cost_ms,
-    match_minus_load,
-    options,
-    order_plainly,
-)
 
 from baton.types import InstanceId, Role
 from baton_router.registry.load import LoadTracker
-from baton_router.scheduler.policies import Pairs, PolicyContext, Ratings, Request, Scores, Side, make_policy
-from baton_router.scheduler.policy import Choice, choose, prefill_order
+from baton_router.scheduler.policies import Pairs, PolicyContext, Ratings, Request, Scores, Side
+from baton_router.scheduler.policies.cost_ms import CostMs
+from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad
+from baton_router.scheduler.policy import Choice, choose, choose_plainly, option_at, option_scores, prefill_order
 from baton_router.scheduler.speeds import Speeds
 
 seeds = st.integers(0, 2**32)
@@ -70,26 +62,31 @@ def learnt(rng: random.Random, prefill: Side, decode: Side) -> Speeds:
     return speeds
 
 
-def same(found: Scores | None, expected: list[float] | None) -> None:
-    assert (found is None) == (expected is None)
-    if found is not None and expected is not None:
-        assert found.totals.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-        added = [sum(found.explain(at).values()) for at in range(len(expected))]
-        assert added == pytest.approx(expected, rel=1e-9, abs=1e-9)
+def same(scores: Scores | None, expected: Scores | None) -> None:
+    assert (scores is None) == (expected is None)
+    if scores is not None and expected is not None:
+        assert scores.totals.tolist() == pytest.approx(expected.totals.tolist(), rel=1e-9, abs=1e-9)
+        assert scores.terms.keys() == expected.terms.keys()
+        for at in range(expected.totals.size):
+            terms = expected.explain(at)
+            assert scores.explain(at) == pytest.approx(terms, rel=1e-9, abs=1e-9)
+            assert sum(terms.values()) == pytest.approx(expected.totals[at], rel=1e-9, abs=1e-9)
 
 
-def same_choice(ratings: Ratings, rated: PlainRatings, seed: int) -> None:
-    """The winner is the plain one; where sums in another order make a tie of it or no tie, one that is as good."""
-    choice, plain = choose(ratings, random.Random(seed)), choose_plainly(rated, random.Random(seed))
-    assert choice.score == pytest.approx(plain.score, rel=1e-9, abs=1e-9)
-    mine = {(p, path): score for score, p, path in options(rated, choice.decode)}
-    assert mine[choice.prefill, choice.path] == pytest.approx(plain.score, rel=1e-9, abs=1e-9)
+def same_choice(ratings: Ratings, plain: Ratings, seed: int) -> None:
+    """The winner is the defined one; where sums in another order make a tie of it or no tie, one that is as good."""
+    choice = choose(ratings, random.Random(seed))
+    best = choose_plainly(plain, random.Random(seed))
+    assert choice.score == pytest.approx(best.score, rel=1e-9, abs=1e-9)
+    scores = option_scores(plain, choice.decode)
+    options = {option_at(plain, at): score for at, score in enumerate(scores.tolist())}
+    assert options[choice.prefill, choice.path] == pytest.approx(best.score, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=150, deadline=None)
-@given(seeds, counts, st.integers(1, 9), st.booleans(), st.sampled_from(["match_minus_load", "cost_ms"]))
-def test_scores_are_those_of_the_description(
-    seed: int, prefills: int, decodes: int, threshold: bool, name: str
+@given(seeds, counts, st.integers(1, 9), st.booleans(), st.sampled_from([MatchMinusLoad, CostMs]))
+def test_scores_are_those_of_the_definition(
+    seed: int, prefills: int, decodes: int, threshold: bool, kind: type[MatchMinusLoad] | type[CostMs]
 ) -> None:
     rng = random.Random(seed)
     tokens = rng.choice((0, 1, 1000, 20_000))
@@ -102,35 +99,33 @@ def test_scores_are_those_of_the_description(
         kv_bytes_per_token=rng.choice((0.0, 1.0)),
         threshold=rng.choice((0, 500)) if threshold else None,
     )
-    speeds, beta = learnt(rng, prefill, decode), rng.choice((0.0, 0.5, 2.0))
-    ratings = make_policy(name, PolicyContext(beta=beta, speeds=speeds)).score(request, prefill, decode)
-    if name == "cost_ms":
-        rated = cost_ms(speeds, request, prefill, decode)
-    else:
-        rated = match_minus_load(speeds, beta, request, prefill, decode)
-    same(ratings.prefill, rated.prefill)
-    same(ratings.decode, rated.decode)
-    same(ratings.local, rated.local)
-    same(ratings.store, rated.store)
-    assert (ratings.pairs is None) == (rated.pairs is None)
-    if ratings.pairs is not None and rated.pairs is not None:
+    context = PolicyContext(beta=rng.choice((0.0, 0.5, 2.0)), speeds=learnt(rng, prefill, decode))
+    policy = kind.make(context)
+    ratings = policy.score(request, prefill, decode)
+    plain = policy.plain_score(request, prefill, decode)
+    same(ratings.prefill, plain.prefill)
+    same(ratings.decode, plain.decode)
+    same(ratings.local, plain.local)
+    same(ratings.store, plain.store)
+    assert (ratings.leave, ratings.temperature) == (plain.leave, plain.temperature)
+    assert (ratings.pairs is None) == (plain.pairs is None)
+    if ratings.pairs is not None and plain.pairs is not None:
         assert ratings.pairs.most is not None
-        for d, row in enumerate(rated.pairs):
+        for d in range(decodes):
+            row = list(plain.pairs.rows[d])
             assert list(ratings.pairs.rows[d]) == pytest.approx(row, rel=1e-9, abs=1e-9)
             assert [sum(ratings.pairs.explain(p, d).values()) for p in range(prefills)] == pytest.approx(row)
-            best = max(a + b for a, b in zip(rated.prefill, row, strict=True))
+            best = max(a + b for a, b in zip(plain.prefill.totals, row, strict=True))
             assert best <= ratings.pairs.most[d] + 1e-6
-        written = msgspec.structs.replace(ratings.pairs, packed=None)
-        in_python = msgspec.structs.replace(ratings, pairs=written)
-        for draw in range(3):
-            a, b = random.Random(draw), random.Random(draw)
-            choice = choose(ratings, a)
-            assert choice == choose(in_python, b), "pairs that native code reads, and as a policy's own rows"
-            for limit in (1, 3, 20):
-                assert prefill_order(ratings, choice, limit, a) == prefill_order(in_python, choice, limit, b)
-            assert a.getstate() == b.getstate()
     for draw in range(3):
-        same_choice(ratings, rated, draw)
+        a, b = random.Random(draw), random.Random(draw)
+        choice = choose(ratings, a)
+        assert choice == choose_plainly(ratings, b), "the same ratings, in C and in Python"
+        for limit in (1, 3, 20):
+            order = prefill_order(ratings, choice, limit, a)
+            assert order == prefill_order(ratings, choice, limit, b, plainly=True)
+        assert a.getstate() == b.getstate(), "the draws are as many"
+        same_choice(ratings, plain, draw)
 
 
 whole = st.integers(-2, 2).map(float)
@@ -139,42 +134,52 @@ whole = st.integers(-2, 2).map(float)
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_the_winner_and_its_ties_are_those_of_the_description(data: st.DataObject) -> None:
+def test_the_winner_is_one_of_the_best_options_and_any_of_them(data: st.DataObject) -> None:
     prefills, decodes = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 5))
     column = st.one_of(whole, st.just(-math.inf))
 
     def scores(count: int) -> list[float]:
         return data.draw(st.lists(column, min_size=count, max_size=count))
 
-    rated = PlainRatings(scores(prefills), scores(decodes), leave=data.draw(st.booleans()))
+    ratings = Ratings(
+        Scores.of(score=scores(prefills)), Scores.of(score=scores(decodes)), leave=data.draw(st.booleans())
+    )
     for name in ("local", "store"):
         if data.draw(st.booleans()):
-            setattr(rated, name, scores(decodes))
+            setattr(ratings, name, Scores.of(score=scores(decodes)))
     if prefills and data.draw(st.booleans()):
-        rated.pairs = [scores(prefills) for _ in range(decodes)]
-
-    def made(values: list[float] | None) -> Any:
-        return None if values is None else Scores.of(score=values)
-
-    ratings = Ratings(
-        *(made(rated.prefill), made(rated.decode)),
-        pairs=None if rated.pairs is None else Pairs(rated.pairs, lambda p, d: {}, exact_bound(rated)),
-        local=made(rated.local),
-        store=made(rated.store),
-        leave=rated.leave,
-    )
-    for seed in range(4):
+        rows = [scores(prefills) for _ in range(decodes)]
+        bounds = np.array([max(p + x for p, x in zip(ratings.prefill.totals, row, strict=True)) for row in rows])
+        ratings.pairs = Pairs(rows, lambda p, d: {}, data.draw(st.sampled_from([None, bounds])))
+    every = {
+        (d, *option_at(ratings, at)): score
+        for d in range(decodes)
+        for at, score in enumerate(option_scores(ratings, d).tolist())
+    }
+    best = {option for option, score in every.items() if score == max(every.values())}
+    if not ratings.couples:  # each side is chosen by itself: -inf of one does not make all of the other alike
+        tops = ratings.decode.totals.max(), ratings.prefill.totals.max(initial=-math.inf)
+        best = {
+            (d, p, path)
+            for d, p, path in best
+            if ratings.decode.totals[d] == tops[0] and (p is None or ratings.prefill.totals[p] == tops[1])
+        }
+    chosen = set()
+    for seed in range(4 * len(best) + 4):
         a, b = random.Random(seed), random.Random(seed)
         choice = choose(ratings, a)
-        assert choice == choose_plainly(rated, b)
-        limit = data.draw(st.integers(0, 6))
-        assert prefill_order(ratings, choice, limit, a) == order_plainly(rated, choice, limit, b)
+        assert choice == choose_plainly(ratings, b)
+        assert (choice.decode, choice.prefill, choice.path) in best
+        assert choice.score == max(every.values())
+        chosen.add((choice.decode, choice.prefill, choice.path))
+        limit = data.draw(st.integers(0, 6)) if seed < 4 else 2
+        order = prefill_order(ratings, choice, limit, a)
+        assert order == prefill_order(ratings, choice, limit, b, plainly=True)
         assert a.getstate() == b.getstate(), "the draws are as many"
-
-
-def exact_bound(rated: PlainRatings) -> Any:
-    assert rated.pairs is not None
-    return np.array([max(p + x for p, x in zip(rated.prefill, row, strict=True)) for row in rated.pairs])
+        values = option_scores(ratings, choice.decode)[:prefills].tolist()
+        rest = [p for p in order if p != choice.prefill]
+        assert [values[p] for p in rest] == sorted((values[p] for p in rest), reverse=True)
+    assert len(chosen) > 1 or len(best) == 1
 
 
 def test_a_score_that_is_no_number_is_refused() -> None:
@@ -182,6 +187,8 @@ def test_a_score_that_is_no_number_is_refused() -> None:
     for ratings in (Ratings(good, bad), Ratings(bad, good), Ratings(good, good, local=bad)):
         with pytest.raises(ValueError, match="not a number"):
             choose(ratings, random.Random(0))
+        with pytest.raises(ValueError, match="not a number"):
+            choose_plainly(ratings, random.Random(0))
 
 
 def test_scores_of_every_nth_number_are_read_as_they_are() -> None:

@@ -1,4 +1,7 @@
-"""Placement policies, chosen by name: one file each, listed in ``registry``."""
+"""Placement policies, chosen by name: ``registry`` lists them.
+
+Two of them are computed in C; their definitions are ``MatchMinusLoad.plain_score`` and ``CostMs.plain_score``.
+"""
 
 from baton_router.scheduler.policies.registry import POLICIES, PolicyContext, make_policy
 from baton_router.scheduler.policy import Pairs, Policy, Ratings, Request, Scores, Side, relative_loads

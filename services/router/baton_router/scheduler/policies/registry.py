@@ -26,13 +26,13 @@ _POLICIES = "baton_router.scheduler.policies"
 _BUILT_IN = {
     "match_minus_load": f"{_POLICIES}.match_minus_load:MatchMinusLoad.make",
     "cost_ms": f"{_POLICIES}.cost_ms:CostMs.make",
-    "round_robin": f"{_POLICIES}.round_robin:RoundRobin.make",
-    "random": f"{_POLICIES}.uniform:Uniform.make",
-    "least_loaded": f"{_POLICIES}.least_loaded:LeastLoaded.make",
-    "power_of_two": f"{_POLICIES}.power_of_two:PowerOfTwo.make",
+    "round_robin": f"{_POLICIES}.cache_blind:RoundRobin.make",
+    "random": f"{_POLICIES}.cache_blind:Uniform.make",
+    "least_loaded": f"{_POLICIES}.cache_blind:LeastLoaded.make",
+    "power_of_two": f"{_POLICIES}.cache_blind:PowerOfTwo.make",
     "session": f"{_POLICIES}.session:Session.make",
 }
-"""Factories by name: a new policy is a file and a line here."""
+"""Factories by name."""
 _PLUGINS = PluginGroup("policy", "baton.router_policies", _BUILT_IN)
 POLICIES = tuple(_BUILT_IN)
 """Names of Baton's own policies."""
@@ -40,14 +40,14 @@ POLICIES = tuple(_BUILT_IN)
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy is given.
+    """Configuration and state that a policy is built with.
 
     Attributes:
-        beta: Weight of load against match.
-        temperature: Of the softmax over scores; 0: the best wins.
-        session_overload: Relative load from which a session leaves its home.
-        rng: For random choices.
-        speeds: What served requests have taught.
+        beta: Weight of load against match, 0 to 100.
+        temperature: Temperature of the softmax over scores, 0 to 100; 0: the best wins.
+        session_overload: Relative load, above 1, from which a session leaves its home.
+        rng: Source of random choices.
+        speeds: Speeds learnt from served requests.
         options: ``--policy-options``: ``key=value`` pairs, for policies of other packages.
     """
 
@@ -64,7 +64,7 @@ class BuiltInPolicy(Policy):
 
     @classmethod
     def make(cls, context: PolicyContext) -> Self:
-        """Build it for a router; by default it needs nothing."""
+        """Build the policy; by default without arguments."""
         return cls()
 
 
@@ -101,15 +101,15 @@ def configured_policy(config: RouterConfig, speeds: Speeds) -> Policy:
 
 
 def parse_options(options: Sequence[str]) -> dict[str, str]:
-    """Read ``key=value`` pairs.
+    """Parse ``key=value`` pairs.
 
     Raises:
         ConfigError: Malformed; names ``policy_options``.
     """
-    found = {}
+    parsed = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not (key and equals):
             raise ConfigError(f"{option!r} is not key=value", field="policy_options")
-        found[key] = value
-    return found
+        parsed[key] = value
+    return parsed

@@ -16,7 +16,7 @@ from baton_router.scheduler.policies.registry import BuiltInPolicy, PolicyContex
 from baton_router.scheduler.policy import Policy, Ratings, Request, Scores, Side
 
 _STICKS = 1000.0
-"""Above anything that another term can say."""
+"""Above the sum of all other terms."""
 
 
 class Session(BuiltInPolicy):
@@ -24,17 +24,17 @@ class Session(BuiltInPolicy):
 
     Algorithm: rendezvous hashing. Each instance gets a pseudo-random rank for the session, and the first in that order
     is its home, unless more is in flight there than ``overload`` times its role's mean and this request: then the next
-    one is. Where an instance goes, only its sessions move; where one comes, only those that now prefer it. Nothing is
-    remembered, so a restarted router, or another one beside it, sends the session to the same place.
+    one is. When an instance is removed, only its sessions move; when one is added, only those that now prefer it. There
+    is no state, so a restarted router, or another one beside it, sends the session to the same place.
 
     A session is named by the ``x-baton-session`` header or the ``session_id`` field. Requests without one are scored by
     the inner policy alone, which also orders the instances that come after the home.
 
-    Risk: knows nothing of prefixes that sessions share; each home computes them once.
+    Risk: ignores prefixes that sessions share; each home computes them once.
 
     Args:
-        inner: Scores requests without a session.
-        overload: How many times the mean a home may carry, above 1.
+        inner: Policy that scores requests without a session.
+        overload: Maximum load of a home relative to the mean, above 1.
 
     Raises:
         ConfigError: ``overload`` is not above 1; names ``session_overload``.
@@ -50,11 +50,9 @@ class Session(BuiltInPolicy):
 
     @classmethod
     def make(cls, context: PolicyContext) -> Self:
-        """Build it over the default policy, for requests without a session."""
         return cls(MatchMinusLoad.make(context), context.session_overload)
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
-        """Let the home win, if there is one."""
         ratings = self._inner.score(request, prefill, decode)
         if request.session:
             ratings.prefill = self._at_home(request.session, prefill, ratings.prefill)
@@ -63,7 +61,6 @@ class Session(BuiltInPolicy):
         return ratings
 
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """The inner policy may want to know; there is nothing to remember here."""
         self._inner.chosen(request, instances)
 
     def _at_home(self, session: str, side: Side, scores: Scores) -> Scores:
