@@ -35,16 +35,23 @@ def function(name: str, result: Any, *arguments: Any, keep_lock: bool = False) -
     """Return a function of the library.
 
     Args:
-        name: Its name without ``baton_``.
-        result: Its ctypes result; ``None``: it returns nothing.
-        arguments: Its ctypes arguments; none: they are converted as ctypes does by itself, which is faster.
-        keep_lock: Call it with the interpreter lock held: for calls that take less time than waiting for the lock does.
+        name: Name of the function, without ``baton_``.
+        result: ctypes type of its result; ``None``: it returns nothing.
+        arguments: ctypes types of its arguments; none: ctypes' own conversions are used, which are faster.
+        keep_lock: Whether to hold the interpreter lock meanwhile: for calls shorter than waiting for the lock.
+
+    Raises:
+        ImportError: The library has no such function: it was built from other sources.
     """
-    found = (_library_with_lock if keep_lock else _library)[f"baton_{name}"]
-    found.restype = result
+    library = _library_with_lock if keep_lock else _library
+    try:
+        called = library[f"baton_{name}"]
+    except AttributeError as error:
+        raise ImportError(f"Baton's native library is of other sources ({error}). Run: {BUILD_COMMAND}") from error
+    called.restype = result
     if arguments:
-        found.argtypes = arguments
-    return found
+        called.argtypes = arguments
+    return called
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
@@ -74,7 +81,8 @@ class Layout:
     """
 
     def __init__(self, name: str, layout: Callable[[bytes], int], **fields: str | Layout) -> None:
-        self.dtype: np.dtype[np.void] = np.dtype([(x, t.dtype if isinstance(t, Layout) else np.dtype(t)) for x, t in fields.items()])
+        columns = [(x, t.dtype if isinstance(t, Layout) else np.dtype(t)) for x, t in fields.items()]
+        self.dtype: np.dtype[np.void] = np.dtype(columns)
         self._offsets = {x: int(entry[1]) for x, entry in (self.dtype.fields or {}).items()}
         self._codes: str = "".join(t._codes if isinstance(t, Layout) else t for t in fields.values())
         packer = struct.Struct("=" + self._codes)
@@ -84,7 +92,7 @@ class Layout:
         self.size = packer.size
         for field, offset in ((name, self.size), *((f"{name}.{x}", at) for x, at in self._offsets.items())):
             if layout(field.encode()) != offset:
-                raise ImportError(f"{field} is elsewhere in Baton's native library. Build it again: {BUILD_COMMAND}")
+                raise ImportError(f"Baton's native library is of other sources ({field}). Run: {BUILD_COMMAND}")
 
     def column(self, address: int, field: str) -> tuple[int, int]:
         """Return the address of a field in the first of several structures, and the bytes from one to the next."""
