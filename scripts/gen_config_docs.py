@@ -86,7 +86,9 @@ def config_rows(cls: type) -> Iterator[tuple[str, str, str]]:
         if item.metadata.get("help") is None:
             continue
         choices = item.metadata.get("choices")
-        text = item.metadata["help"] + (f"; one of {', '.join(choices)}" if choices else "")
+        text = item.metadata["help"]
+        if choices and not all(re.search(rf"\b{re.escape(each)}\b", text) for each in choices):
+            text += f"; one of {', '.join(choices)}"
         flag = "--" + item.name.replace("_", "-")
         if isinstance(item.default, bool):
             flag += f"`, `--no-{item.name.replace('_', '-')}"
