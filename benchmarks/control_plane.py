@@ -33,7 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SIMULATION = ROOT / "benchmarks" / "router" / "control_parts" / "instances.py"
 RESULT = ROOT / "benchmarks" / "results" / "control_plane.json"
-PER_PROCESS, SETTLE_S, GIVE_UP_S = 128, 5.0, 60.0
+PER_PROCESS = 128
+SETTLE_S = 5.0
+GIVE_UP_S = 60.0
 BAR_CORES_PER_1000 = 1 / 3
 LEAST_STEPS = 0.9
 """Share of their steps that simulated instances must have found the time for."""
@@ -76,13 +78,13 @@ def router(tree: Path, *flags: str) -> Iterator[tuple[int, str]]:
         lines: list[str] = []
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r"serving http=(\S+)", line):
+            if result := re.search(r"serving http=(\S+)", line):
                 break
         else:
             raise SystemExit(f"the router did not start:\n{''.join(lines)}")
-        # Its log goes on; nobody reads it, and a pipe that is full would stop it.
+        # Its log is not read: a full pipe would stop it.
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        yield process.pid, f"http://{found[1]}"
+        yield process.pid, f"http://{result[1]}"
         drain.kill()
         drain.wait()
     finally:
@@ -103,11 +105,10 @@ def metric(url: str, name: str, label: str = "") -> list[float]:
 
 
 def until(what: str, condition: Any) -> None:
-    """Wait until something holds."""
     give_up = time.monotonic() + GIVE_UP_S
     while not condition():
         if time.monotonic() > give_up:
-            raise SystemExit(f"in vain waited for {what}")
+            raise SystemExit(f"gave up waiting for {what}")
         time.sleep(0.2)
 
 
@@ -118,10 +119,10 @@ def measure(tree: Path, decodes: int, prefills: int, seconds: float) -> dict[str
         addresses: dict[str, list[str]] = {"decode": [], "prefill": []}
         for role, count in (("decode", decodes), ("prefill", prefills)):
             for begin in range(0, count, PER_PROCESS):
-                process, found = stack.enter_context(simulated(tree, role, min(PER_PROCESS, count - begin)))
+                process, result = stack.enter_context(simulated(tree, role, min(PER_PROCESS, count - begin)))
                 processes.append(process)
-                addresses[role] += found
-        flags = [flag for role, found in addresses.items() if found for flag in (f"--{role}", ",".join(found))]
+                addresses[role] += result
+        flags = [flag for role, result in addresses.items() if result for flag in (f"--{role}", ",".join(result))]
         pid, url = stack.enter_context(router(tree, *flags))
         instances = decodes + prefills
         until("all indexes", lambda: sum(metric(url, "baton_router_index_state", 'state="exact"')) == instances)
@@ -129,9 +130,11 @@ def measure(tree: Path, decodes: int, prefills: int, seconds: float) -> dict[str
         events = sum(metric(url, "baton_router_index_events_total"))
         for process in processes:
             ask(process, "steps")
-        began, before = time.monotonic(), cpu_s(pid)
+        began = time.monotonic()
+        before = cpu_s(pid)
         time.sleep(seconds)
-        spent, took = cpu_s(pid) - before, time.monotonic() - began
+        spent = cpu_s(pid) - before
+        took = time.monotonic() - began
         busy = min(ask(process, "steps") for process in processes)
         events = sum(metric(url, "baton_router_index_events_total")) - events
         held = sum(sum(ask(process, "pause")) for process in processes)
@@ -171,11 +174,11 @@ def main() -> None:
                 f"1,000; {x['events_per_instance_and_s']:.1f} events each a second, {x['gaps']:.0f} gaps, "
                 f"{x['steps_taken_of_wanted']:.2f} of the steps"
             )
-    medians = {name: statistics.median(x["cores_per_1000"] for x in found) for name, found in runs.items()}
+    medians = {name: statistics.median(x["cores_per_1000"] for x in result) for name, result in runs.items()}
     if "beside" in medians:
         print(f"beside / this: {medians['beside'] / medians['this']:.2f}")
     fine = medians["this"] <= BAR_CORES_PER_1000
-    if min(x["steps_taken_of_wanted"] for found in runs.values() for x in found) < LEAST_STEPS:
+    if min(x["steps_taken_of_wanted"] for result in runs.values() for x in result) < LEAST_STEPS:
         raise SystemExit("the simulated instances were not as busy as they should be: the machine is too slow")
     print(f"1,000 instances: {medians['this']:.2f} cores (bar {BAR_CORES_PER_1000:.2f}): {'met' if fine else 'missed'}")
     if args.write:

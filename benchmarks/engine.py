@@ -6,7 +6,7 @@ of a prompt of 512 or 2048 tokens. Decode: batch 1, 8 and 32, context 512, 64 ne
 the moment when all sequences have their first token to the one when the first of them ends, so that the batch is full.
 The engines take turns within each repeat, and medians are reported: the machine's other work hits all alike. Where
 there is much of that, the fastest run of each says more (``spread``, ``ratio_of_best_to_...``), and with one thread
-``--clock cpu``: the processor's time of the process instead of the clock's, which nobody else's work adds to.
+``--clock cpu``: the processor's time of the process instead of the clock's, which other processes do not add to.
 ``generate_float32`` is ``generate`` over the same weights in float32, which a processor without arithmetic for bfloat16
 computes ten times as fast in torch: compare with it there.
 ``--write`` keeps what the file has of other models, workloads and engines: a long run may be cut into parts. Ratios are
@@ -77,8 +77,10 @@ RIVALS_FOLDER = Path.home() / ".cache" / "baton-rivals"
 QUANTIZED_RESULT = RESULT.with_name("engine_quantized.json")
 ON_DEVICE_RESULT = RESULT.with_name("engine_on_device.json")
 MIXED_RESULT = RESULT.with_name("mixed_load.json")
-CONTEXT, NEW_TOKENS = 512, 64
-WARM_CONTEXT, WARM_TOKENS = 64, 8
+CONTEXT = 512
+NEW_TOKENS = 64
+WARM_CONTEXT = 64
+WARM_TOKENS = 8
 AIMS = {"prefill_512": 1.5, "prefill_2048": 1.5, "decode_1": 1.2, "decode_8": 2.5, "decode_32": 3.0}
 MIXED_LOAD = "mixed_load"
 ITL_SLO_MS = 100.0
@@ -108,13 +110,13 @@ def main() -> int:
         for name in args.quantization or ["none"]:
             weights, activations = QUANTIZATIONS.get(name, ("none", "auto"))
             options = {"quantization": weights, "quantized_activations": activations, "kv_dtype": args.kv_dtype}
-            found = measure_on_device(
+            value = measure_on_device(
                 args.device, smoke=args.smoke, repeats=args.repeats, cuda_graphs=graphs, **options
             )
-            print(json.dumps(found, indent=2))
+            print(json.dumps(value, indent=2))
             plain = name == "none" and args.kv_dtype == "auto"
             kind = "" if plain else f"_{name}_kv_{args.kv_dtype}"
-            write(args, ON_DEVICE_RESULT.with_stem(ON_DEVICE_RESULT.stem + kind), found)
+            write(args, ON_DEVICE_RESULT.with_stem(ON_DEVICE_RESULT.stem + kind), value)
         return 0
     results = {}
     for name in args.models or ["llama"]:
@@ -142,18 +144,20 @@ def main() -> int:
 
 def merged(before: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Return a result with what an earlier one has beside it of the same machine: workloads, and other engines."""
-    ran, earlier = result["engines"], before.get("engines", {})
+    ran = result["engines"]
+    earlier = before.get("engines", {})
     same = all(before.get(key) == result[key] for key in ("settings", "parameters"))
     same = same and all(before["machine"].get(key) == result["machine"][key] for key in ("cpu", "instructions"))
     if not same or any(ran[name] != earlier[name] for name in ran.keys() & earlier.keys()):
         return result
-    found = {**before, **result, "engines": {**earlier, **ran}, "repeats": {**before["repeats"], **result["repeats"]}}
+    results = {**before, **result, "engines": {**earlier, **ran}, "repeats": {**before["repeats"], **result["repeats"]}}
     for key in ("tokens_per_s", "spread"):
-        old, new = before[key], result[key]
-        found[key] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {**old, **new}}
-    for key in (key for key in found if key.startswith("ratio_")):
-        found[key] = {**before.get(key, {}), **result.get(key, {})}
-    return found
+        old = before[key]
+        new = result[key]
+        results[key] = {name: {**old.get(name, {}), **new.get(name, {})} for name in {**old, **new}}
+    for key in (key for key in results if key.startswith("ratio_")):
+        results[key] = {**before.get(key, {}), **result.get(key, {})}
+    return results
 
 
 def write(args: argparse.Namespace, path: Path, result: dict[str, Any]) -> None:
@@ -228,7 +232,8 @@ def run(args: argparse.Namespace, folder: str, model: BenchmarkModel) -> dict[st
             engines[name], details[name] = makers[name](folder, args)
         for name in [] if args.rivals is None else args.rivals or PLAIN:
             rival = stack.enter_context(Rival(name, args.rivals_folder, Path(folder), args.threads, args.clock))
-            engines[name], details[name] = rival.measure, rival.details
+            engines[name] = rival.measure
+            details[name] = rival.details
         print("engines are loaded", file=sys.stderr, flush=True)
         for workload in (each for each in AIMS if each in args.workloads):
             for repeat in range(args.repeats + 1):  # the first warms up
@@ -281,7 +286,8 @@ def one(measure: Measure, workload: str, prompts: list[list[int]]) -> float:
         raise RuntimeError(f"expected {len(prompts)} sequences of {new_tokens} tokens, got {lengths}")
     if prefill:
         return len(prompts[0]) / times[0][0]
-    begin, end = max(sequence[0] for sequence in times), min(sequence[-1] for sequence in times)
+    begin = max(sequence[0] for sequence in times)
+    end = min(sequence[-1] for sequence in times)
     if end <= begin:
         raise RuntimeError(f"{workload}: a sequence ended before the last of the others began")
     return sum(begin < at <= end for sequence in times for at in sequence) / (end - begin)
@@ -298,7 +304,8 @@ def make_baton(
         config = replace(
             config, quantization=weights, quantized_activations=activations, quantization_ignore=(r"\.(gate|router)$",)
         )
-    engine, clock = build_engine(config), CLOCKS[args.clock]
+    engine = build_engine(config)
+    clock = CLOCKS[args.clock]
     counter = iter(range(10**9))
 
     def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
@@ -333,7 +340,6 @@ class Clock(transformers.StoppingCriteria):
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Note the time."""
         self.times.append(self._clock() - self.begin)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
@@ -344,7 +350,8 @@ def make_generate(
     model = load_hf(folder, dtype)
 
     def measure(prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
-        ids, clock = torch.tensor(prompts), Clock(CLOCKS[args.clock])
+        ids = torch.tensor(prompts)
+        clock = Clock(CLOCKS[args.clock])
         with torch.inference_mode():
             model.generate(
                 ids,
@@ -391,14 +398,14 @@ def is_other(name: str) -> bool:
 
 def all_ratios(speeds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
     """Baton's speeds by those of others, and those of quantized weights by all of theirs and by bfloat16's."""
-    found = {}
+    result = {}
     for base in filter(is_other, speeds):
-        found[f"ratio_to_{base}"] = ratios(speeds, "baton", base, statistics.median)
-        found[f"ratio_of_best_to_{base}"] = ratios(speeds, "baton", base, max)
+        result[f"ratio_to_{base}"] = ratios(speeds, "baton", base, statistics.median)
+        result[f"ratio_of_best_to_{base}"] = ratios(speeds, "baton", base, max)
     for name in (name for name in speeds if name.startswith("baton_")):
         for base in (base for base in speeds if base == "baton" or is_other(base)):
-            found[f"ratio_of_{name}_to_{base}"] = ratios(speeds, name, base, statistics.median)
-    return found
+            result[f"ratio_of_{name}_to_{base}"] = ratios(speeds, name, base, statistics.median)
+    return result
 
 
 def ratios(
@@ -429,14 +436,15 @@ def print_table(model: str, result: dict[str, Any]) -> None:
     names = list(speeds)
     others = {key.removeprefix("ratio_").replace("to_", "x ", 1): key for key in result if key.startswith("ratio_")}
     columns = {name: result[key] for name, key in others.items() if "best" not in name and result[key]}
-    millions, threads = result["active_parameters"] / 1e6, result["settings"]["threads"]
+    millions = result["active_parameters"] / 1e6
+    threads = result["settings"]["threads"]
     clock = result["settings"]["clock"]
     print(f"\n{model}, {millions:.0f}M active parameters, bfloat16, {threads} threads, tokens/s of {clock} time")
     print(f"{'workload':14}" + "".join(f"{name:>18}" for name in names))
     for workload in next(iter(speeds.values()), {}):
         print(f"{workload:14}" + "".join(f"{speeds[name][workload]:18.1f}" for name in names))
-    for name, found in columns.items():
-        print(f"{name:40}" + "  ".join(f"{workload} {ratio:.2f}" for workload, ratio in found.items()))
+    for name, value in columns.items():
+        print(f"{name:40}" + "  ".join(f"{workload} {ratio:.2f}" for workload, ratio in value.items()))
 
 
 if __name__ == "__main__":

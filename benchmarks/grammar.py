@@ -72,9 +72,11 @@ RIVALS = {
     "xgrammar": ("--no-deps", "xgrammar==0.2.8", "apache-tvm-ffi"),
     "outlines_core": ("outlines_core==0.2.14",),
 }
-RIVAL_SCHEMAS, RIVAL_SECONDS = 3, 400
+RIVAL_SCHEMAS = 3
+RIVAL_SECONDS = 400
 PARTS = ("masks", "steps", "forced", "refusals")
-ROWS, CONTEXT = 32, 32
+ROWS = 32
+CONTEXT = 32
 COSTS = {"guided_loss": "guided", "cost_to_rows_beside": "half", "cost_with_masks_first": "half_masks_first"}
 """What is compared with the free batch, by the names of the results."""
 
@@ -149,24 +151,25 @@ def measure_masks(args: argparse.Namespace, folder: Path, vocab: int) -> dict[st
     compiler.constraint(grammar_of(args.schemas))  # what all of them need is loaded before, as in a router's process
     numbers = range(args.schemas)
     documents = {i: [core.encode(document(i, seed)).ids for seed in range(4)] for i in numbers}
-    ours = ours_s(compiler, documents)
-    found: dict[str, Any] = {
+    baton_times = ours_s(compiler, documents)
+    result: dict[str, Any] = {
         "schemas": args.schemas,
-        "masks": len(ours["mask_s"]),
+        "masks": len(baton_times["mask_s"]),
         "forced_share": forced_share(compiler, documents),
-        "baton": {"table_s": round(table, 2), **milliseconds(ours)},
+        "baton": {"table_s": round(table, 2), **milliseconds(baton_times)},
     }
     if args.rivals:
         few = {i: documents[i] for i in range(min(RIVAL_SCHEMAS, args.schemas))}
         for name in RIVALS:
-            found[name] = rival(args, name, core, few, eos)
-    return found
+            result[name] = rival(args, name, core, few, eos)
+    return result
 
 
 def ours_s(compiler: GrammarCompiler, documents: dict[int, list[list[int]]]) -> dict[str, list[float]]:
     router_s, compile_s, first_s, wall_s, mask_s = (list[float]() for _ in range(5))
     for number, each in documents.items():
-        wall, begin = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        begin = time.thread_time()
         grammar = grammar_of(number)
         checked = time.thread_time()
         compiler.constraint(grammar)  # with its first mask
@@ -184,8 +187,8 @@ def ours_s(compiler: GrammarCompiler, documents: dict[int, list[list[int]]]) -> 
                 mask_s.append(time.thread_time() - began)
                 matcher.consume([token])
             assert not matcher.error, matcher.error
-    found = {"router_s": router_s, "compile_s": compile_s, "first_mask_s": first_s, "mask_s": mask_s}
-    return {**found, "first_mask_wall_s": wall_s}
+    result = {"router_s": router_s, "compile_s": compile_s, "first_mask_s": first_s, "mask_s": mask_s}
+    return {**result, "first_mask_wall_s": wall_s}
 
 
 def forced_share(compiler: GrammarCompiler, documents: dict[int, list[list[int]]]) -> float:
@@ -228,9 +231,9 @@ def rival(
             last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
             return {"failed": "".join(last)[:300]}
     line = next(line for line in ran.stdout.splitlines() if line.startswith("RIVAL "))
-    found = json.loads(line.removeprefix("RIVAL "))
-    table = {"version": found.pop("version"), "table_s": round(found.pop("table_s"), 2)}
-    return {**table, "schemas": len(documents), **milliseconds(found)}
+    result = json.loads(line.removeprefix("RIVAL "))
+    table = {"version": result.pop("version"), "table_s": round(result.pop("table_s"), 2)}
+    return {**table, "schemas": len(documents), **milliseconds(result)}
 
 
 def byte_letters() -> dict[int, str]:
@@ -240,10 +243,10 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def milliseconds(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def milliseconds(result: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return quantiles of seconds, in milliseconds, their names ending so."""
     return {
-        f"{name.removesuffix('_s')}_ms": quantiles([1e3 * each for each in seconds]) for name, seconds in found.items()
+        f"{name.removesuffix('_s')}_ms": quantiles([1e3 * each for each in seconds]) for name, seconds in result.items()
     }
 
 
@@ -304,12 +307,14 @@ StepTime = tuple[float, float, float]
 def timed_step(engine: EngineCore) -> StepTime | None:
     """Do one step; return what it took, or ``None`` if a row has ended."""
     assert engine.masks is not None
-    began, cpu, waited = time.perf_counter(), time.process_time(), engine.masks.mask_wait_seconds
+    began = time.perf_counter()
+    cpu = time.process_time()
+    waited = engine.masks.mask_wait_seconds
     outputs = engine.step()
-    found = time.perf_counter() - began, time.process_time() - cpu, engine.masks.mask_wait_seconds - waited
+    result = time.perf_counter() - began, time.process_time() - cpu, engine.masks.mask_wait_seconds - waited
     if any(output.error for output in outputs):
         raise RuntimeError(next(output.error for output in outputs if output.error))
-    return found if len(outputs) == ROWS and not any(output.finish_reason for output in outputs) else None
+    return result if len(outputs) == ROWS and not any(output.finish_reason for output in outputs) else None
 
 
 def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -326,20 +331,22 @@ def measure_steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         engines = {name: built[at] for name, at in turn.items()}
         for name, engine in engines.items():
             masks = all_masks[turn[name]]
-            masks.jump_forward, masks.come_late = False, late and name != "half_masks_first"
+            masks.jump_forward = False
+            masks.come_late = late and name != "half_masks_first"
             begin_batch(engine, repeat, ways[name], args.steps + 2)
         guided = all_masks[turn["guided"]]
         before = guided.tried_tokens, guided.refused_tokens
         for at in range(args.steps - 2):
             names = [*ways][at % len(ways) :] + [*ways][: at % len(ways)]
-            found = {name: timed_step(engines[name]) for name in names}
-            times = {name: each for name, each in found.items() if each is not None}
+            result = {name: timed_step(engines[name]) for name in names}
+            times = {name: each for name, each in result.items() if each is not None}
             if len(times) < len(ways):
                 break
             if repeat:
                 rounds.append(times)
                 turns.append(repeat % len(ways))
-        tried, refused = tried + guided.tried_tokens - before[0], refused + guided.refused_tokens - before[1]
+        tried = tried + guided.tried_tokens - before[0]
+        refused = refused + guided.refused_tokens - before[1]
         for engine in built:
             while engine.has_work():
                 engine.step()
@@ -390,7 +397,7 @@ def measure_forced(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Count the forward passes of guided answers with jump-forward and without, and compare the answers."""
     engine = build(args, folder, "float32")
     assert engine.masks is not None
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     answers = {}
     for name, jump in (("one_by_one", False), ("jump_forward", True)):
         engine.masks.jump_forward = jump
@@ -406,14 +413,14 @@ def measure_forced(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                     tokens.setdefault(str(number), []).extend(output.token_ids)
         count = sum(map(len, tokens.values()))
         answers[name] = tokens
-        found[name] = {
+        result[name] = {
             "tokens": count,
             "forward_passes": passes,
             "passes_per_token": round(passes / count, 3),
             "seconds": round(time.perf_counter() - began, 2),
         }
     same = sum(answers["one_by_one"][key] == answers["jump_forward"][key] for key in answers["one_by_one"])
-    return {**found, "answers": args.answers, "same_answers": same, "forced_tokens": engine.masks.forced_tokens}
+    return {**result, "answers": args.answers, "same_answers": same, "forced_tokens": engine.masks.forced_tokens}
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ each is one of eight beginnings that requests share, the rest no other has). Mea
 
     unary   one token, not streamed
     stream  100 tokens, streamed; one per step of the worker
-    paced   the same, a step every 10 ms: how long a token is under way when nobody is short of CPU time
+    paced   the same, a step every 10 ms: how long a token is under way when no process is short of CPU time
 
-    text    the prompt as text, as everybody sends it
+    text    the prompt as text, as most clients send it
     ids     the same prompt as token ids: the difference to text is what tokenizing costs
 
 The rival is sglang-router with its default policy (cache_aware) before workers that speak OpenAI's interface; it passes
@@ -61,12 +61,20 @@ MODEL = HERE.parent / "models" / "baton-tiny"
 RIVAL = "sglang-router==0.3.2"
 RIVAL_HOME = Path.home() / ".cache" / "baton-bench" / "sglang-router"
 SLOT_BYTES = 8 * 1024
-PROMPT_BYTES, SHARED, BEGINNINGS = 4096, 2048, 8
+PROMPT_BYTES = 4096
+SHARED = 2048
+BEGINNINGS = 8
 WARM_UP = 1024
 """Requests before a measurement: what a router remembers of requests is full then, and it has seen most words."""
-STREAM_TOKENS, CONCURRENCY, WORKERS = 100, 32, 4
-KILL_TOKENS, KILL_STEP_MS, KILL_CONCURRENCY, KILL_PROMPTS = 50, 10.0, 128, 512
-BAR_REQUEST_US, BAR_TOKEN_US = 250.0, 12.0
+STREAM_TOKENS = 100
+CONCURRENCY = 32
+WORKERS = 4
+KILL_TOKENS = 50
+KILL_STEP_MS = 10.0
+KILL_CONCURRENCY = 128
+KILL_PROMPTS = 512
+BAR_REQUEST_US = 250.0
+BAR_TOKEN_US = 12.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an answer."""
         return 1 if self.mode == "unary" else STREAM_TOKENS
 
     @property
@@ -101,7 +108,6 @@ class Case:
 
 
 def main() -> int:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=6000, help="unary requests per case; a tenth is streamed")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each unary and paced case")
@@ -162,7 +168,7 @@ def measure(case: Case) -> dict[str, Any]:
         sent = (port, folder, bodies, case.tokens, case.requests)
         with load(*sent, warm_up=case.warm_up, certificate=certificate) as generator:
             before = cpu_s(router.pid)
-            result = generator.go()
+            result = generator.measure()
             seconds = cpu_s(router.pid) - before
     result["cpu_us_per_request"] = 1e6 * seconds / case.requests
     result["cpu_us_per_token"] = result["cpu_us_per_request"] / case.tokens
@@ -192,7 +198,8 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     }
     tls = "-tls" if any(name.endswith("-tls") for name in results) else ""
     for router, prompt in (("baton", "text"), ("baton", "ids"), ("sglang", "text")):
-        unary, stream = results.get(f"{router}-{prompt}-unary{tls}"), results.get(f"{router}-{prompt}-stream{tls}")
+        unary = results.get(f"{router}-{prompt}-unary{tls}")
+        stream = results.get(f"{router}-{prompt}-stream{tls}")
         if unary and stream:
             more = stream["cpu_us_per_request"] - unary["cpu_us_per_request"]
             report[f"{router}-{prompt}"] = {
@@ -201,7 +208,8 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
                 "token_us": round(more / (STREAM_TOKENS - 1), 2),
                 "token_us_with_its_request": round(stream["cpu_us_per_token"], 2),
             }
-    text, ids = report.get("baton-text"), report.get("baton-ids")
+    text = report.get("baton-text")
+    ids = report.get("baton-ids")
     if text and ids:
         report["tokenizing_us"] = round(text["request_us"] - ids["request_us"], 1)
         report["bars"] = {
@@ -224,7 +232,8 @@ def kill(requests: int, *, save: bool) -> int:
         with load(port, folder, bodies, KILL_TOKENS, requests, concurrency=KILL_CONCURRENCY) as generator:
             names = ("migrations", "retries", "retries_denied", "request_failures")
             before = {name: metric(port, f"baton_router_{name}_total") for name in names}
-            done, kills = threading.Event(), list[int]()
+            done = threading.Event()
+            kills = list[int]()
             killer = threading.Thread(target=kill_in_turns, args=(stack, folder, port, workers, done, kills))
             generator.begin()
             killer.start()
@@ -362,7 +371,7 @@ def spawn(stack: contextlib.ExitStack, command: list[str], *, stdout: int | None
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -405,16 +414,14 @@ class Generator:
             raise RuntimeError(f"the load generator failed: {said!r}")
 
     def begin(self) -> None:
-        """Let it measure."""
         self._input.write("go\n")
         self._input.flush()
 
     def end(self) -> dict[str, Any]:
-        """Wait for its result."""
         result: dict[str, Any] = json.loads(self._output.readline())
         return result
 
-    def go(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Measure, and return the result."""
         self.begin()
         return self.end()

@@ -5,7 +5,7 @@ Both are asked the same questions in turns, round after round, and their answers
 comes over the wire (protobuf here, JSON there). Then the whole decision of Baton's router: hash the prompt, look it up,
 score 16 x 16 pairs, reserve.
 
-All is done twice: as processes run that nobody favours, and with a real-time priority (``chrt -r 10``) on both sides,
+All is done twice: at the usual priority, and with a real-time priority (``chrt -r 10``) on both sides,
 where this user may have one. The rival hands every call over to a thread of its own and waits for it, which the
 priority makes dearer; Baton's index runs in its caller's thread. So the first is what compares; the second keeps other
 processes out.
@@ -157,12 +157,13 @@ def measure_index(
 
 def print_index(priority: str, result: dict[str, Any]) -> bool:
     """Print the table and return whether the bars were met."""
-    fine, rival = True, result.get("dynamo")
+    fine = True
+    rival = result.get("dynamo")
     print(f"\n{f'p50 in us, {priority}':<28}{'baton':>10}" + (f"{'dynamo':>10}{'ratio':>8}{'bar':>8}" if rival else ""))
-    for case, ours in result["baton"].items():
-        line = f"{case:<28}{ours['p50_us']:>10.1f}"
+    for case, figures in result["baton"].items():
+        line = f"{case:<28}{figures['p50_us']:>10.1f}"
         if rival:
-            ratio = ours["p50_us"] / rival[case]["p50_us"]
+            ratio = figures["p50_us"] / rival[case]["p50_us"]
             bar = BARS[int(case.split()[1].rstrip(","))] if case.startswith("find") else 1.0
             fine = fine and ratio <= bar
             line += f"{rival[case]['p50_us']:>10.1f}{ratio:>8.2f}{bar:>8.1f}"
@@ -241,10 +242,10 @@ def main() -> None:
     if args.growth:
         sys.exit(0 if print_growth(measure_growth(GROWTH_BLOCKS, 256, 3)) else 1)
     if args.fleets:
-        found = measure_placement(args.blocks, 300)
+        value = measure_placement(args.blocks, 300)
         if args.write:
-            RESULT.write_text(json.dumps({**json.loads(RESULT.read_text()), **found}, indent=1) + "\n")
-        sys.exit(0 if print_placement(found) else 1)
+            RESULT.write_text(json.dumps({**json.loads(RESULT.read_text()), **value}, indent=1) + "\n")
+        sys.exit(0 if print_placement(value) else 1)
     if args.cut:
         sys.exit(0 if print_cuts(asyncio.run(measure_cuts())) else 1)
     result: dict[str, Any] = {"rival": None if args.no_rival else RIVAL, "blocks": args.blocks}

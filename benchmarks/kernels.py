@@ -58,9 +58,9 @@ def main() -> int:
         return 1
     if args.interpret:
         return 0
-    found = tune(device, args.only) if args.tune else measure(device, args.only, begin)
+    result = tune(device, args.only) if args.tune else measure(device, args.only, begin)
     if args.write and not args.tune:
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -86,7 +86,8 @@ def measure(device: Any, only: str, begin: float) -> dict[str, Any]:
 
     clock = Clock(device)
     ceilings = clock.ceilings()
-    copy, matrix = ceilings["copy_bytes_per_s"], ceilings["matrix_flops_per_s"]
+    copy = ceilings["copy_bytes_per_s"]
+    matrix = ceilings["matrix_flops_per_s"]
     print(f"\n{torch.cuda.get_device_name(device)}: copy {copy / 1e9:.0f} GB/s, product {matrix / 1e12:.0f} TFLOP/s\n")
     rows: list[dict[str, Any]] = []
     left: list[str] = []
@@ -107,15 +108,15 @@ def measure(device: Any, only: str, begin: float) -> dict[str, Any]:
         )
         for name, rival in case.rivals.items():
             try:
-                theirs = clock.seconds(rival, captured=case.captured)
+                rival_s = clock.seconds(rival, captured=case.captured)
                 same = None if "not compared" in name else error(rival(), case.run(), 2e-2)
             except (RuntimeError, TypeError, ValueError) as failure:
                 row["beside"][name] = {"failed": str(failure).splitlines()[0][:200]}
                 print(f"    {name:<48}  failed: {row['beside'][name]['failed']}", flush=True)
                 continue
-            row["beside"][name] = {"us": 1e6 * theirs, "ratio": theirs / seconds, "difference": same}
+            row["beside"][name] = {"us": 1e6 * rival_s, "ratio": rival_s / seconds, "difference": same}
             note = "" if same is None or same <= 1 else "  DIFFERS"
-            print(f"    {name:<48}{1e6 * theirs:10.1f} us, {theirs / seconds:.2f} times ours{note}", flush=True)
+            print(f"    {name:<48}{1e6 * rival_s:10.1f} us, {rival_s / seconds:.2f} times ours{note}", flush=True)
         rows.append(row)
     if left:
         print(f"no time for {len(left)} cases: {', '.join(left)}", file=sys.stderr)

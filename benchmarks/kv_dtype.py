@@ -6,8 +6,8 @@
   have a context of 16k tokens, which is not computed: the pool is as it was allocated;
 - ``pool``: bytes of a block, and tokens per GiB.
 
-Both kinds of KV take turns; medians in ms. With one thread the clock is the process's processor time, which nobody
-else's work adds to; with more it is the wall's.
+Both kinds of KV take turns; medians in ms. With one thread the clock is the process's processor time, which no
+other process adds to; with more it is the wall's.
 
     python benchmarks/kv_dtype.py --write
     python benchmarks/kv_dtype.py --threads 2 --write
@@ -66,7 +66,8 @@ Way = Callable[[], object]
 def batch_of(sequences: tuple[tuple[int, int], ...]) -> tuple[RaggedBatch, int]:
     """Return a batch, and the blocks that it takes."""
     widths = [-(-context // BLOCK) for context, _ in sequences]
-    order, at = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32), 0
+    order = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
+    at = 0
     tables = np.zeros((len(sequences), max(widths)), np.int32)
     for row, width in enumerate(widths):
         tables[row, :width] = order[at : at + width]
@@ -126,20 +127,20 @@ def medians(ways: dict[str, Way], repeats: int, clock: Callable[[], float]) -> d
             run()
             if i:  # the first one warms up
                 seconds[kind].append(clock() - start)
-    found = {kind: round(1e3 * statistics.median(times), 3) for kind, times in seconds.items()}
-    return {**found, "ratio": round(found["bfloat16"] / found["int8"], 2)}
+    result = {kind: round(1e3 * statistics.median(times), 3) for kind, times in seconds.items()}
+    return {**result, "ratio": round(result["bfloat16"] / result["int8"], 2)}
 
 
 def pool_figures(shape: tuple[int, int, int]) -> dict[str, float]:
     """Return bytes of a block and tokens per GiB, for 32 layers of a shape."""
     layouts = {kind: KVLayout((LayerShape(shape[1], shape[2], shape[2]),) * 32, BLOCK, kind) for kind in KINDS}
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for kind, layout in layouts.items():
-        found[f"block_bytes_{kind}"] = layout.block_bytes
-        found[f"tokens_per_gib_{kind}"] = (1 << 30) // layout.block_bytes * BLOCK
-    found["bytes_ratio"] = round(found["block_bytes_int8"] / found["block_bytes_bfloat16"], 3)
-    found["tokens_ratio"] = round(found["tokens_per_gib_int8"] / found["tokens_per_gib_bfloat16"], 2)
-    return found
+        result[f"block_bytes_{kind}"] = layout.block_bytes
+        result[f"tokens_per_gib_{kind}"] = (1 << 30) // layout.block_bytes * BLOCK
+    result["bytes_ratio"] = round(result["block_bytes_int8"] / result["block_bytes_bfloat16"], 3)
+    result["tokens_ratio"] = round(result["tokens_per_gib_int8"] / result["tokens_per_gib_bfloat16"], 2)
+    return result
 
 
 def main() -> None:
@@ -155,12 +156,12 @@ def main() -> None:
     clock = time.process_time if args.threads == 1 else time.perf_counter
     library = load_library(runnable_variants()[0])
     backend = CpuPagedAttention(library)
-    found: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
-    found |= {"instructions": library.instructions, "clock": "processor" if args.threads == 1 else "wall"}
-    found["pool"] = {name: pool_figures(shape) for name, shape in SHAPES.items()}
+    result: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
+    result |= {"instructions": library.instructions, "clock": "processor" if args.threads == 1 else "wall"}
+    result["pool"] = {name: pool_figures(shape) for name, shape in SHAPES.items()}
     with torch.inference_mode():
         if args.only != "step":
-            found["attention_ms"] = {
+            result["attention_ms"] = {
                 name: {
                     load: medians(
                         {kind: attention_of(backend, kind, shape, sequences) for kind in KINDS}, args.repeats, clock
@@ -174,17 +175,17 @@ def main() -> None:
                 write_model(Path(folder), "llama", smoke=False)
                 fields = Path(folder) / "config.json"
                 fields.write_text(json.dumps(json.loads(fields.read_text()) | {"max_position_embeddings": CONTEXT}))
-                found["step_ms"] = {
+                result["step_ms"] = {
                     f"decode_{count}_of_16k": medians(
                         {kind: step_of(folder, kind, count, args.threads) for kind in KINDS}, args.repeats, clock
                     )
                     for count in (1, 4)
                 }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(result, indent=2))
     if args.write:
         kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         key = f"threads_{args.threads}"
-        kept[key] = kept.get(key, {}) | found
+        kept[key] = kept.get(key, {}) | result
         RESULT.write_text(json.dumps(kept, indent=2) + "\n")
 
 

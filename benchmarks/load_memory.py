@@ -36,14 +36,14 @@ MB = 1e6
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [*FORMATS, *GGUF_KINDS, *AT_LOAD]
     parser.add_argument("--formats", nargs="+", default=every, choices=every, metavar="FORMAT", help=" ".join(every))
     parser.add_argument("--shape", default="0.8b", choices=SHAPES)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to write checkpoints")
     args = parser.parse_args()
-    shape, plain_file = SHAPES[args.shape], 0
+    shape = SHAPES[args.shape]
+    plain_file = 0
     layer = 4 * shape.layer_elements
     print(f"{shape.parameters / 1e6:.0f}M parameters, a layer in float32 {layer / MB:.1f} MB; all in MB")
     print("| | packed | peak | allowed | resident | of it pages of files | / bfloat16's files | / Baton's bfloat16 |")
@@ -51,12 +51,12 @@ def main() -> None:
     plain: Found | None = None
     plain_file = 2 * shape.parameters
     for form in ["bfloat16", *(form for form in args.formats if form != "bfloat16")]:
-        packed, found = one(form, shape, args.folder)
-        plain = plain or found
-        ratio = found.resident / plain_file, found.resident / plain.resident
+        packed, result = one(form, shape, args.folder)
+        plain = plain or result
+        ratio = result.resident / plain_file, result.resident / plain.resident
         print(
-            f"| {form} | {packed / MB:.0f} | {found.peak / MB:.0f} | {(1.1 * packed + layer) / MB:.0f} "
-            f"| {found.resident / MB:.0f} | {(found.resident - found.anonymous) / MB:.0f} "
+            f"| {form} | {packed / MB:.0f} | {result.peak / MB:.0f} | {(1.1 * packed + layer) / MB:.0f} "
+            f"| {result.resident / MB:.0f} | {(result.resident - result.anonymous) / MB:.0f} "
             f"| {ratio[0]:.2f} | {ratio[1]:.2f} |",
             flush=True,
         )

@@ -27,8 +27,11 @@ from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
-STREAMS, STREAM_CONTEXT, STREAM_TOKENS = 4, 256, 2000
-PROMPTS_AT_ONCE, PROMPT_TOKENS = 2, 2000
+STREAMS = 4
+STREAM_CONTEXT = 256
+STREAM_TOKENS = 2000
+PROMPTS_AT_ONCE = 2
+PROMPT_TOKENS = 2000
 TOKENS_ALONE = 60
 WAYS = ("unbounded", "slo", "1P1D")
 
@@ -40,7 +43,7 @@ def measure_mixed_load(folder: str, vocab: int, *, slo_ms: float, threads: int, 
         folder: The model.
         vocab: Tokens of the prompts are below it.
         slo_ms: ``--itl-slo-ms`` of the bounded way.
-        threads: Of the one instance; those of 1P1D have half of them each.
+        threads: Threads of the single instance; each of the two of 1P1D has half as many.
         prompts: Long prompts per way.
     """
     flags = {
@@ -48,11 +51,11 @@ def measure_mixed_load(folder: str, vocab: int, *, slo_ms: float, threads: int, 
         "slo": ("--threads", str(threads), "--itl-slo-ms", str(slo_ms)),
         "1P1D": ("--threads", str(max(1, threads // 2))),
     }
-    found: dict[str, Any] = {"itl_slo_ms": slo_ms, "threads": threads, "prompts": prompts}
+    result: dict[str, Any] = {"itl_slo_ms": slo_ms, "threads": threads, "prompts": prompts}
     for way in WAYS:
-        found[way] = asyncio.run(_measure(way, folder, vocab, prompts, flags[way]))
-        print(f"mixed load, {way}: {found[way]}", file=sys.stderr, flush=True)
-    return found
+        result[way] = asyncio.run(_measure(way, folder, vocab, prompts, flags[way]))
+        print(f"mixed load, {way}: {result[way]}", file=sys.stderr, flush=True)
+    return result
 
 
 async def _measure(way: str, folder: str, vocab: int, prompts: int, flags: tuple[str, ...]) -> dict[str, float]:
@@ -68,13 +71,15 @@ class MixedLoad:
     """The load on one decode instance."""
 
     def __init__(self, decode: str, prefill: list[str], vocab: int) -> None:
-        self._decode, self._prefill, self._vocab = decode, prefill, vocab
-        self._rng, self._names = np.random.default_rng(0), itertools.count()
+        self._decode = decode
+        self._prefill = prefill
+        self._vocab = vocab
+        self._rng = np.random.default_rng(0)
+        self._names = itertools.count()
         self._arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
         self._warm = asyncio.Event()
 
     async def run(self, prompts: int) -> dict[str, float]:
-        """Return percentiles, in milliseconds."""
         async with open_channel(self._decode) as channel:
             self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
             await self._generate(PROMPT_TOKENS, 1, [], self._prefill)  # a warm-up
@@ -83,7 +88,8 @@ class MixedLoad:
                 for times in self._arrivals
             ]
             await self._warm.wait()
-            alone, begun = self._gaps(0.0, time.perf_counter(), skip=10), time.perf_counter()
+            alone = self._gaps(0.0, time.perf_counter(), skip=10)
+            begun = time.perf_counter()
             left = itertools.count()
             ttfts = await asyncio.gather(*(self._prompts(left, prompts) for _ in range(PROMPTS_AT_ONCE)))
             mixed = self._gaps(begun, time.perf_counter())
@@ -103,7 +109,8 @@ class MixedLoad:
     async def _prompts(self, left: itertools.count[int], prompts: int) -> list[float]:
         ttfts = []
         while next(left) < prompts:
-            begun, arrived = time.perf_counter(), list[float]()
+            begun = time.perf_counter()
+            arrived = list[float]()
             await self._generate(PROMPT_TOKENS, 1, arrived, self._prefill)
             ttfts.append(arrived[0] - begun)
         return ttfts
@@ -116,7 +123,7 @@ class MixedLoad:
         return gaps
 
     async def _generate(self, length: int, tokens: int, arrived: list[float], candidates: list[str]) -> None:
-        """Generate from a prompt that nobody has seen; notes when tokens arrive."""
+        """Generate from a new prompt and note when tokens arrive."""
         message = worker_pb2.GenerateRequest(
             request_id=f"mixed-{next(self._names)}",
             prompt_token_ids=pack_ids(self._rng.integers(3, self._vocab, length).tolist()),

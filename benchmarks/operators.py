@@ -28,7 +28,10 @@ from baton_kernels.experts import CpuExperts, ExpertWeights
 from baton_kernels.linear import CpuLinear, PairsLinear
 from baton_kernels.row_wise import SILU, CpuGatedMul
 
-EXPERTS, TOP_K, HIDDEN, INNER = 64, 8, 768, 256
+EXPERTS = 64
+TOP_K = 8
+HIDDEN = 768
+INNER = 256
 ROWS = (1, 8, 32, 512)
 
 
@@ -43,10 +46,10 @@ def main() -> int:
         hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP_K
     )
     config._experts_implementation = "grouped_mm"
-    theirs = Qwen3MoeExperts(config).to(torch.bfloat16)
-    for parameter in theirs.parameters():
+    reference = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    experts = CpuExperts(library, ExpertWeights(theirs.gate_up_proj, theirs.down_proj), SILU)
+    experts = CpuExperts(library, ExpertWeights(reference.gate_up_proj, reference.down_proj), SILU)
     linear = PairsLinear if library.pairs_are_faster else CpuLinear
     up = linear(library, (torch.randn(2 * TOP_K * INNER, HIDDEN) * 0.02).bfloat16())
     down = linear(library, (torch.randn(HIDDEN, TOP_K * INNER) * 0.02).bfloat16())
@@ -55,10 +58,11 @@ def main() -> int:
     for rows in ROWS:
         x = torch.randn(rows, HIDDEN).bfloat16()
         ids = torch.rand(rows, EXPERTS).topk(TOP_K).indices
-        weights, narrow = torch.rand(rows, TOP_K), ids.int()
+        weights = torch.rand(rows, TOP_K)
+        narrow = ids.int()
         ways: list[Callable[[], object]] = [
             lambda x=x, ids=narrow, weights=weights: experts(x, ids, weights),
-            lambda x=x, ids=ids, weights=weights: theirs(x, ids, weights.bfloat16()),
+            lambda x=x, ids=ids, weights=weights: reference(x, ids, weights.bfloat16()),
             lambda x=x: down(product(up(x))),
         ]
         best = [float("inf")] * len(ways)

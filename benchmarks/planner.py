@@ -37,7 +37,7 @@ from baton.config.flags import AccessConfig
 from baton_bench.planner.plan import cluster_yaml
 from baton_bench.planner.profiling import measure_overheads
 from baton_bench.planner.search import (
-    Found,
+    CandidateResult,
     Goal,
     Search,
     bounds,
@@ -65,7 +65,8 @@ MODEL = ROOT / "models" / "baton-tiny"
 RESULT = ROOT / "benchmarks" / "results" / "planner.json"
 RATIOS = ((1, 1), (2, 1), (1, 2), (0, 2))
 LOADS = {"below": 0.6, "near": 0.95, "above": 1.25}
-ISL, OSL = 256, 48
+ISL = 256
+OSL = 48
 SLOS = {"ttft": 1500.0, "itl": 100.0}
 FIGURES = ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p90_ms", "goodput")
 
@@ -95,7 +96,6 @@ def flags(executor: str) -> tuple[str, ...]:
 
 
 def options(url: str, rate: float, requests: int, seed: int) -> ServeOptions:
-    """Return a load."""
     return ServeOptions(url=url, isl=ISL, osl=OSL, request_rate=rate, requests=requests, warmup=2, seed=seed)
 
 
@@ -104,21 +104,21 @@ def workload(rate: float, requests: int, seed: int) -> Workload:
     load = options("http://127.0.0.1:1", rate, requests, seed)
     planned = PromptSource(load).requests(0)
     times = arrival_times(load, planned, rate, 0) or []
-    found, name = [], 0
+    results = []
+    name = 0
     for each, at in zip(planned, times, strict=True):
         blocks = -(-len(each.prompt) // BLOCK_TOKENS)
-        found.append(TraceRequest(1e3 * at, len(each.prompt), each.output_tokens, tuple(range(name, name + blocks))))
+        results.append(TraceRequest(1e3 * at, len(each.prompt), each.output_tokens, tuple(range(name, name + blocks))))
         name += blocks
-    return Workload.of("benchmark", found)
+    return Workload.of("benchmark", results)
 
 
 def predicted(outcome: Outcome) -> dict[str, float]:
-    """Return a simulation's figures."""
-    found = {}
+    result = {}
     for name in FIGURES[:4]:
         metric, share, _ = name.split("_")
-        found[name] = outcome.percentile(metric, float(share[1:]))
-    return {**found, "goodput": outcome.goodput(SLOS)}
+        result[name] = outcome.percentile(metric, float(share[1:]))
+    return {**result, "goodput": outcome.goodput(SLOS)}
 
 
 def measured(url: str, rate: float, requests: int, seed: int) -> dict[str, float]:
@@ -139,8 +139,8 @@ def measured(url: str, rate: float, requests: int, seed: int) -> dict[str, float
 
 def write_file(path: Path, deployment: Deployment, load: Workload) -> None:
     """Write a deployment's file as ``baton plan --output`` does."""
-    found = Found(deployment, bounds(deployment, load, SLOS), None, None, None, None)
-    path.write_text(cluster_yaml(found, str(MODEL), SLOS, ["benchmarks/planner.py"]))
+    result = CandidateResult(deployment, bounds(deployment, load, SLOS), None, None, None, None)
+    path.write_text(cluster_yaml(result, str(MODEL), SLOS, ["benchmarks/planner.py"]))
 
 
 def profile_model(folder: Path, executor: str) -> Profile:
@@ -154,10 +154,10 @@ def profile_model(folder: Path, executor: str) -> Profile:
     fleet = make_deployment(profile, goal, (1, 1), (engine, engine))
     write_file(folder / "1P1D.yaml", fleet, workload(1.0, 60, 0))
     with deployment(folder / "1P1D.yaml", *flags(executor)) as url:
-        found = measure_overheads(
+        result = measure_overheads(
             url, AccessConfig(), profile, isl=ISL, step=lambda what, left: print(what, file=sys.stderr)
         )
-    return dataclasses.replace(profile, overheads=found)
+    return dataclasses.replace(profile, overheads=result)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             profile.save(kept)
     cores = None if args.executor == "paced" else float(args.cores)
     goal = Goal(slos=SLOS, attainment=0.9, gpus=3, precision=0.02, cores=cores)
-    engine, rows = profile.engines[0], []
+    engine = profile.engines[0]
+    rows = []
     knees: dict[str, float] = {}
     for ratio in (each for each in RATIOS if f"{each[0]}P{each[1]}D" in args.ratios.split(",")):
         fleet = make_deployment(profile, goal, ratio, (engine, engine))
@@ -184,15 +185,18 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         write_file(folder / f"{fleet.ratio}.yaml", fleet, search.workload)
         with deployment(folder / f"{fleet.ratio}.yaml", *flags(args.executor)) as url:
             for number, (load, share) in enumerate(LOADS.items()):
-                rate, seed = share * knee.rate, args.seed + number
+                rate = share * knee.rate
+                seed = args.seed + number
                 requests = workload(rate, args.requests, seed)
                 expected = predicted(Search(requests, goal).at(fleet, rate))
-                found = measured(url, rate, args.requests, seed)
-                errors = {name: round(expected[name] / found[name] - 1, 4) if found[name] else None for name in FIGURES}
+                result = measured(url, rate, args.requests, seed)
+                errors = {
+                    name: round(expected[name] / result[name] - 1, 4) if result[name] else None for name in FIGURES
+                }
                 rows.append(
                     {"ratio": fleet.ratio, "load": load, "rate": round(rate, 3), "instances": sum(ratio),
                      "predicted": {k: round(v, 2) for k, v in expected.items()},
-                     "measured": {k: round(v, 2) for k, v in found.items()}, "error": errors}
+                     "measured": {k: round(v, 2) for k, v in result.items()}, "error": errors}
                 )  # fmt: skip
                 print_row(rows[-1])
     return {"executor": args.executor, "isl": ISL, "osl": OSL, "slo_ms": SLOS, "requests": args.requests,
@@ -208,12 +212,12 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-def judge(found: dict[str, Any]) -> dict[str, Any]:
+def judge(document: dict[str, Any]) -> dict[str, Any]:
     """Return the median error, and which ratio is best by prediction and by measurement."""
-    errors = [abs(error) for row in found["rows"] for error in row["error"].values() if error is not None]
+    errors = [abs(error) for row in document["rows"] for error in row["error"].values() if error is not None]
     by = {
         figure: statistics.median(
-            abs(row["error"][figure]) for row in found["rows"] if row["error"][figure] is not None
+            abs(row["error"][figure]) for row in document["rows"] if row["error"][figure] is not None
         )
         for figure in FIGURES
     }
@@ -221,8 +225,8 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
     for kind in ("predicted", "measured"):
         for name, share in (("goodput", lambda row: 1), ("goodput per instance", lambda row: row["instances"])):
             for where, loads in (("", tuple(LOADS)), (" near the knee", ("near",))):
-                goodputs = {row["ratio"]: 0.0 for row in found["rows"]}
-                for row in (each for each in found["rows"] if each["load"] in loads):
+                goodputs = {row["ratio"]: 0.0 for row in document["rows"]}
+                for row in (each for each in document["rows"] if each["load"] in loads):
                     goodputs[row["ratio"]] = max(goodputs[row["ratio"]], row[kind]["goodput"] / share(row))
                 best[f"{kind} {name}{where}"] = max(goodputs, key=lambda ratio: goodputs[ratio])
     return {
@@ -249,18 +253,19 @@ def main() -> int:
     args = parser.parse_args()
     print(" " * 20 + "".join(f"{name + ' pred. meas.':>22}" for name in FIGURES))
     with plugin(), tempfile.TemporaryDirectory() as folder:
-        found = compare(args, Path(folder))
+        result = compare(args, Path(folder))
     if args.write and RESULT.exists():
-        before, now = json.loads(RESULT.read_text()), {row["ratio"] for row in found["rows"]}
-        found["rows"] += [row for row in before["rows"] if row["ratio"] not in now]
-        found["knees"] = before["knees"] | found["knees"]
-    found |= judge(found)
-    print(json.dumps({name: found[name] for name in ("median_error", "median_error_by_figure", "best")}, indent=1))
+        before = json.loads(RESULT.read_text())
+        now = {row["ratio"] for row in result["rows"]}
+        result["rows"] += [row for row in before["rows"] if row["ratio"] not in now]
+        result["knees"] = before["knees"] | result["knees"]
+    result |= judge(result)
+    print(json.dumps({name: result[name] for name in ("median_error", "median_error_by_figure", "best")}, indent=1))
     if args.write:
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    best = found["best"]
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    best = result["best"]
     right = best["predicted goodput"] == best["measured goodput"]
-    return int(found["median_error"] > args.within or not right)
+    return int(result["median_error"] > args.within or not right)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ from baton.version import __version__
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "models" / "baton-tiny"
 RESULT = Path(__file__).parent / "results" / "speculation.json"
-PROMPT_TOKENS, NEW_TOKENS = 256, 160
+PROMPT_TOKENS = 256
+NEW_TOKENS = 160
 DRAFT_TOKENS = 8
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "0.7": {"temperature": 0.7, "seed": 1}}
 BATCHES = {1: 96, 4: 96, 8: 64, 16: 48, 32: 40}
@@ -95,11 +96,11 @@ def main() -> int:
 
 def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return earlier results with those of now in their places."""
-    found = dict(before)
+    result = dict(before)
     for name, value in now.items():
-        old = found.get(name)
-        found[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return found
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def parse_args() -> argparse.Namespace:
@@ -146,12 +147,12 @@ def method_options(method: str) -> dict[str, Any]:
 def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     """Return per method and way of sampling how often drafts were right."""
     prompts = held_out_prompts(args.prompts)
-    found: dict[str, Any] = {"prompts": len(prompts), "draft_tokens": DRAFT_TOKENS}
+    result: dict[str, Any] = {"prompts": len(prompts), "draft_tokens": DRAFT_TOKENS}
     answers: dict[str, list[list[int]]] = {}
     for name, sampling in SAMPLINGS.items():
         answers[name], _, _ = one_by_one(args, prompts, sampling)
     for method in args.methods:
-        found[method] = {}
+        result[method] = {}
         for name, sampling in SAMPLINGS.items():
             options = {**method_options(method), "speculative_tokens": DRAFT_TOKENS}
             tokens, stats, steps = one_by_one(args, prompts, sampling, **options)
@@ -161,14 +162,14 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
             rates = [round(stats.accepted[i] / stats.drafted[i], 3) for i in range(DRAFT_TOKENS) if stats.drafted[i]]
             per_step = sum(len(answer) for answer in tokens) / steps
             share = stats.accepted.total() / max(1, stats.drafted.total())
-            found[method][name] = {
+            result[method][name] = {
                 "tokens_per_step": round(per_step, 2),
                 "accepted_of_drafted": round(share, 3),
                 "drafted": stats.drafted.total(),
                 "accepted_at_position": rates,
             }
             print(f"{method:8} {name:7} {per_step:.2f} tokens/step, {share:.0%} right; by place {rates}", flush=True)
-    return found
+    return result
 
 
 def one_by_one(
@@ -194,7 +195,7 @@ def one_by_one(
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Return tokens per second of the demo model on held-out code, one prompt after the other, engines in turns."""
     prompts = held_out_prompts(args.prompts)[: max(2, args.prompts // 3)]
-    found: dict[str, Any] = {"prompts": len(prompts), "dtype": "float32"}
+    result: dict[str, Any] = {"prompts": len(prompts), "dtype": "float32"}
     assistant = load_hf(default_draft("draft"))
     ways: dict[str, dict[str, Any]] = {
         "generate": {},
@@ -221,12 +222,12 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                     times.setdefault(way, []).append(hf_seconds(model, prompt, options))
         for llm in engines.values():
             llm.close()
-        found[name] = {each: round(NEW_TOKENS / statistics.median(seconds), 1) for each, seconds in times.items()}
-        found[name]["ratio"] = {
-            each: round(found[name][each] / found[name]["none"], 2) for each in times if each != "none"
+        result[name] = {each: round(NEW_TOKENS / statistics.median(seconds), 1) for each, seconds in times.items()}
+        result[name]["ratio"] = {
+            each: round(result[name][each] / result[name]["none"], 2) for each in times if each != "none"
         }
-        print(f"speed {name}: {found[name]}", flush=True)
-    return found
+        print(f"speed {name}: {result[name]}", flush=True)
+    return result
 
 
 def load_hf(folder: Path | str) -> Any:
@@ -248,8 +249,8 @@ def hf_seconds(model: Any, prompt: list[int], options: dict[str, Any]) -> float:
 
 def recorded(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     """Return tokens per second of a model of 125M with drafts of a known quality, against none."""
-    found: dict[str, Any] = {"context": RECORDED_CONTEXT, "dtype": "bfloat16"}
-    found.update(clock=args.clock, repeats=args.repeats)
+    result: dict[str, Any] = {"context": RECORDED_CONTEXT, "dtype": "bfloat16"}
+    result.update(clock=args.clock, repeats=args.repeats)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), "llama", smoke=args.smoke)
         config = EngineConfig(model=folder, threads=args.threads, kv_blocks=32 * 16, prefix_caching=False)
@@ -257,10 +258,10 @@ def recorded(args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
         engine._clock = CLOCKS[args.clock]
         for batch in batches:
             print(f"batch {batch} ...", file=sys.stderr, flush=True)
-            found[str(batch)] = of_batch(args, engine, config, batch, model.vocab_size)
-            print(f"batch {batch}: {found[str(batch)]}", flush=True)
+            result[str(batch)] = of_batch(args, engine, config, batch, model.vocab_size)
+            print(f"batch {batch}: {result[str(batch)]}", flush=True)
         engine.executor.close()
-    return found
+    return result
 
 
 def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig, batch: int, vocab: int) -> Any:
@@ -287,15 +288,15 @@ def of_batch(args: argparse.Namespace, engine: EngineCore, config: EngineConfig,
             for name, ratio in ratios.items():
                 speeds.setdefault(name, []).append(ratio)
             speeds.setdefault("tokens_per_s", []).append(plain)
-    found: dict[str, Any] = {"new_tokens": count}
-    found |= {name: round(statistics.median(values), 3) for name, values in speeds.items()}
+    result: dict[str, Any] = {"new_tokens": count}
+    result |= {name: round(statistics.median(values), 3) for name, values in speeds.items()}
     for name, speculator in speculators.items():
         stats = speculator.stats
         if not stats.drafted:
             raise RuntimeError(f"batch {batch}, probability {name}: nothing was drafted, so nothing was measured")
-        found[f"accepted_{name}"] = round(stats.accepted.total() / stats.drafted.total(), 2)
-        found[f"draft_length_{name}"] = round(stats.drafted.total() / max(1, stats.steps), 1)
-    return found
+        result[f"accepted_{name}"] = round(stats.accepted.total() / stats.drafted.total(), 2)
+        result[f"draft_length_{name}"] = round(stats.drafted.total() / max(1, stats.steps), 1)
+    return result
 
 
 def tokens_per_s(
@@ -314,7 +315,8 @@ def tokens_per_s(
                 raise RuntimeError(output.error)
             times[output.request_id] += [now] * len(output.token_ids)
             answers[output.request_id, 0] += output.token_ids
-    begin, end = max(each[0] for each in times.values()), min(each[-1] for each in times.values())
+    begin = max(each[0] for each in times.values())
+    end = min(each[-1] for each in times.values())
     return sum(begin < at <= end for each in times.values() for at in each) / (end - begin), answers
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), "llama", smoke=False)
         for quantization in (None, "int4"):
@@ -53,8 +53,8 @@ def main() -> None:
                     for way, measure in engines.items():
                         prompts = prompts_of(workload, turn, model.vocab_size)
                         steps[way] = min(steps[way], step_ms(measure, prompts))
-                found[f"{quantization or 'bfloat16'} {workload}"] = {way: round(ms, 2) for way, ms in steps.items()}
-    print(json.dumps({"threads": args.threads, "step_ms": found, "machine": machine()}, indent=2))
+                result[f"{quantization or 'bfloat16'} {workload}"] = {way: round(ms, 2) for way, ms in steps.items()}
+    print(json.dumps({"threads": args.threads, "step_ms": result, "machine": machine()}, indent=2))
 
 
 def engine(way: str, folder: str, threads: int, quantization: str | None) -> Measure:

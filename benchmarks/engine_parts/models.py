@@ -92,7 +92,7 @@ class BenchmarkModel:
 
     Attributes:
         parameters: All of it; ``active``: those that take part in a token.
-        vocab_size: Of its tokens.
+        vocab_size: Tokens of its vocabulary.
     """
 
     parameters: int

@@ -71,7 +71,7 @@ class Load:
         decode: Batch sizes.
         prefill: Tokens of prompts.
         context: Tokens before the first new one of decoding sequences.
-        new_tokens: Of each of them.
+        new_tokens: Tokens generated per prompt.
     """
 
     decode: tuple[int, ...] = (1, 8, 64, 256)
@@ -89,15 +89,15 @@ def measure_on_device(device: str, *, smoke: bool, repeats: int, **options: Any)
     Args:
         device: As ``--device`` names it.
         smoke: Whether with a tiny model.
-        repeats: Of each workload; medians are returned.
+        repeats: Runs per workload; medians are returned.
         options: More of the engine's configuration: graphs, quantized weights, what KV is kept as.
     """
-    found = compute_device(device)
+    value = compute_device(device)
     shape, load, dtype = (TINY, SMOKE, "float32") if smoke else (LLAMA_8B, Load(), "bfloat16")
-    ceilings = measure_ceilings(found.memory, DTYPES[dtype], smoke=smoke)
+    ceilings = measure_ceilings(value.memory, DTYPES[dtype], smoke=smoke)
     print(f"ceilings: {ceilings}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="baton-8b-") as folder:
-        parameters = write_llama(Path(folder), shape, DTYPES[dtype], found.memory)
+        parameters = write_llama(Path(folder), shape, DTYPES[dtype], value.memory)
         longest = max(*load.prefill, load.context + load.new_tokens + 1) + 16
         config = EngineConfig(
             model=folder,
@@ -116,7 +116,7 @@ def measure_on_device(device: str, *, smoke: bool, repeats: int, **options: Any)
         bench = DeviceBench(engine, shape, ceilings, weight_bytes(config.quantization, shape, DTYPES[dtype].itemsize))
         result = {
             "benchmark": "engine_on_device",
-            "device": torch.cuda.get_device_name(found.memory) if found.is_cuda else device,
+            "device": torch.cuda.get_device_name(value.memory) if value.is_cuda else device,
             "path": engine.executor.description,
             "parameters": parameters,
             "load_s": round(loaded_s, 1),
@@ -164,7 +164,9 @@ def write_llama(folder: Path, shape: dict[str, int], dtype: torch.dtype, device:
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    hidden, inner, vocab = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    hidden = shape["hidden_size"]
+    inner = shape["intermediate_size"]
+    vocab = shape["vocab_size"]
     heads, kv = (shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     layer = {
         "self_attn.q_proj": (heads, hidden),
@@ -183,7 +185,8 @@ def write_llama(folder: Path, shape: dict[str, int], dtype: torch.dtype, device:
         for index in range(shape["num_hidden_layers"])
     ]
     torch.manual_seed(0)
-    names, total = {}, 0
+    names = {}
+    total = 0
     for number, tensors in enumerate(files):
         file = f"model-{number:05}.safetensors"
         made = {}
@@ -216,13 +219,16 @@ class DeviceBench:
 
     Args:
         engine: Nothing else uses it.
-        shape: Of the model.
-        ceilings: Of :func:`measure_ceilings`.
+        shape: Configuration of the model (``config.json``).
+        ceilings: Result of :func:`measure_ceilings`.
         weights: Bytes of those that a decode step reads.
     """
 
     def __init__(self, engine: EngineCore, shape: dict[str, int], ceilings: dict[str, float], weights: float) -> None:
-        self._engine, self._shape, self._ceilings, self._weights = engine, shape, ceilings, weights
+        self._engine = engine
+        self._shape = shape
+        self._ceilings = ceilings
+        self._weights = weights
         self._number = 0
         self._per_layer = weights_of_a_layer(shape)
         layout = engine.executor.layout
@@ -231,19 +237,20 @@ class DeviceBench:
     def decode(self, batch: int, load: Load, repeats: int) -> dict[str, Any]:
         """Tokens per second of a full batch, and shares; also in the plain order, if steps are launched ahead."""
         steps = self._engine.steps
-        orders, speeds = ([True, False] if steps.ahead else [False]), dict[bool, list[float]]()
+        orders = [True, False] if steps.ahead else [False]
+        speeds = dict[bool, list[float]]()
         for repeat in range(repeats + 1):
             for ahead in orders:
                 steps.ahead = ahead
                 speed = self._decode_once(batch, load)
                 if repeat:
                     speeds.setdefault(ahead, []).append(speed)
-        found = {}
+        result = {}
         for ahead in orders:
             steps.ahead = ahead
-            found[ahead] = self._figures(batch, load, speeds[ahead])
+            result[ahead] = self._figures(batch, load, speeds[ahead])
         steps.ahead = orders[0]
-        return {**found[orders[0]], **({"plain_order": found[False]} if orders[0] else {})}
+        return {**result[orders[0]], **({"plain_order": result[False]} if orders[0] else {})}
 
     def _figures(self, batch: int, load: Load, speeds: list[float]) -> dict[str, Any]:
         speed = statistics.median(speeds)
@@ -268,8 +275,10 @@ class DeviceBench:
             begin = time.perf_counter()
             self._run()
             times.append(time.perf_counter() - begin)
-        seconds, shape = statistics.median(times[1:]), self._shape
-        layers, width = shape["num_hidden_layers"], shape["num_attention_heads"] * shape["head_dim"]
+        seconds = statistics.median(times[1:])
+        shape = self._shape
+        layers = shape["num_hidden_layers"]
+        width = shape["num_attention_heads"] * shape["head_dim"]
         flops = 2 * layers * self._per_layer * tokens + 2 * layers * width * tokens**2
         return {
             "tokens_per_s": round(tokens / seconds, 1),
@@ -283,11 +292,13 @@ class DeviceBench:
         done: dict[RequestId, int] = {}
         while len(done) < batch:
             self._step(done)
-        before, begin = sum(done.values()), time.perf_counter()
+        before = sum(done.values())
+        begin = time.perf_counter()
         # Until the first of them ends: the batch is full.
         while self._engine.has_work() and max(done.values()) <= load.new_tokens:
             self._step(done)
-        seconds, count = time.perf_counter() - begin, sum(done.values()) - before
+        seconds = time.perf_counter() - begin
+        count = sum(done.values()) - before
         self._run()
         return count / seconds
 

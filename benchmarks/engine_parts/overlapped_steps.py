@@ -43,13 +43,14 @@ from baton.engine.speculation.verification import StepSampling
 from baton.types import RequestId, SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "overlapped_steps.json"
-CONTEXT, BLOCK = 128, 16
-TURN, SKIPPED = 10, 1
+CONTEXT = 128
+BLOCK = 16
+TURN = 10
+SKIPPED = 1
 """Steps of a way until the other one is next; the first ones of a turn do not count."""
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="*", default=[8, 32])
@@ -60,12 +61,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "llama", smoke=False)
         config = EngineConfig(model=folder, threads=args.threads, kv_blocks=2400, prefix_caching=True)
-        found = {str(batch): measure(build_engine(config), args, batch) for batch in args.batches}
+        result = {str(batch): measure(build_engine(config), args, batch) for batch in args.batches}
     name = f"threads {args.threads}"
-    print(json.dumps({name: found}, indent=2))
+    print(json.dumps({name: result}, indent=2))
     if args.write:
         before = json.loads(RESULT.read_text()) if RESULT.exists() else {"benchmark": "overlapped_steps"}
-        RESULT.write_text(json.dumps({**before, name: found}, indent=2) + "\n")
+        RESULT.write_text(json.dumps({**before, name: result}, indent=2) + "\n")
 
 
 def measure(core: EngineCore, args: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -84,8 +85,8 @@ def measure(core: EngineCore, args: argparse.Namespace, batch: int) -> dict[str,
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(args.threads,)) as thread:
         for _ in range(args.turns):
             for way in ("today", "overlapped"):
-                found = _today(core) if way == "today" else _overlapped(core, thread)
-                times[way] += found[SKIPPED:]
+                result = _today(core) if way == "today" else _overlapped(core, thread)
+                times[way] += result[SKIPPED:]
     if [sequence.tokens[:].tolist() for sequence in sequences] != tokens:
         raise RuntimeError("tokens differ")
     figures = parts.figures()
@@ -108,12 +109,14 @@ class _Parts:
         step = core.step
 
         def timed() -> Any:
-            self._inside, begun = True, time.thread_time()
+            self._inside = True
+            begun = time.thread_time()
             self._rows.append({})
             try:
                 return step()
             finally:
-                self._rows[-1]["step"], self._inside = time.thread_time() - begun, False
+                self._rows[-1]["step"] = time.thread_time() - begun
+                self._inside = False
 
         core.step = timed  # type: ignore[method-assign]
 
@@ -161,10 +164,12 @@ def _end(core: EngineCore) -> None:
 
 
 def _today(core: EngineCore) -> list[float]:
-    times, begun = [], time.perf_counter()
+    times = []
+    begun = time.perf_counter()
     for _ in range(TURN):
         core.step()
-        begun, before = time.perf_counter(), begun
+        before = begun
+        begun = time.perf_counter()
         times.append(begun - before)
     return times
 
@@ -172,9 +177,12 @@ def _today(core: EngineCore) -> list[float]:
 @torch.inference_mode()
 def _overlapped(core: EngineCore, thread: ThreadPoolExecutor) -> list[float]:
     """The same steps with forwards in a thread."""
-    scheduler, executor, times = core._scheduler, core.executor, []
+    scheduler = core._scheduler
+    executor = core.executor
+    times = []
     batch = build_batch(scheduler.schedule(), BLOCK)
-    flying, chosen = thread.submit(executor.forward, batch.forward), list[tuple[Sequence, int]]()
+    flying = thread.submit(executor.forward, batch.forward)
+    chosen = list[tuple[Sequence, int]]()
     begun = time.perf_counter()
     for step in range(TURN):
         for sequence, token in chosen:  # of the step before
@@ -192,8 +200,10 @@ def _overlapped(core: EngineCore, thread: ThreadPoolExecutor) -> list[float]:
             sequence.buffer[sequence.num_tokens - 1] = token
         if following is not None:
             following.forward.token_ids[:] = tokens
-            flying, batch = thread.submit(executor.forward, following.forward), following
-        begun, before = time.perf_counter(), begun
+            flying = thread.submit(executor.forward, following.forward)
+            batch = following
+        before = begun
+        begun = time.perf_counter()
         times.append(begun - before)
     return times
 

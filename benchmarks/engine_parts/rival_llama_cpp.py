@@ -17,7 +17,9 @@ import xllamacpp
 
 folder, work, threads, weights = sys.argv[1:]
 clock = time.process_time if os.environ["RIVAL_CLOCK"] == "cpu" else time.perf_counter
-CONTEXT, SEQUENCES, BATCH = 32 * 1024, 32, 2048
+CONTEXT = 32 * 1024
+SEQUENCES = 32
+BATCH = 2048
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,7 +49,8 @@ def tensors() -> Iterator[tuple[str, np.ndarray]]:
 def convert(to: Path) -> None:
     """Write the Llama's checkpoint as llama.cpp wants it."""
     config = json.loads((Path(folder) / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     writer = gguf.GGUFWriter(str(to), "llama")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -118,7 +121,6 @@ def LOG(level: int, text: bytes, _: int) -> None:
 
 
 def load_library() -> ctypes.CDLL:
-    """llama.cpp's C interface."""
     (path,) = Path(xllamacpp.__file__).parent.glob("xllamacpp*.so")
     library = ctypes.CDLL(str(path))
     pointers = ("llama_model_load_from_file", "llama_init_from_model", "llama_model_get_vocab", "llama_get_memory")
@@ -144,7 +146,10 @@ class Engine:
         options = llama.llama_context_default_params()
         if (options.n_ctx, options.n_batch, options.n_ubatch, options.n_threads) != (512, 2048, 512, 4):
             raise RuntimeError("llama_context_params lies elsewhere in this version")
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = CONTEXT, BATCH, 512, SEQUENCES
+        options.n_ctx = CONTEXT
+        options.n_batch = BATCH
+        options.n_ubatch = 512
+        options.n_seq_max = SEQUENCES
         options.n_threads = options.n_threads_batch = int(threads)
         options.kv_unified = True
         self.context = ctypes.c_void_p(llama.llama_init_from_model(model, options))
@@ -159,16 +164,19 @@ class Engine:
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-            batch.seq_id[i][0], batch.logits[i] = sequence, wanted
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = wanted
         if self.llama.llama_decode(self.context, batch) != 0:
             raise RuntimeError("llama_decode failed")
-        found = []
+        results = []
         for i, row in enumerate(rows):
             if row[3]:
                 logits = self.llama.llama_get_logits_ith(self.context, i)
-                found.append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
-        return found
+                results.append(int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax()))
+        return results
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """Prompts in batches, then all sequences side by side."""

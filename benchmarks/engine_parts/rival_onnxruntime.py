@@ -32,11 +32,13 @@ def main() -> None:
     print("RIVAL " + json.dumps(details), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        prompts, new_tokens = request["prompts"], request["new_tokens"]
+        prompts = request["prompts"]
+        new_tokens = request["new_tokens"]
         options = onnxruntime_genai.GeneratorParams(model)
         length = len(prompts[0]) + new_tokens
         options.set_search_options(batch_size=len(prompts), max_length=length, min_length=length, do_sample=False)
-        begin, times = clock(), []
+        begin = clock()
+        times = []
         generator = onnxruntime_genai.Generator(model, options)
         generator.append_tokens(prompts)
         for _ in range(new_tokens):

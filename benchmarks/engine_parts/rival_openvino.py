@@ -21,7 +21,9 @@ def main() -> None:
     export += ["--task", "text-generation-with-past", "--weight-format", weights, str(converted)]
     subprocess.run(export, check=True, stdout=sys.stderr)
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2, 2048, 32
+    scheduler.cache_size = 2
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.max_num_seqs = 32
     scheduler.enable_prefix_caching = False
     settings = {"INFERENCE_NUM_THREADS": int(threads), "INFERENCE_PRECISION_HINT": "bf16"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(converted, scheduler, "CPU", settings)
@@ -33,7 +35,9 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         options = openvino_genai.GenerationConfig()
-        options.max_new_tokens, options.ignore_eos, options.do_sample = request["new_tokens"], True, False
+        options.max_new_tokens = request["new_tokens"]
+        options.ignore_eos = True
+        options.do_sample = False
         begin = clock()
         handles = [
             pipeline.add_request(next(counter), ov.Tensor(np.array([prompt], dtype=np.int64)), options)

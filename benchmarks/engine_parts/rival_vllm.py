@@ -23,7 +23,8 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    engine, counter = llm.llm_engine, iter(range(10**9))
+    engine = llm.llm_engine
+    counter = iter(range(10**9))
     print("RIVAL " + json.dumps({"version": vllm.__version__, "threads": threads}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -35,7 +35,7 @@ class RivalKind:
     """A rival with weights of some type.
 
     Attributes:
-        worker: Its name.
+        worker: Name of its worker script.
         weights: As the rival names their type.
     """
 
@@ -62,11 +62,12 @@ class Rival:
     """A running worker; leave the context to end it.
 
     Attributes:
-        details: What it says of itself.
+        details: Version and settings that the rival reports.
     """
 
     def __init__(self, name: str, environments: Path, model: Path, threads: int, clock: str) -> None:
-        self._name, kind = name, RIVALS[name]
+        self._name = name
+        kind = RIVALS[name]
         python = environment(environments / kind.worker, PACKAGES[kind.worker], UNWANTED.get(kind.worker, ()))
         self._work = tempfile.TemporaryDirectory(prefix=f"baton-rival-{name}-")
         worker = Path(__file__).with_name(f"rival_{kind.worker}.py")
@@ -103,7 +104,6 @@ class Rival:
         raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -128,9 +128,10 @@ def environment(folder: Path, packages: tuple[str, ...], unwanted: tuple[str, ..
     Args:
         folder: The environment.
         packages: As pip takes them.
-        unwanted: What they bring that is removed again.
+        unwanted: Packages to remove again after the installation.
     """
-    python, done = folder / "bin" / "python", folder / "packages.json"
+    python = folder / "bin" / "python"
+    done = folder / "packages.json"
     if not done.exists() or json.loads(done.read_text()) != list(packages):
         print(f"installing {', '.join(packages)} into {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True)

@@ -25,7 +25,8 @@ from baton.types import SamplingParams
 from baton_kernels.random_numbers import Draws
 
 RESULT = Path(__file__).parents[1] / "results" / "sampling.json"
-ROWS, VOCAB = 32, 152_064
+ROWS = 32
+VOCAB = 152_064
 WAYS = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(temperature=0.8),
@@ -36,23 +37,23 @@ WAYS = {
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found: dict[str, Any] = {"benchmark": "sampling", "rows": ROWS, "vocab": VOCAB, "threads": args.threads}
+    result: dict[str, Any] = {"benchmark": "sampling", "rows": ROWS, "vocab": VOCAB, "threads": args.threads}
     for deviation in (1.0, 5.0):
         logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * deviation
-        found[f"ms, deviation {deviation:g}"] = {
+        result[f"ms, deviation {deviation:g}"] = {
             name: measure(logits, params, args.repeats) for name, params in WAYS.items()
         }
-    found["cpus"], found["load"] = os.cpu_count(), os.getloadavg()[0]
-    print(json.dumps(found, indent=2))
+    result["cpus"] = os.cpu_count()
+    result["load"] = os.getloadavg()[0]
+    print(json.dumps(result, indent=2))
     if args.write:
-        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def measure(logits: torch.Tensor, params: SamplingParams, repeats: int) -> dict[str, float]:

@@ -13,7 +13,8 @@ from baton.engine.sampler import SamplerOutput
 from baton.engine.sampler_row import SamplerRow
 from baton.engine.speculation import verification
 
-RAISED, ABOVE = 30.0, 60.0
+RAISED = 30.0
+ABOVE = 60.0
 """Logits of a document's next token, and of the one that is wanted in its place. Random models' are about 1."""
 
 

@@ -43,25 +43,26 @@ def measure_refusals(calls: int) -> dict[str, Any]:
     threads as there are processors: else no token is chosen before its mask.
 
     Args:
-        calls: Of each kind at each temperature.
+        calls: Number of calls per kind and temperature.
 
     Returns:
         By kind and temperature, the tokens that were chosen without a mask, how many of them were refused, and their
         share.
     """
-    maker, asked = ConversationMaker(SEED, held_out=True), list[Exchange]()
+    maker = ConversationMaker(SEED, held_out=True)
+    asked = list[Exchange]()
     while len(asked) < calls:
         one = maker.exchange()
         if one.call is not None and len(one.messages) == 1:
             asked.append(one)
     threads = len(os.sched_getaffinity(0))
     flags = ("--ratio", "1P1D", "--model", str(MODEL), "--threads", str(threads))
-    found: dict[str, Any] = {"model": MODEL.name, "calls": calls, "threads": threads}
+    result: dict[str, Any] = {"model": MODEL.name, "calls": calls, "threads": threads}
     with running_up(*flags) as up, httpx.Client(base_url=up.url, timeout=240) as client:
         metrics = _METRICS.findall("".join(up.lines))
         before = [_counter(metrics, name) for name in COUNTERS]
         for kind in ("taught", "not_taught"):
-            found[kind] = {}
+            result[kind] = {}
             for temperature in TEMPERATURES:
                 for at, one in enumerate(asked):
                     tools = one.tools if kind == "taught" else [RESERVE]
@@ -72,8 +73,8 @@ def measure_refusals(calls: int) -> dict[str, Any]:
                 tried, refused = (after - earlier for after, earlier in zip(now, before, strict=True))
                 before = now
                 share = round(refused / tried, 4)
-                found[kind][f"temperature {temperature:g}"] = {"tried": tried, "refused": refused, "share": share}
-    return found
+                result[kind][f"temperature {temperature:g}"] = {"tried": tried, "refused": refused, "share": share}
+    return result
 
 
 def _counter(addresses: list[str], name: str) -> int:

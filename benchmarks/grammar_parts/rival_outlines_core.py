@@ -24,7 +24,9 @@ def main() -> None:
     table = time.thread_time() - began
     mask = array.array("I", bytes(4 * -(-len(job["bytes"]) // 32)))
     address, words = mask.buffer_info()
-    compiled_s, first_s, masks = [], [], []
+    compiled_s = []
+    first_s = []
+    masks = []
     for text, documents in zip(job["schemas"], job["documents"], strict=True):
         began = time.thread_time()
         index = outlines_core.Index(json_schema.build_regex_from_schema(text), vocabulary)

@@ -24,7 +24,9 @@ def main() -> None:
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     table = time.thread_time() - began
     bitmask = xgrammar.allocate_token_bitmask(1, len(vocab))
-    compiled_s, first_s, masks = [], [], []
+    compiled_s = []
+    first_s = []
+    masks = []
     for text, documents in zip(job["schemas"], job["documents"], strict=True):
         began = time.thread_time()
         compiled = compiler.compile_json_schema(text, any_whitespace=False)

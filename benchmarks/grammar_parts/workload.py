@@ -12,10 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB, END = 128_000, "<|end|>"
+VOCAB = 128_000
+END = "<|end|>"
 TRAINED_BYTES = 48 << 20
 """Sources that the vocabulary is trained from, at most."""
-KINDS, LANGUAGES = ("person", "company", "robot"), ("de", "en", "fr", "pt-BR")
+KINDS = ("person", "company", "robot")
+LANGUAGES = ("de", "en", "fr", "pt-BR")
 
 
 def tokenizer_folder(cache: Path, vocab: int = VOCAB, most_bytes: int = TRAINED_BYTES) -> Path:
@@ -90,7 +92,7 @@ def document(number: int, seed: int, records: int = 3) -> str:
     def word() -> str:
         return "".join(rng.choice("abcdefghiklmnoprstuvw") for _ in range(rng.randint(3, 9)))
 
-    found = [
+    results = [
         {
             f"id_{number}": rng.randint(1, 99999),
             "kind": rng.choice(KINDS),
@@ -105,4 +107,4 @@ def document(number: int, seed: int, records: int = 3) -> str:
         }
         for _ in range(records)
     ]
-    return json.dumps({"records": found, "total": rng.randint(1, 9)})
+    return json.dumps({"records": results, "total": rng.randint(1, 9)})

@@ -17,7 +17,9 @@ from baton_kernels.paged_attention.flashinfer import FlashInferPagedAttention
 from baton_kernels.paged_attention.gpu import TritonPagedAttention
 
 BLOCK_SIZE = 16
-HEADS, KV_HEADS, HEAD = 32, 8, 128
+HEADS = 32
+KV_HEADS = 8
+HEAD = 128
 """Those of Llama 3.1 8B."""
 LATENT = (128, 576, 512)
 """Heads, elements of a latent with its rotary key, elements of a value: DeepSeek-V3, absorbed."""
@@ -27,7 +29,8 @@ STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 def make_batch(sequences: list[tuple[int, int]], seed: int = 0) -> tuple[RaggedBatch, int]:
     """A batch of (context, new tokens) whose blocks lie anywhere, and how many blocks there are."""
     widths = [-(-context // BLOCK_SIZE) for context, _ in sequences]
-    order, at = np.random.default_rng(seed).permutation(sum(widths)).astype(np.int32), 0
+    order = np.random.default_rng(seed).permutation(sum(widths)).astype(np.int32)
+    at = 0
     tables = np.zeros((len(sequences), max(widths)), np.int32)
     for row, width in enumerate(widths):
         tables[row, :width] = order[at : at + width]
@@ -94,8 +97,8 @@ def _check(spec: AttentionSpec, storage: torch.dtype, dtype: torch.dtype, device
     if spec.latent:
         there[1] = there[0][..., : spec.v_dim]  # type: ignore[index]
     moved = dataclasses.replace(spec, sinks=None if spec.sinks is None else spec.sinks.to(device))
-    mine = LayerPool(there[0], there[1], 0, there[2], there[3])  # type: ignore[arg-type]
-    got = backend.run(backend.prepare(batch), moved, mine, q.to(device), k.to(device), v.to(device))
+    moved_pool = LayerPool(there[0], there[1], 0, there[2], there[3])  # type: ignore[arg-type]
+    got = backend.run(backend.prepare(batch), moved, moved_pool, q.to(device), k.to(device), v.to(device))
     want = paged_attention_reference(batch, spec, pool, q, k, v)
     return error(got, want, 2e-5 if dtype is torch.float32 else 2e-2)
 

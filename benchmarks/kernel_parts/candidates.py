@@ -35,20 +35,20 @@ def candidates(operator: str, rows: int) -> Iterator[Tuning]:
     """Yield configurations for so many rows: tiles that would be mostly empty are left out, as are useless ones."""
     tiles = _TILES[operator]
     for values in itertools.product(*tiles.values()):
-        found = Tuning(**dict(zip(tiles, values, strict=True)))
+        result = Tuning(**dict(zip(tiles, values, strict=True)))
         if rows and operator.endswith("_linear"):
-            if found.tile_m > max(16, 2 * rows) or (found.tile_m and found.tile_m * 16 < rows):
+            if result.tile_m > max(16, 2 * rows) or (result.tile_m and result.tile_m * 16 < rows):
                 continue
-            if not found.tile_m and (rows < 64 or (found.warps, found.stages, found.programs) != (4, 3, 1)):
+            if not result.tile_m and (rows < 64 or (result.warps, result.stages, result.programs) != (4, 3, 1)):
                 continue
-        yield found
+        yield result
 
 
 class Tuner:
     """Collects entries of a table.
 
     Args:
-        clock: Of the device.
+        clock: Clock of the device, in seconds.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -100,7 +100,8 @@ class Clock:
 
 def error(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
     """Return the largest difference as a share of a tolerance, which counts from the largest number that is wanted."""
-    got, want = got.double().cpu(), want.double().cpu()
+    got = got.double().cpu()
+    want = want.double().cpu()
     if not bool(got.isfinite().all()):
         return float("inf")
     return float((got - want).abs().max() / (tolerance * max(1.0, float(want.abs().max()))))

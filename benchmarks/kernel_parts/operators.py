@@ -44,9 +44,13 @@ FORMS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
 }
 EIGHT_BITS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {"int8": quantize_int8, "fp8": quantize_fp8}
 """Whose inputs have 8 bits, too."""
-HIDDEN, INNER, VOCAB = 4096, 14336, 128256
+HIDDEN = 4096
+INNER = 14336
+VOCAB = 128256
 """Those of Llama 3.1 8B."""
-EXPERTS, TOP_K, EXPERT_INNER = 128, 8, 768
+EXPERTS = 128
+TOP_K = 8
+EXPERT_INNER = 768
 """Those of Qwen3 30B-A3B, whose hidden size is half as large."""
 TOKENS = {1: (1, 1), 16: (2, 16), 32: (17, 32), 64: (33, 64), 256: (65, 384), 2048: (385, 1 << 30)}
 """Rows that are timed, and those that a configuration found with them is for."""
@@ -64,7 +68,8 @@ def checks(device: torch.device) -> Iterator[Check]:
     tolerance = 2e-5 if dtype is torch.float32 else 2e-2
 
     def norm() -> float:
-        x, weight = torch.randn(5, 96).to(dtype), torch.randn(96).to(dtype)
+        x = torch.randn(5, 96).to(dtype)
+        weight = torch.randn(96).to(dtype)
         got = TritonRmsNorm(weight.to(device), 1e-6)(x.to(device))
         return error(got, rms_norm_reference(x.double(), weight.double(), 1e-6, 0.0), tolerance)
 
@@ -88,7 +93,8 @@ def checks(device: torch.device) -> Iterator[Check]:
 def _check_copies(device: torch.device) -> float:
     pool = torch.randn(6, 300)
     spans = np.array([[4, 0, 300], [1, 100, 64], [2, 7, 1]])
-    want, got = torch.zeros(365, dtype=torch.float16), torch.zeros(365, dtype=torch.float16, device=device)
+    want = torch.zeros(365, dtype=torch.float16)
+    got = torch.zeros(365, dtype=torch.float16, device=device)
     there = pool.to(device, copy=True)
     kv_copy_definition.gather_spans(pool, spans, want)
     kv_copy.gather_spans(there, spans, got)
@@ -102,7 +108,8 @@ def _check_copies(device: torch.device) -> float:
 
 
 def _check_sampling(device: torch.device) -> float:
-    logits, keys = torch.randn(4, 1000), np.arange(4, dtype=np.uint64)
+    logits = torch.randn(4, 1000)
+    keys = np.arange(4, dtype=np.uint64)
     greedy = [RowFilter(0.0, 0, 1.0, 0.0)] * 4
     sampler = TritonSampler(device)
     right = torch.equal(sampler(logits.to(device), greedy, keys).cpu(), logits.argmax(-1))
@@ -114,7 +121,8 @@ def _check_rejection(device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)
     target, draft = (torch.rand(6, n, 50, generator=generator) for n in (4, 3))
     target, draft = (x / x.sum(-1, keepdim=True) for x in (target, draft))
-    drafts, counts = torch.randint(0, 50, (6, 3), generator=generator), torch.tensor([3, 3, 0, 1, 2, 3])
+    drafts = torch.randint(0, 50, (6, 3), generator=generator)
+    counts = torch.tensor([3, 3, 0, 1, 2, 3])
     keys = np.arange(24, dtype=np.uint64).reshape(6, 4)
     got, kept = TritonRejectionSampler(device)(*(x.to(device) for x in (target, draft, drafts, counts)), keys)
     want, wanted = rejection_sample(target.numpy(), draft.numpy(), drafts.numpy(), counts.numpy(), keys)
@@ -126,7 +134,8 @@ def _check_linear(
     quantize: Callable[[torch.Tensor], QuantizedWeight], dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> float:
     weight = quantize(torch.randn(70, 384))
-    operator, worst = TritonQuantizedLinear(on(device, weight)), 0.0
+    operator = TritonQuantizedLinear(on(device, weight))
+    worst = 0.0
     for tokens in (1, 20, 400):
         x = torch.randn(tokens, 384).to(dtype)
         want = quantized_linear_reference(x.double(), weight)
@@ -135,10 +144,12 @@ def _check_linear(
 
 
 def _check_eight_bits(form: str, device: torch.device) -> float:
-    weight, scheme = EIGHT_BITS[form](torch.randn(70, 384)), ActivationScheme(ActivationType(form))
+    weight = EIGHT_BITS[form](torch.randn(70, 384))
+    scheme = ActivationScheme(ActivationType(form))
     if not takes_eight_bits(on(device, weight), scheme):
         return 0.0
-    operator, worst = TritonEightBitLinear(on(device, weight), None, scheme), 0.0
+    operator = TritonEightBitLinear(on(device, weight), None, scheme)
+    worst = 0.0
     for tokens in (1, 100):
         x = torch.randn(tokens, 384)
         want = quantized_linear_reference(x, weight, activations=scheme)
@@ -152,7 +163,8 @@ def _check_experts(
     device: torch.device,
     tolerance: float,
 ) -> float:
-    x, factors = torch.randn(9, 64).to(dtype), torch.rand(9, 2)
+    x = torch.randn(9, 64).to(dtype)
+    factors = torch.rand(9, 2)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)]).int()
     gate_up, down = (torch.randn(4, *shape).to(dtype) / 8 for shape in ((64, 64), (64, 32)))
     given = [each.to(device) for each in (x, ids, factors)]
@@ -177,7 +189,8 @@ def timed(device: torch.device) -> Iterator[Timed]:
     product = TritonGatedMul()
     eager = {"torch silu(x) * y": lambda: F.silu(wide[:, :INNER]) * wide[:, INNER:]}
     yield Timed("silu_mul, 4096 x 14336", lambda: product(wide), 3 * wide.numel(), rivals=eager)
-    logits, keys = torch.randn(64, VOCAB, device=device) * 3, np.arange(64, dtype=np.uint64)
+    logits = torch.randn(64, VOCAB, device=device) * 3
+    keys = np.arange(64, dtype=np.uint64)
     sampler = TritonSampler(device)
     for name, row in (("greedy", (0.0, 0, 1.0, 0.0)), ("top-k 50, top-p 0.9", (0.8, 50, 0.9, 0.0))):
         rows = [RowFilter(*row)] * 64
@@ -232,7 +245,8 @@ def _linears(device: torch.device) -> Iterator[Timed]:
 
 def _eight_bits(device: torch.device, plain: torch.Tensor) -> Iterator[Timed]:
     for form, quantize in EIGHT_BITS.items():
-        weight, scheme = on(device, quantize(plain.cpu())), ActivationScheme(ActivationType(form))
+        weight = on(device, quantize(plain.cpu()))
+        scheme = ActivationScheme(ActivationType(form))
         if not takes_eight_bits(weight, scheme):
             continue  # fp8, on a GPU without such numbers
         operator = TritonEightBitLinear(weight, None, scheme)

@@ -38,7 +38,12 @@ from baton_kernels.paged_attention import (
 )
 
 RESULT = Path(__file__).parents[1] / "results" / "latent_attention.json"
-HEADS, NOPE, ROPE, V_DIM, RANK, BLOCK = 16, 128, 64, 128, 512, 16
+HEADS = 16
+NOPE = 128
+ROPE = 64
+V_DIM = 128
+RANK = 512
+BLOCK = 16
 ROW = RANK + ROPE
 SCALE = (NOPE + ROPE) ** -0.5
 WORKLOADS = {
@@ -58,7 +63,8 @@ def make_batch(sequences: tuple[tuple[int, int], ...]) -> tuple[RaggedBatch, int
     """Return a batch of some sequences, and the blocks that they take."""
     widths = [-(-context // BLOCK) for context, _ in sequences]
     tables = np.zeros((len(sequences), max(widths)), np.int32)
-    order, at = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32), 0
+    order = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
+    at = 0
     for row, width in enumerate(widths):
         tables[row, :width] = order[at : at + width]
         at += width
@@ -77,7 +83,8 @@ def ways(backend: CpuPagedAttention, sequences: tuple[tuple[int, int], ...]) -> 
 
     weight = normal(HEADS * (NOPE + V_DIM), RANK) * RANK**-0.5
     projections = LatentProjections(weight, HEADS, V_DIM)
-    q, rows = normal(total, HEADS, NOPE + ROPE), normal(total, ROW)
+    q = normal(total, HEADS, NOPE + ROPE)
+    rows = normal(total, ROW)
     latents = normal(blocks, 1, BLOCK, ROW)
     latent_pool = LayerPool(latents, latents[..., :RANK])
     heads = normal(blocks, HEADS * BLOCK * (NOPE + ROPE + V_DIM))
@@ -95,7 +102,8 @@ def ways(backend: CpuPagedAttention, sequences: tuple[tuple[int, int], ...]) -> 
 
     def absorbed() -> torch.Tensor:
         keys = rows[:, None]
-        plan, queries = backend.prepare(batch), projections.queries(q)
+        plan = backend.prepare(batch)
+        queries = projections.queries(q)
         return projections.outputs(backend.run(plan, latent_spec, latent_pool, queries, keys, keys[..., :RANK]))
 
     def chosen() -> torch.Tensor:
@@ -112,7 +120,7 @@ def ways(backend: CpuPagedAttention, sequences: tuple[tuple[int, int], ...]) -> 
 
 def measure(backend: CpuPagedAttention, repeats: int) -> dict[str, dict[str, float]]:
     """Return the median ms of each way per workload."""
-    found = {}
+    result = {}
     for name, sequences in WORKLOADS.items():
         each = ways(backend, sequences)
         seconds: dict[str, list[float]] = {way: [] for way in each}
@@ -122,8 +130,8 @@ def measure(backend: CpuPagedAttention, repeats: int) -> dict[str, dict[str, flo
                 run()
                 if i:  # the first one warms up
                     seconds[way].append(time.process_time() - start)
-        found[name] = {way: round(1e3 * statistics.median(times), 3) for way, times in seconds.items()}
-    return found
+        result[name] = {way: round(1e3 * statistics.median(times), 3) for way, times in seconds.items()}
+    return result
 
 
 def main() -> None:
@@ -137,13 +145,13 @@ def main() -> None:
     torch.manual_seed(0)
     library = load_library(runnable_variants()[0])
     with torch.inference_mode():
-        found = measure(CpuPagedAttention(library), args.repeats)
+        value = measure(CpuPagedAttention(library), args.repeats)
     result: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),
         "instructions": library.instructions,
         "threads": args.threads,
         "bytes_per_token_and_layer": {"latents": 2 * ROW, "expanded": 2 * HEADS * (NOPE + ROPE + V_DIM)},
-        "ms": found,
+        "ms": value,
     }
     print(json.dumps(result, indent=2))
     if args.write:

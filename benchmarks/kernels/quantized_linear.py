@@ -53,9 +53,13 @@ def main() -> int:
     library = load_library(runnable_variants()[0])
     results = {f"{i}x{o}": one_shape(library, i, o, args) for i, o in args.shapes}
     if args.write:
-        found = {"benchmark": "quantized_linear", "ms_of_processor_time": results, "instructions": library.instructions}
+        result = {
+            "benchmark": "quantized_linear",
+            "ms_of_processor_time": results,
+            "instructions": library.instructions,
+        }
         RESULT.write_text(
-            json.dumps({**found, "machine": platform.processor(), "torch": torch.__version__}, indent=2) + "\n"
+            json.dumps({**result, "machine": platform.processor(), "torch": torch.__version__}, indent=2) + "\n"
         )
     return 0
 
@@ -77,9 +81,10 @@ def one_shape(library: CpuLibrary, inputs: int, outputs: int, args: argparse.Nam
             layers[name].append(CpuQuantizedLinear(library, quantize(weight), None, activations))
     print(f"\n{inputs} x {outputs}, ms (and times as fast as bfloat16)")
     print(f"{'rows':>6}" + "".join(f"{name:>18}" for name in layers))
-    found: dict[str, dict[str, float]] = {name: {} for name in layers}
+    result: dict[str, dict[str, float]] = {name: {} for name in layers}
     for rows in args.rows:
-        x, best = torch.randn(rows, inputs).bfloat16(), dict.fromkeys(layers, float("inf"))
+        x = torch.randn(rows, inputs).bfloat16()
+        best = dict.fromkeys(layers, float("inf"))
         for _ in range(args.repeats):
             for name, copies in layers.items():
                 begin = time.thread_time()
@@ -87,11 +92,11 @@ def one_shape(library: CpuLibrary, inputs: int, outputs: int, args: argparse.Nam
                     layer(x)
                 best[name] = min(best[name], (time.thread_time() - begin) / sets)
         for name, seconds in best.items():
-            found[name][str(rows)] = round(1e3 * seconds, 4)
+            result[name][str(rows)] = round(1e3 * seconds, 4)
         print(
             f"{rows:6}" + "".join(f"{1e3 * s:10.3f} ({best['bfloat16'] / s:4.2f})" for s in best.values()), flush=True
         )
-    return found
+    return result
 
 
 def plain(library: CpuLibrary, weight: torch.Tensor) -> PackedLinear:

@@ -41,7 +41,6 @@ DEADLINE_S = 120.0
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--dir", default="/var/tmp", help="on the file system to measure")
     parser.add_argument("--blocks", type=int, default=96)
@@ -53,14 +52,16 @@ def main() -> None:
 
 
 async def _measure(args: argparse.Namespace, folder: Path) -> str:
-    count, size = args.blocks, KIND.block_bytes
+    count = args.blocks
+    size = KIND.block_bytes
     pool = KVShards([HostArena(2 * count, size)])
     arena = pool.primary
     arena.touch()
     arena.blocks[:count] = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
     server = BlockServer(pool, KIND, InstanceId("bench"), kinds=("shm",))
     names = tuple(BlockHash(hashlib.sha256(b"%d" % i).digest()) for i in range(count))
-    part, ids = ChainPart(names, 0, count), [BlockId(i) for i in range(2 * count)]
+    part = ChainPart(names, 0, count)
+    ids = [BlockId(i) for i in range(2 * count)]
     files = BlockFolder(folder, KIND, max_bytes=1 << 40, sync=False)
     backends: dict[str, StoreBackend] = {
         "host memory": HostMemoryStore(StagingArena(pool, KIND, count)),
@@ -86,9 +87,10 @@ async def _measure(args: argparse.Namespace, folder: Path) -> str:
         loads["plain reads"].append(_timed(lambda: _read_all(folder, buffer)))
     middle = {name: statistics.median(times) for name, times in loads.items()}
     for name, beside in (("host memory", "memcpy"), ("shared storage", "plain reads")):
-        mine, theirs = middle[name], middle[beside]
-        rates = f"{_rate(count * size, mine)}, {beside} {_rate(count * size, theirs)}"
-        lines.append(f"{name}: load {rates}: {theirs / mine:.2f} of it")
+        seconds = middle[name]
+        beside_s = middle[beside]
+        rates = f"{_rate(count * size, seconds)}, {beside} {_rate(count * size, beside_s)}"
+        lines.append(f"{name}: load {rates}: {beside_s / seconds:.2f} of it")
     for backend in backends.values():
         await backend.close()
     server.close()

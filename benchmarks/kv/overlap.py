@@ -5,7 +5,7 @@
     layer-wise  chunks, and within a chunk a layer's KV is fetched while the next layer is computed
 
 One random Llama of about 120M parameters. Between the processes stands a proxy that lets bytes through at a fixed
-speed, chosen anew in each repeat such that the serial transfer takes as long as the prefill: the case in which overlap
+speed, chosen again in each repeat such that the serial transfer takes as long as the prefill: the case in which overlap
 matters most. What is reported is what the services say themselves in the request's trace (``exposed_us``: from the end
 of the remote computation to the last byte), medians over the repeats, the ways in turns.
 
@@ -48,18 +48,20 @@ from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "kv" / "overlap.json"
-TOKENS, CHUNK, VOCAB = 2048, 256, 32000
+TOKENS = 2048
+CHUNK = 256
+VOCAB = 32000
 WAYS = {
     "serial": ("--prefill-chunk", str(TOKENS), "--no-layerwise"),
     "chunked": ("--prefill-chunk", str(CHUNK), "--no-layerwise"),
     "layer-wise": ("--prefill-chunk", str(CHUNK), "--layerwise"),
     "layer-wise, one chunk": ("--prefill-chunk", str(TOKENS), "--layerwise"),
 }
-HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
+HOST = "127.0.0.1"
+PROXY_HOST = "127.0.0.2"
 
 
 def main() -> int:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
@@ -91,7 +93,8 @@ class Throttle:
 
     def __init__(self, port: int) -> None:
         self.bytes_per_s = 0.0
-        self._target, self._free_at = (HOST, port), 0.0
+        self._target = (HOST, port)
+        self._free_at = 0.0
         self._lock = threading.Lock()
         self._listener = socket.create_server((PROXY_HOST, port))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -116,7 +119,6 @@ class Throttle:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Stop listening."""
         self._listener.close()
 
 
@@ -147,23 +149,27 @@ async def ready(address: str) -> None:
 
 def free_port() -> int:
     """A port that is free on both hosts."""
-    with socket.create_server((HOST, 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((HOST, 0)) as result:
+        return int(result.getsockname()[1])
 
 
 async def measure(folder: str, repeats: int) -> dict[str, Any]:
     """Run every way in turns."""
     with contextlib.ExitStack() as stack:
-        throttles, prefills = {}, {}
+        throttles = {}
+        prefills = {}
         for way, flags in WAYS.items():
-            port, kv_port = free_port(), free_port()
+            port = free_port()
+            kv_port = free_port()
             throttles[way] = stack.enter_context(contextlib.closing(Throttle(kv_port)))
             more = ("--kv-port", str(kv_port), "--advertise", f"{PROXY_HOST}:{port}")
             prefills[way] = stack.enter_context(process("prefill", folder, port, *flags, *more))
         decode = stack.enter_context(process("decode", folder, free_port()))
         for address in (*prefills.values(), decode):
             await ready(address)
-        rng, compute, speeds = np.random.default_rng(0), [], []
+        rng = np.random.default_rng(0)
+        compute = []
+        speeds = []
         traces: dict[str, list[common_pb2.RequestTrace]] = {way: [] for way in WAYS}
         for repeat in range(repeats + 1):  # the first warms up
             for throttle in throttles.values():
@@ -180,21 +186,21 @@ async def measure(folder: str, repeats: int) -> dict[str, Any]:
             if repeat:
                 compute.append(seconds)
                 speeds.append(trace.kv_bytes / seconds)
-    exposed = {way: statistics.median(t.exposed_us for t in found) / 1000 for way, found in traces.items()}
+    exposed = {way: statistics.median(t.exposed_us for t in result) / 1000 for way, result in traces.items()}
     return {
         "benchmark": "overlap",
         "tokens": TOKENS, "chunk": CHUNK, "kv_bytes": traces["serial"][0].kv_bytes,
         "link_mb_per_s": statistics.median(speeds) / 1e6,
         "compute_ms": statistics.median(compute) * 1000, "repeats": repeats,
         "exposed_ms": exposed,
-        "ttft_ms": {way: statistics.median(t.ttft_us for t in found) / 1000 for way, found in traces.items()},
+        "ttft_ms": {way: statistics.median(t.ttft_us for t in result) / 1000 for way, result in traces.items()},
         "exposed_share_of_serial": {way: value / exposed["serial"] for way, value in exposed.items()},
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load": os.getloadavg()[0]},
     }  # fmt: skip
 
 
 async def request(decode: str, prefill: str, rng: np.random.Generator) -> common_pb2.RequestTrace:
-    """One prompt that nobody has seen, one token."""
+    """Send a new prompt and wait for one token."""
     message = worker_pb2.GenerateRequest(
         request_id=rng.bytes(8).hex(),
         prompt_token_ids=pack_ids(rng.integers(3, VOCAB, TOKENS).tolist()),

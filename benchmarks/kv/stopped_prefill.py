@@ -35,7 +35,9 @@ from baton.types import PrefillPath
 
 RESULT = Path(__file__).parents[1] / "results" / "kv" / "stopped_prefill.json"
 MODEL = Path(__file__).parents[2] / "models" / "baton-tiny"
-SHORT, LONG, NEW_TOKENS = 20, 300, 8
+SHORT = 20
+LONG = 300
+NEW_TOKENS = 8
 
 
 @dataclass
@@ -48,17 +50,15 @@ class Phase:
     local: int = 0
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds, and counts."""
-        found: dict[str, float] = {"moved": len(self.moved), "computed_on_decode": self.local}
+        result: dict[str, float] = {"moved": len(self.moved), "computed_on_decode": self.local}
         for name, values in (("short", self.short), ("handed_over", self.handed_over), ("moved", self.moved)):
             for percent in (50, 99):
                 if values:
-                    found[f"{name}_p{percent}_ms"] = round(1e3 * float(np.percentile(values, percent)), 1)
-        return found
+                    result[f"{name}_p{percent}_ms"] = round(1e3 * float(np.percentile(values, percent)), 1)
+        return result
 
 
 def main() -> int:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0, help="of a phase")
     parser.add_argument("--repeats", type=int, default=2)

@@ -39,7 +39,8 @@ class PacedExecutor(InProcessExecutor):
         counts = np.diff(batch.query_starts)
         contexts = batch.context_lens.astype(np.int64)
         decodes = (counts == 1) & (contexts > 1)
-        tokens, context = counts[~decodes], contexts[~decodes]
+        tokens = counts[~decodes]
+        context = contexts[~decodes]
         pairs = float((tokens * (context - tokens + 0.5 * tokens)).sum())
         self._began = began
         self._seconds = PACE.step_s(int(decodes.sum()), int(contexts[decodes].sum()), int(tokens.sum()), pairs)

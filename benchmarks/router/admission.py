@@ -35,7 +35,7 @@ _WAITING = 1000
 
 
 def make_registry(metrics: CollectorRegistry) -> Registry:
-    """Return a registry whose instances are ready, though nobody is at their addresses."""
+    """Return a registry whose instances are ready, though no process is at their addresses."""
     names = {role: tuple(f"{role.value}-{i}:1" for i in range(_INSTANCES)) for role in (Role.PREFILL, Role.DECODE)}
     config = RouterConfig(prefill=names[Role.PREFILL], decode=names[Role.DECODE])
     registry = Registry(config, metrics)
@@ -46,7 +46,8 @@ def make_registry(metrics: CollectorRegistry) -> Registry:
         x.info = InstanceInfo(
             InstanceId(x.address), x.role, Epoch(b"e" * 16), kind, 10_000, 8192, "m", "", 1000, frozenset(), "", 64
         )
-        x.status, x.generation = Status.READY, 1
+        x.status = Status.READY
+        x.generation = 1
     return registry
 
 
@@ -57,12 +58,13 @@ def request(number: int) -> RoutedRequest:
 
 
 async def main() -> None:
-    """Measure and print."""
-    metrics, speeds = CollectorRegistry(), Speeds()
+    metrics = CollectorRegistry()
+    speeds = Speeds()
     registry = make_registry(metrics)
     terms = SchedulerMetrics(CollectorRegistry(), registry.ready)
     placer = Placer(registry, make_policy("match_minus_load"), terms, max_prefills=3, threshold=None, speeds=speeds)
-    estimates, one = Estimates(placer, speeds, registry), request(0)
+    estimates = Estimates(placer, speeds, registry)
+    one = request(0)
     gate = Admission(Room(registry, speeds, None, None, time.monotonic), estimates, RouterConfig(), CollectorRegistry())
     best = float("inf")
     for _ in range(5):
@@ -84,7 +86,7 @@ async def main() -> None:
     assert len(gate.queue) == _WAITING
     print(f"into the queue: {1e6 * (time.perf_counter() - began) / _WAITING:.1f} us per request")
     began = time.perf_counter()
-    closed._slots = 0  # room for everybody
+    closed._slots = 0  # room for all
     await asyncio.gather(*waiting)
     print(f"out of it: {1e6 * (time.perf_counter() - began) / _WAITING:.1f} us per request")
     await registry.close()

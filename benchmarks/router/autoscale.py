@@ -46,8 +46,11 @@ from baton_router.app import RouterApp
 
 RESULT = Path(__file__).parents[1] / "results" / "autoscale.json"
 MODEL = str(Path(__file__).parents[2] / "models" / "baton-tiny")
-PREFILL_S_PER_TOKEN, STEP_S, STEP_S_PER_SEQUENCE = 1.5e-3, 60e-3, 6e-3
-TTFT_MS, ITL_MS = 3000.0, 180.0
+PREFILL_S_PER_TOKEN = 1.5e-3
+STEP_S = 60e-3
+STEP_S_PER_SEQUENCE = 6e-3
+TTFT_MS = 3000.0
+ITL_MS = 180.0
 STEP: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "prefill_chunk": 256}
 RATIO = {Role.PREFILL: 2, Role.DECODE: 2}
 
@@ -90,7 +93,8 @@ class PacedExecutor:
         began = time.perf_counter()
         out = self.inner.forward(batch)
         new = np.diff(batch.query_starts)
-        prompts, decodes = int(new[new > 1].sum()), int((new == 1).sum())
+        prompts = int(new[new > 1].sum())
+        decodes = int((new == 1).sum())
         wanted = PREFILL_S_PER_TOKEN * prompts + (STEP_S + STEP_S_PER_SEQUENCE * decodes if decodes else 0.0)
         time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
         return out
@@ -110,20 +114,22 @@ class Sent:
     error: str = ""
 
     @property
-    def kept(self) -> bool:
+    def kept_targets(self) -> bool:
         """Whether it kept both targets: time to first token, and the 95th percentile of its gaps."""
         return not self.error and self.ttft_ms <= TTFT_MS and float(np.percentile(self.itl_ms or [0], 95)) <= ITL_MS
 
 
 def requests(seed: int, scale: float) -> list[Sent]:
     """Draw the load: Poisson arrivals, prompts of random tokens."""
-    rng, found, begin = np.random.default_rng(seed), list[Sent](), 0.0
+    rng = np.random.default_rng(seed)
+    results = list[Sent]()
+    begin = 0.0
     for number, phase in enumerate(PHASES):
         at = begin
         while (at := at + float(rng.exponential(1 / phase.rate))) < begin + scale * phase.seconds:
-            found.append(Sent(number, rng.integers(20, 500, phase.isl).tolist(), phase.osl, at))
+            results.append(Sent(number, rng.integers(20, 500, phase.isl).tolist(), phase.osl, at))
         begin += scale * phase.seconds
-    return found
+    return results
 
 
 @contextlib.asynccontextmanager
@@ -134,7 +140,8 @@ async def fleet() -> AsyncIterator[tuple[AsyncClient, list[WorkerInstance]]]:
         router = RouterApp(RouterConfig(model=MODEL, remote_prefill_threshold=64, port=0, grpc_port=0))
         await router.start()
         stack.push_async_callback(router.stop)
-        address, instances = f"127.0.0.1:{router.grpc_port}", []
+        address = f"127.0.0.1:{router.grpc_port}"
+        instances = []
         for role, count in RATIO.items():
             for at in range(count):
                 config = WorkerConfig(instance_id=f"{role}-{at}", routers=(address,), pipes=("shm",))
@@ -191,7 +198,7 @@ async def run(load: list[Sent], config: AutoscaleConfig | None) -> dict[str, Any
             if decision.action is not Action.HOLD:
                 changes.append({"at_s": at, "what": str(decision), "cached_before": blocks()})
 
-        def told(line: str) -> None:
+        def print_line(line: str) -> None:
             if line.startswith(("done", "not done")):
                 cached = blocks()
                 changes[-1] |= {"done_s": round(time.perf_counter() - began, 1), "told": line, "cached_after": cached}
@@ -199,7 +206,7 @@ async def run(load: list[Sent], config: AutoscaleConfig | None) -> dict[str, Any
 
         # Without a controller one that may not do anything looks on, for the trace.
         watching = config or dataclasses.replace(CONTROLLER, scale_dry_run=True)
-        controller = Controller(watching, client, RoleFleet(client, 30.0), told, on_look=looked)
+        controller = Controller(watching, client, RoleFleet(client, 30.0), print_line, on_look=looked)
         looking = asyncio.create_task(controller.run())
         await asyncio.gather(*(send(client, each, began) for each in load))
         looking.cancel()
@@ -213,17 +220,17 @@ async def run(load: list[Sent], config: AutoscaleConfig | None) -> dict[str, Any
 
 def figures(load: list[Sent], number: int) -> dict[str, Any]:
     """Return what became of a phase's requests: all of them, and those of its second half."""
-    mine = [each for each in load if each.phase == number]
-    middle = (mine[0].due_s + mine[-1].due_s) / 2
-    late = [each for each in mine if each.due_s >= middle]
-    found: dict[str, Any] = {"name": PHASES[number].name, "requests": len(mine)}
-    found["failed"] = sum(bool(each.error) for each in mine)
-    for name, those in (("", mine), ("late_", late)):
+    requests = [each for each in load if each.phase == number]
+    middle = (requests[0].due_s + requests[-1].due_s) / 2
+    late = [each for each in requests if each.due_s >= middle]
+    result: dict[str, Any] = {"name": PHASES[number].name, "requests": len(requests)}
+    result["failed"] = sum(bool(each.error) for each in requests)
+    for name, those in (("", requests), ("late_", late)):
         good = [each for each in those if not each.error]
-        found[f"{name}kept"] = round(sum(each.kept for each in those) / len(those), 3)
-        found[f"{name}ttft_p90_ms"] = round(float(np.percentile([each.ttft_ms for each in good], 90)))
-        found[f"{name}itl_p90_ms"] = round(float(np.percentile([x for each in good for x in each.itl_ms], 90)), 1)
-    return found
+        result[f"{name}kept"] = round(sum(each.kept_targets for each in those) / len(those), 3)
+        result[f"{name}ttft_p90_ms"] = round(float(np.percentile([each.ttft_ms for each in good], 90)))
+        result[f"{name}itl_p90_ms"] = round(float(np.percentile([x for each in good for x in each.itl_ms], 90)), 1)
+    return result
 
 
 def wrong(load: list[Sent]) -> int:
@@ -231,10 +238,10 @@ def wrong(load: list[Sent]) -> int:
     count = 0
     with LLM(EngineConfig(model=MODEL, dtype="float32", kv_blocks=3000)) as llm:
         for number, phase in enumerate(PHASES):
-            mine = [each for each in load if each.phase == number]
+            requests = [each for each in load if each.phase == number]
             sampling = SamplingParams(max_tokens=phase.osl, temperature=0.0, ignore_eos=True)
-            right = [list(output.token_ids) for output in llm.generate([each.prompt for each in mine], sampling)]
-            count += sum(each.token_ids != tokens for each, tokens in zip(mine, right, strict=True))
+            right = [list(output.token_ids) for output in llm.generate([each.prompt for each in requests], sampling)]
+            count += sum(each.token_ids != tokens for each, tokens in zip(requests, right, strict=True))
     return count
 
 

@@ -43,8 +43,8 @@ async def deployment(env: dict[str, str]) -> AsyncIterator[str]:
     assert process.stdout is not None
     try:
         while line := (await process.stdout.readline()).decode():
-            if found := re.search(r"OpenAI API: (\S+)/v1", line):
-                yield found[1]
+            if result := re.search(r"OpenAI API: (\S+)/v1", line):
+                yield result[1]
                 return
         raise RuntimeError("baton up ended")
     finally:
@@ -78,7 +78,6 @@ async def measure(env: dict[str, str]) -> tuple[float, float, float]:
 
 
 async def main() -> None:
-    """Measure and print."""
     for name, env in (("without", _NO_QUEUE), ("with", {})):
         greedy, modest, took = await measure(env)
         print(f"{name} the queue: modest {modest:.2f} s, greedy {greedy:.2f} s on average; all in {took:.1f} s")

@@ -25,7 +25,10 @@ from typing import Any
 
 import uvloop
 
-SERVERS, STREAMS, STEP_S, WARM_UP = 4, 8, 0.01, 100
+SERVERS = 4
+STREAMS = 8
+STEP_S = 0.01
+WARM_UP = 100
 
 
 def message() -> Any:
@@ -36,7 +39,7 @@ def message() -> Any:
 
 
 def serve(ports: Connection, kind: str) -> None:
-    """Send steps to whoever asks, until killed."""
+    """Send steps to each caller, until killed."""
     uvloop.run(_serve(ports, kind))
 
 
@@ -58,17 +61,18 @@ async def _serve(ports: Connection, kind: str) -> None:
             await asyncio.sleep(STEP_S)
             writer.write(frame)
 
-    found, servers = [], []
+    results = []
+    servers = []
     for _ in range(SERVERS):
         if kind == "socket":
             server: Any = await asyncio.start_server(send, "127.0.0.1", 0)
-            found.append(server.sockets[0].getsockname()[1])
+            results.append(server.sockets[0].getsockname()[1])
         else:
             server = GrpcServer(host="127.0.0.1", port=0, services=[])
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(Servicer(), server.server)
-            found.append(await server.start())
+            results.append(await server.start())
         servers.append(server)
-    ports.send(found)
+    ports.send(results)
     await asyncio.Event().wait()
 
 
@@ -82,7 +86,7 @@ class Taker:
         self.count = 0
         self.warm = asyncio.Event()
 
-    def take(self, answer: Any) -> None:
+    def count_answer(self, answer: Any) -> None:
         """Look at what came, as the router does first."""
         self.count += 1
         if self.count == WARM_UP:
@@ -91,8 +95,7 @@ class Taker:
             pass
 
     def on_message(self, data: bytes) -> None:
-        """Take a message."""
-        self.take(self._read(data))
+        self.count_answer(self._read(data))
 
     def on_end(self, end: Exception) -> None:
         """Fail: the server has gone."""
@@ -106,28 +109,30 @@ class Frames(asyncio.Protocol):
     """Cuts what comes into frames."""
 
     def __init__(self, taker: Taker) -> None:
-        self._taker, self._rest = taker, b""
+        self._taker = taker
+        self._rest = b""
 
     def data_received(self, data: bytes) -> None:
-        """Take what is whole."""
-        data, at = self._rest + data, 0
+        data = self._rest + data
+        at = 0
         while at + 4 <= len(data) and (end := at + 4 + int.from_bytes(data[at : at + 4])) <= len(data):
             self._taker.on_message(data[at + 4 : end])
             at = end
         self._rest = data[at:]
 
 
-async def take(kind: str, ports: list[int], seconds: float) -> float:
+async def measure_reader(kind: str, ports: list[int], seconds: float) -> float:
     """Take messages for so long; returns the microseconds of one."""
     from baton.rpc.channel import open_channel
     from baton.rpc.http2.message_stream import Dialer
     from baton.rpc.multiplex import CallStream
 
-    taker, kept = Taker(), list[Any]()
+    taker = Taker()
+    kept = list[Any]()
 
     async def read(call: Any) -> None:
         async for answer in call:
-            taker.take(answer)
+            taker.count_answer(answer)
 
     for port in ports:
         address = f"127.0.0.1:{port}"
@@ -142,19 +147,19 @@ async def take(kind: str, ports: list[int], seconds: float) -> float:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
             kept += [channel, asyncio.create_task(read(stub.GenerateMany()))]
     await taker.warm.wait()
-    before, count = time.process_time(), taker.count
+    before = time.process_time()
+    count = taker.count
     await asyncio.sleep(seconds)
     return 1e6 * (time.process_time() - before) / (taker.count - count)
 
 
 def measure(result: Connection, kind: str, loop: str, ports: list[int], seconds: float) -> None:
-    """Take messages in this process."""
+    """Read messages in this process."""
     run = uvloop.run if loop == "uvloop" else asyncio.run
-    result.send(run(take(kind, ports, seconds)))
+    result.send(run(measure_reader(kind, ports, seconds)))
 
 
 def main() -> int:
-    """Measure each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--only", default="")

@@ -2,7 +2,7 @@
 
 Starts `baton up` (1P1D, the demo model, a KV store that instances use) with two API keys. Before every request that
 counts tenant A sends a prompt. Then tenant B sends either the very same prompt ("cached by A") or another one
-("cached by nobody"), in random order; the time to B's first token is taken at the client. Beside these, how long A's
+("not cached"), in random order; the time to B's first token is taken at the client. Beside these, how long A's
 own second request takes ("cached by itself"), to show that there is something to be seen.
 
 The two distributions are compared by their medians and by the Mann-Whitney U test (two-sided, normal approximation
@@ -52,7 +52,8 @@ async def deployment(leak: bool) -> AsyncIterator[str]:
     """Run `baton up` with the keys ``a`` and ``b``, of two tenants or (``leak``) of one; gives the URL."""
     tenants = {"one": {"keys": ["a", "b"]}} if leak else {"a": {"keys": ["a"]}, "b": {"keys": ["b"]}}
     with tempfile.TemporaryDirectory() as folder:
-        keys, secret = Path(folder) / "keys.json", Path(folder) / "secret"
+        keys = Path(folder) / "keys.json"
+        secret = Path(folder) / "secret"
         for private in (keys, secret):
             private.touch(mode=0o600)
         keys.write_text(json.dumps({"tenants": tenants}))
@@ -67,9 +68,9 @@ async def deployment(leak: bool) -> AsyncIterator[str]:
         assert process.stdout is not None
         try:
             while line := (await process.stdout.readline()).decode():
-                if found := re.search(r"OpenAI API: (\S+)/v1", line):
+                if result := re.search(r"OpenAI API: (\S+)/v1", line):
                     drain = asyncio.create_task(process.stdout.read())
-                    yield found[1]
+                    yield result[1]
                     drain.cancel()
                     return
             raise RuntimeError("baton up ended")
@@ -82,7 +83,8 @@ async def deployment(leak: bool) -> AsyncIterator[str]:
 async def first_token(http: httpx.AsyncClient, key: str, prompt: Sequence[int]) -> float:
     """Send a prompt and return the milliseconds to the first piece of the answer, which is then read to its end."""
     body = {"prompt": list(prompt), "max_tokens": 2, "temperature": 0, "stream": True}
-    began, took = time.perf_counter(), math.nan
+    began = time.perf_counter()
+    took = math.nan
     async with http.stream("POST", "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}) as answer:
         answer.raise_for_status()
         async for _ in answer.aiter_raw():
@@ -98,27 +100,30 @@ async def measure(args: argparse.Namespace, *, leak: bool) -> dict[str, Any]:
     def fresh() -> list[int]:
         return rng.choices(_VOCABULARY, k=args.tokens)
 
-    times: dict[str, list[float]] = {"cached by A": [], "cached by nobody": [], "cached by itself": []}
+    times: dict[str, list[float]] = {"cached by A": [], "not cached": [], "cached by itself": []}
     async with deployment(leak) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
         for _ in range(20):
             for key in "ab":
                 await first_token(http, key, fresh())
-        turns = ["cached by A", "cached by nobody"] * args.requests
+        turns = ["cached by A", "not cached"] * args.requests
         rng.shuffle(turns)
         for turn in turns:
-            mine = fresh()
-            await first_token(http, "a", mine)
+            prompt_of_a = fresh()
+            await first_token(http, "a", prompt_of_a)
             await asyncio.sleep(args.pause_s)  # its KV has reached the store, and the router knows of it
-            prompt = mine if turn == "cached by A" else fresh()
+            prompt = prompt_of_a if turn == "cached by A" else fresh()
             times[turn].append(await first_token(http, "b", prompt))
-            times["cached by itself"].append(await first_token(http, "a", mine))
-    mine, nobody = times["cached by A"], times["cached by nobody"]
+            times["cached by itself"].append(await first_token(http, "a", prompt_of_a))
+    cached = times["cached by A"]
+    uncached = times["not cached"]
     return {
         "tenants": 1 if leak else 2,
         "prompt_tokens": args.tokens,
         "ttft_ms": {name: _row(values) for name, values in times.items()},
-        "median_ratio": round(statistics.median(mine) / statistics.median(nobody), 4),
-        **dict(zip(("rank_probability", "p_value"), (round(x, 4) for x in mann_whitney(mine, nobody)), strict=True)),
+        "median_ratio": round(statistics.median(cached) / statistics.median(uncached), 4),
+        **dict(
+            zip(("rank_probability", "p_value"), (round(x, 4) for x in mann_whitney(cached, uncached)), strict=True)
+        ),
     }
 
 
@@ -130,7 +135,9 @@ def _row(values: Sequence[float]) -> dict[str, float]:
 def mann_whitney(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Return the probability that a sample of ``a`` is larger than one of ``b``, and the two-sided p-value."""
     both = sorted([(value, 0) for value in a] + [(value, 1) for value in b])
-    ranks, ties, at = 0.0, 0.0, 0
+    ranks = 0.0
+    ties = 0.0
+    at = 0
     while at < len(both):
         stop = at
         while stop < len(both) and both[stop][0] == both[at][0]:
@@ -139,7 +146,8 @@ def mann_whitney(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
         ranks += mean_rank * sum(1 for _, group in both[at:stop] if group == 0)
         ties += (stop - at) ** 3 - (stop - at)
         at = stop
-    n, m = len(a), len(b)
+    n = len(a)
+    m = len(b)
     u = ranks - n * (n + 1) / 2
     total = n + m
     sigma = math.sqrt(n * m / 12 * (total + 1 - ties / (total * (total - 1))))
@@ -148,7 +156,6 @@ def mann_whitney(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 async def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=150, help="of B that count, of each kind")
     parser.add_argument("--tokens", type=int, default=512, help="in a prompt")
@@ -162,7 +169,7 @@ async def main() -> None:
         print(f"{result['tenants']} tenant(s), {result['prompt_tokens']} tokens; B's time to first token, ms:")
         for name, row in result["ttft_ms"].items():
             print(f"  {name:18} p50 {row['p50']:8.3f}   p95 {row['p95']:8.3f}   p99 {row['p99']:8.3f}   n {row['n']}")
-        print(f"  medians cached by A / by nobody: {result['median_ratio']:.3f}")
+        print(f"  medians cached by A / by uncached: {result['median_ratio']:.3f}")
         print(f"  P(cached by A is slower) {result['rank_probability']:.3f}, p = {result['p_value']:.4f}")
     if args.write:
         RESULT.write_text(json.dumps(results, indent=1) + "\n")

@@ -17,7 +17,9 @@ import baton.tracing
 from baton.otlp import OtlpExporter
 from baton.tracing import SpanExporter, begin_span
 
-ROUNDS, REQUESTS = 15, 250  # together they fit into the queue, so that none is dropped
+# together they fit into the queue, so that none is dropped
+ROUNDS = 15
+REQUESTS = 250
 
 
 def request(exporter: SpanExporter | None) -> None:
@@ -56,7 +58,6 @@ def most_bytes(call: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
     exporter = OtlpExporter(
         "http://127.0.0.1:9", service="bench", instance="0", sample_rate=None, count=lambda outcome, spans: None
     )

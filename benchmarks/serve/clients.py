@@ -39,13 +39,14 @@ from baton.rpc.server import free_port
 
 MODEL = ROOT / "models" / "baton-tiny"
 RESULT = ROOT / "benchmarks" / "results" / "serve-clients.json"
-ISL, OSL = 64, 32
+ISL = 64
+OSL = 32
 LOADS = (1, 4, 12)
 FIGURES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s", "requests_per_s")
 CHECKED = ("ttft_ms", "itl_ms", "output_tokens_per_s")
 
 
-def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
+def measure_baton(url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
     """Return what ``baton bench serve`` reports: medians of times, and rates."""
     command = [sys.executable, "-m", "baton.cli.main", "bench", "serve", "--url", url, "--tokenizer", str(MODEL)]
     command += [
@@ -65,7 +66,7 @@ def ours(url: str, concurrency: int, requests: int, seed: int) -> dict[str, floa
     return {name: load[name]["median"] if name.endswith("_ms") else load[name] for name in FIGURES}
 
 
-def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
+def measure_rival(client: Program, url: str, concurrency: int, requests: int, seed: int) -> dict[str, float]:
     """Return what the other client reports: medians of times, and rates."""
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +77,12 @@ def theirs(client: Program, url: str, concurrency: int, requests: int, seed: int
             str(seed), "--random-input-len", str(ISL), "--random-output-len", str(OSL), "--random-range-ratio", "1",
             "--max-concurrency", str(concurrency), "--output-file", str(path),
         )  # fmt: skip
-        found = json.loads(path.read_text())
-    if found["completed"] != requests or found["total_output_tokens"] != requests * OSL:
-        raise SystemExit(f"the other client lost something: {found}")
+        result = json.loads(path.read_text())
+    if result["completed"] != requests or result["total_output_tokens"] != requests * OSL:
+        raise SystemExit(f"the other client lost something: {result}")
     names = ("median_ttft_ms", "median_itl_ms", "median_tpot_ms", "median_e2e_latency_ms", "output_throughput",
              "request_throughput")  # fmt: skip
-    return {ours: found[name] for ours, name in zip(FIGURES, names, strict=True)}
+    return {figure: result[name] for figure, name in zip(FIGURES, names, strict=True)}
 
 
 @contextlib.contextmanager
@@ -149,11 +150,11 @@ def measure(url: str, client: Program, rounds: int, requests: int) -> list[dict[
         pairs = []
         for number in range(rounds):
             seed = 1000 * concurrency + 10 * number
-            calls = [lambda s: ours(url, concurrency, count, s),  # noqa: B023
-                     lambda s: theirs(client, url, concurrency, count, s + 1)]  # noqa: B023  # fmt: skip
+            calls = [lambda s: measure_baton(url, concurrency, count, s),  # noqa: B023
+                     lambda s: measure_rival(client, url, concurrency, count, s + 1)]  # noqa: B023  # fmt: skip
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            found = {which: calls[which](seed) for which in order}
-            pairs.append((found[0], found[1]))
+            result = {which: calls[which](seed) for which in order}
+            pairs.append((result[0], result[1]))
         row: dict[str, Any] = {"concurrency": concurrency, "requests": count}
         for name in FIGURES:
             row[name] = {

@@ -51,7 +51,7 @@ def main() -> int:
     args = parse_args()
     shape, dtype = ({**TINY, "vocab_size": 4096}, "float32") if args.smoke else (LLAMA_8B, "bfloat16")
     drawn_on = torch.device("cpu" if args.smoke else args.device)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "benchmark": "one_gpu",
         "device": args.device if args.smoke else torch.cuda.get_device_name(drawn_on),
         "load": {name: getattr(args, name) for name in ("isl", "osl", "request_rate", "requests")},
@@ -62,11 +62,11 @@ def main() -> int:
             shutil.copy(DEMO_MODEL / name, folder)
         for way in args.ways:
             with served(way, folder, args, shape["max_position_embeddings"]) as url:
-                found[way] = measure(url, shape["vocab_size"], args)
-            print(f"{way}: {json.dumps(found[way])}", file=sys.stderr, flush=True)
-    print(json.dumps(found, indent=2))
+                result[way] = measure(url, shape["vocab_size"], args)
+            print(f"{way}: {json.dumps(result[way])}", file=sys.stderr, flush=True)
+    print(json.dumps(result, indent=2))
     if args.write:
-        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
@@ -85,7 +85,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
     args = parser.parse_args()
     if args.smoke:
-        args.isl, args.osl, args.request_rate, args.requests, args.kv_blocks = 40, 3, 2.0, 2, 32
+        args.isl = 40
+        args.osl = 3
+        args.request_rate = 2.0
+        args.requests = 2
+        args.kv_blocks = 32
     return args
 
 
@@ -123,7 +127,9 @@ def measure(url: str, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def alone(url: str, vocab: int, args: argparse.Namespace) -> dict[str, float]:
     """One prompt at a time."""
-    rng, times, exposed = np.random.default_rng(5), [], []
+    rng = np.random.default_rng(5)
+    times = []
+    exposed = []
     with httpx.Client(timeout=600.0) as client:
         model = client.get(f"{url}/v1/models").json()["data"][0]["id"]
         for turn in range(2 if args.smoke else 8):
@@ -135,7 +141,8 @@ def alone(url: str, vocab: int, args: argparse.Namespace) -> dict[str, float]:
             if turn:
                 times.append(1e3 * (time.perf_counter() - begin))
                 exposed.append(float(answer.headers.get("x-baton-exposed-ms", 0.0)))
-    whole, part = statistics.median(times), statistics.median(exposed)
+    whole = statistics.median(times)
+    part = statistics.median(exposed)
     return {"alone_ms": round(whole, 2), "exposed_ms": round(part, 3), "exposed_share": round(part / whole, 4)}
 
 

@@ -39,8 +39,11 @@ class PacedWorker(FakeWorker):
 
     def __init__(self, ttft_s: float, itl_s: float) -> None:
         super().__init__(Role.DECODE, "paced", caches=False)
-        self.state.model_path, self.state.max_model_len = MODEL, 2048
-        self._ttft_s, self._itl_s, self._requests = ttft_s, itl_s, 0
+        self.state.model_path = MODEL
+        self.state.max_model_len = 2048
+        self._ttft_s = ttft_s
+        self._itl_s = itl_s
+        self._requests = 0
         tokenizer = Tokenizer.load(MODEL)
         words = [i for i in range(20, tokenizer.vocab_size) if tokenizer.decode([i]).strip().isalnum()]
         self._word = words[len(words) // 2]

@@ -33,7 +33,6 @@ from baton_kvstore.types import PAGE, KvFormat
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--dir", default="/var/tmp", help="on the file system to measure")
     parser.add_argument("--blocks", type=int, default=256)
@@ -47,7 +46,8 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, path: Path) -> str:
-    size, count = args.block_bytes, args.blocks
+    size = args.block_bytes
+    count = args.blocks
     kind = KvFormat(b"k" * 32, b"c" * 32, size)
     disk_bytes = 2 * count * (size + PAGE) + (1 << 30)
     log = DiskLog(str(path), max_bytes=disk_bytes, segment_bytes=256 << 20, direct=not args.buffered)
@@ -78,10 +78,11 @@ def _measure(args: argparse.Namespace, path: Path) -> str:
                 _drop_cache(path)
                 rates[name].append(_rate(pool, read, args.threads, count, size))
     log.close()
-    ours, theirs = statistics.median(rates["tier"]), statistics.median(rates["plain"])
+    tier = statistics.median(rates["tier"])
+    plain = statistics.median(rates["plain"])
     return (
-        f"write+sync {written:.2f} GB/s; read: tier {ours:.2f} GB/s, plain preadv {theirs:.2f} GB/s, "
-        f"ratio {ours / theirs:.2f} ({count} blocks of {size} bytes, {args.threads} threads, {args.rounds} rounds)"
+        f"write+sync {written:.2f} GB/s; read: tier {tier:.2f} GB/s, plain preadv {plain:.2f} GB/s, "
+        f"ratio {tier / plain:.2f} ({count} blocks of {size} bytes, {args.threads} threads, {args.rounds} rounds)"
     )
 
 

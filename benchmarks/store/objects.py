@@ -35,7 +35,6 @@ from baton_kvstore.types import KvFormat
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--blocks", type=int, default=128)
@@ -55,7 +54,9 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, float]]:
-    size, count, packed = args.block_bytes, args.blocks, args.packed
+    size = args.block_bytes
+    count = args.blocks
+    packed = args.packed
     kind = KvFormat(b"k" * 32, b"c" * 32, size)
     backend = ObjectBackend(f"file://{folder}", timeout_s=600.0, requests=args.requests)
     fs = backend._fs
@@ -64,7 +65,8 @@ def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, fl
     rng = np.random.default_rng(0)
     payloads = [rng.bytes(size) for _ in range(count)]
     values = [encode_header(kind, name, memoryview(data)) + data for name, data in zip(names, payloads, strict=True)]
-    one, groups = len(values[0]), range(0, count, packed)
+    one = len(values[0])
+    groups = range(0, count, packed)
     some = [int(i) for i in rng.choice(count, min(count, 32), replace=False)]
     with ThreadPoolExecutor(args.requests) as pool:
 
@@ -92,7 +94,7 @@ def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, fl
                 lambda: get_ranges([(i, 1) for i in some]),
             ),
         }
-        found: dict[str, tuple[float, float]] = {}
+        result: dict[str, tuple[float, float]] = {}
         for name, (number, *sides) in works.items():
             rates: list[list[float]] = [[], []]
             for _ in range(args.rounds):
@@ -100,14 +102,15 @@ def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, fl
                     started = time.perf_counter()
                     work()
                     rates[side].append(number * size / (time.perf_counter() - started) / 1e6)
-            found[name] = (statistics.median(rates[0]), statistics.median(rates[1]))
+            result[name] = (statistics.median(rates[0]), statistics.median(rates[1]))
     backend.close()
-    return found
+    return result
 
 
 def _slow_down(fs: Any, latency_s: float, bytes_per_s: float) -> None:
     """Have a file system take as long for a request as an object store over a network."""
-    put, get = fs.pipe_file, fs.cat_file
+    put = fs.pipe_file
+    get = fs.cat_file
 
     def wait(num_bytes: int) -> None:
         time.sleep(latency_s + (num_bytes / bytes_per_s if bytes_per_s else 0.0))
@@ -121,7 +124,8 @@ def _slow_down(fs: Any, latency_s: float, bytes_per_s: float) -> None:
         wait(len(data))
         return data
 
-    fs.pipe_file, fs.cat_file = slow_put, slow_get
+    fs.pipe_file = slow_put
+    fs.cat_file = slow_get
 
 
 if __name__ == "__main__":

@@ -51,13 +51,11 @@ class CountingClient(StoreClient):
     async def lease(
         self, hashes: Sequence[BlockHash], *, deadline: float, tenant: Tenant | None = None, traceparent: str = ""
     ) -> StoreLease | None:
-        """Count, then ask."""
         CountingClient.calls += 1
         return await super().lease(hashes, deadline=deadline, tenant=tenant, traceparent=traceparent)
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--units", default=f"1,8,16,32,64,{WHOLE}")
@@ -74,7 +72,7 @@ def main() -> None:
         cells = [f"{calls:.1f}, {1e3 * seconds:.2f}" for calls, seconds in loads[unit]]
         balance = f"{_balance(chains, unit, args.nodes):.2f}" if chains else "-"
         name = "chain" if unit == WHOLE else str(unit)
-        rows.append(f"| {name} | {' | '.join(cells)} | {balance} | {_left(unit, args.nodes):.2f} |")
+        rows.append(f"| {name} | {' | '.join(cells)} | {balance} | {_share_left(unit, args.nodes):.2f} |")
     sys.stdout.write("\n".join(rows) + "\n")
 
 
@@ -84,8 +82,9 @@ async def _loads(args: argparse.Namespace, units: list[int]) -> dict[int, list[t
     count = max(LENGTHS)
     arena = HostArena(count, kind.block_bytes)
     arena.touch()
-    server, fetcher = BlockServer(arena, kind, InstanceId("bench")), BlockFetcher(arena, kind)
-    found: dict[int, list[tuple[float, float]]] = {}
+    server = BlockServer(arena, kind, InstanceId("bench"))
+    fetcher = BlockFetcher(arena, kind)
+    result: dict[int, list[tuple[float, float]]] = {}
     flags = ("--capacity-bytes", str(4 * len(units) * sum(LENGTHS) * kind.block_bytes // args.nodes + (64 << 20)))
     async with store_processes(args.nodes, *flags) as nodes:
         names = [node.address for node in nodes]
@@ -104,7 +103,8 @@ async def _loads(args: argparse.Namespace, units: list[int]) -> dict[int, list[t
         for length in LENGTHS:
             chains = {unit: _hashes(length, f"{length}-{unit}") for unit in units}
             for unit, chain in chains.items():
-                part, marks = ChainPart(chain, 0, length), arena.generations[:length].tolist()
+                part = ChainPart(chain, 0, length)
+                marks = arena.generations[:length].tolist()
                 await clusters[unit].save(SaveCall(server.source, part, ids[:length], marks, time.monotonic() + 60))
             seconds: dict[int, list[float]] = {unit: [] for unit in units}
             calls: dict[int, int] = {}
@@ -119,13 +119,13 @@ async def _loads(args: argparse.Namespace, units: list[int]) -> dict[int, list[t
                     if call.progress.num_blocks != length:
                         raise RuntimeError(f"{call.progress.num_blocks} of {length} blocks came")
             for unit in units:
-                found.setdefault(unit, []).append((calls[unit], statistics.median(seconds[unit])))
+                result.setdefault(unit, []).append((calls[unit], statistics.median(seconds[unit])))
         for cluster in clusters.values():
             await cluster.close()
     server.close()
     fetcher.close()
     arena.close()
-    return found
+    return result
 
 
 def _hashes(length: int, name: str) -> list[BlockHash]:
@@ -151,7 +151,7 @@ def _balance(chains: list[list[int]], unit: int, num_nodes: int) -> float:
     return max(read.values()) * num_nodes / sum(read.values())
 
 
-def _left(unit: int, num_nodes: int, length: int = 256, count: int = 200) -> float:
+def _share_left(unit: int, num_nodes: int, length: int = 256, count: int = 200) -> float:
     """Share of chains of 256 blocks (4096 tokens) that is left without one of the nodes, and without replicas."""
     placement = Placement(f"node-{i}" for i in range(num_nodes))
     left = []

@@ -36,7 +36,6 @@ from baton_kvstore.types import KvFormat
 
 
 async def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-bytes", type=int, default=2 << 20)
@@ -48,7 +47,8 @@ async def main() -> None:
 
 
 def _measure(args: argparse.Namespace, url: str) -> dict[str, tuple[float, float]]:
-    size, count = args.block_bytes, args.blocks
+    size = args.block_bytes
+    count = args.blocks
     kind = KvFormat(b"k" * 32, b"c" * 32, size)
     options = RemoteOptions(
         "redis",
@@ -85,7 +85,7 @@ def _measure(args: argparse.Namespace, url: str) -> dict[str, tuple[float, float
         "write": (tier_write, plain_write),
         "read": (tier_read, plain_read),
     }
-    found: dict[str, tuple[float, float]] = {}
+    result: dict[str, tuple[float, float]] = {}
     for name, works in sides.items():
         rates: list[list[float]] = [[], []]
         for _ in range(args.rounds):
@@ -93,10 +93,10 @@ def _measure(args: argparse.Namespace, url: str) -> dict[str, tuple[float, float
                 started = time.perf_counter()
                 work()
                 rates[side].append(count * size / (time.perf_counter() - started) / 1e9)
-        found[name] = (statistics.median(rates[0]), statistics.median(rates[1]))
+        result[name] = (statistics.median(rates[0]), statistics.median(rates[1]))
     client.close()
     tier.close()
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 RESULT = Path(__file__).parents[1] / "results" / "store" / "store_save.jsonl"
-TOKENS, CHUNK, BLOCK = 1024, 256, 16
+TOKENS = 1024
+CHUNK = 256
+BLOCK = 16
 WAYS = {
     "one chunk, when complete": ("--prefill-chunk", str(TOKENS), "--no-layerwise"),
     "one chunk, layer by layer": ("--prefill-chunk", str(TOKENS), "--layerwise"),
@@ -67,7 +69,6 @@ other = overlap()
 
 
 def main() -> int:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipe", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--repeats", type=int, default=3)
@@ -85,7 +86,6 @@ def main() -> int:
 
 @contextlib.contextmanager
 def process(module: str, *flags: str) -> Iterator[None]:
-    """A service process."""
     child = subprocess.Popen([sys.executable, "-m", module, "--log-level", "warning", *flags])
     try:
         yield
@@ -100,9 +100,11 @@ async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
         store = f"{other.HOST}:{other.free_port()}"
         port = store.rpartition(":")[2]
         stack.enter_context(process("baton_kvstore.main", "--port", port, "--capacity-bytes", str(1 << 30)))
-        throttles, prefills = [], {}
+        throttles = []
+        prefills = {}
         for way, flags in WAYS.items():
-            port, kv_port = other.free_port(), other.free_port()
+            port = other.free_port()
+            kv_port = other.free_port()
             prefills[way] = f"{other.HOST}:{port}"
             more = ["--port", str(port), "--kvstore", store, "--pipes", pipe]
             if pipe == "tcp":
@@ -113,7 +115,10 @@ async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
             stack.enter_context(process("baton_prefill.main", *more))
         for address in (store, *prefills.values()):
             await other.ready(address)
-        rng, compute, speed, num_bytes = np.random.default_rng(0), [], 0.0, 0
+        rng = np.random.default_rng(0)
+        compute = []
+        speed = 0.0
+        num_bytes = 0
         after: dict[str, list[float]] = {way: [] for way in WAYS}
         for repeat in range(repeats + 1):  # the first warms up
             for way, address in prefills.items():
@@ -135,7 +140,7 @@ async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
 
 
 async def request(prefill: str, store: str, rng: np.random.Generator) -> tuple[float, float, int]:
-    """Prefill a prompt that nobody has seen; returns its seconds, those from then to the store, and bytes of KV."""
+    """Prefill a new prompt; returns its seconds, those from then to the store, and bytes of KV."""
     async with open_channel(prefill) as channel, open_channel(store) as watched:
         news = kvstore_pb2_grpc.KvStoreServiceStub(watched).StreamStoreEvents(
             kvstore_pb2.StreamStoreEventsRequest(heartbeat_ms=200)
@@ -150,7 +155,8 @@ async def request(prefill: str, store: str, rng: np.random.Generator) -> tuple[f
             fingerprint=info.fingerprint,
         )
         saved = asyncio.create_task(stored(news, TOKENS // BLOCK))
-        started, answered = time.monotonic(), 0.0
+        started = time.monotonic()
+        answered = 0.0
         call = stub.Prefill(message)
         async for response in call:
             if response.HasField("result"):

@@ -77,9 +77,9 @@ class Part:
     """What a part of the soak found. Times in seconds, memory in bytes.
 
     Attributes:
-        name: Of the part.
+        name: Name of the part.
         operations: Done.
-        seconds: It took.
+        seconds: Seconds that it took.
         counts: Operations by kind, and what happened.
         memory: Resident memory, at equal distances, after the warm-up.
         checks: Times that everything was added up.
@@ -103,11 +103,11 @@ class Part:
     def growth_percent(self) -> float:
         """By how much the median of the last fifth is above that of the first."""
         fifth = max(1, len(self.memory) // 5)
-        first, last = statistics.median(self.memory[:fifth]), statistics.median(self.memory[-fifth:])
+        first = statistics.median(self.memory[:fifth])
+        last = statistics.median(self.memory[-fifth:])
         return round(100 * (last / first - 1), 2)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return it for JSON."""
         fifth = max(1, len(self.memory) // 5)
         return {
             "part": self.name,
@@ -154,7 +154,6 @@ class Model:
         return self._known[key]
 
     def write(self, kind: Fingerprint, name: BlockHash, block: Bytes) -> None:
-        """Fill a block."""
         block.reshape(-1, 32)[:] = np.frombuffer(self.seed(kind, name), np.uint8)
 
     def compare(self, kind: Fingerprint, name: BlockHash, block: Bytes) -> None:
@@ -168,12 +167,14 @@ class Objects:
 
     Args:
         eviction: Name of the policy.
-        seed: Of everything random.
+        seed: Seed of all random choices.
     """
 
     def __init__(self, eviction: str, seed: int) -> None:
         self.part = Part(f"objects, {eviction}")
-        self._rng, self._now, self._model = random.Random(seed), 0.0, Model()
+        self._rng = random.Random(seed)
+        self._now = 0.0
+        self._model = Model()
         self._kinds = [kv_format_of(size) for size in BLOCK_BYTES]
         self._chains = [chain_names(chain) for chain in range(CHAINS)]
         self._leases: deque[tuple[Fingerprint, Lease]] = deque()
@@ -186,17 +187,19 @@ class Objects:
         )
         self._do: dict[str, Callable[[Fingerprint, list[BlockHash]], None]] = {
             "get": self._get,
-            "put": self._put,
+            "put": self._put_blocks,
             "contains": self._contains,
             "delete": self._delete,
         }
 
     def run(self, operations: int) -> Part:
         """Do so many operations and everything that is to be checked."""
-        part, rng = self.part, self._rng
+        part = self.part
+        rng = self._rng
         names, weights = zip(*OPERATIONS, strict=True)
         every = max(1, operations // SAMPLES)
-        process, started = psutil.Process(), time.perf_counter()
+        process = psutil.Process()
+        started = time.perf_counter()
         while part.operations < operations:
             for name in rng.choices(names, weights, k=min(every, operations - part.operations)):
                 part.operations += 1
@@ -259,7 +262,7 @@ class Objects:
         alive = self.store.release(lease.lease_id)
         self.part.counts["ran out" if not alive else "given back"] += 1
 
-    def _put(self, kind: Fingerprint, names: list[BlockHash]) -> None:
+    def _put_blocks(self, kind: Fingerprint, names: list[BlockHash]) -> None:
         try:
             reservation = self.store.reserve(kind, names)
         except QueueFullError:
@@ -301,12 +304,14 @@ class Service:
 
     Args:
         folder: For the disk tier.
-        seed: Of everything random.
+        seed: Seed of all random choices.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.part = Part("service")
-        self._rng, self._model, self._folder = random.Random(seed), Model(), folder
+        self._rng = random.Random(seed)
+        self._model = Model()
+        self._folder = folder
         self._kind = kv_format_of(BLOCK_BYTES[-1])
         self._chains = [chain_names(chain) for chain in range(CHAINS // 10)]
         self._arena = HostArena(2 * WORKERS * CHAIN, self._kind.block_bytes)
@@ -353,16 +358,18 @@ class Service:
         return self.part
 
     async def _work(self, operations: int, server: KVStoreServer, caller: _Caller) -> None:
-        part, every = self.part, max(WORKERS, operations // SAMPLES)
+        part = self.part
+        every = max(WORKERS, operations // SAMPLES)
         names, weights = zip(*SERVICE_OPERATIONS, strict=True)
-        process, started = psutil.Process(), time.perf_counter()
+        process = psutil.Process()
+        started = time.perf_counter()
 
         async def worker(number: int, count: int) -> None:
             for name in self._rng.choices(names, weights, k=count):
                 part.operations += 1
                 part.counts[name] += 1
                 chain = self._chains[self._rng.randrange(len(self._chains))][: self._rng.randint(1, CHAIN)]
-                await caller.do(name, chain, number)
+                await caller.run_operation(name, chain, number)
 
         while part.operations < operations:
             left = operations - part.operations
@@ -385,7 +392,6 @@ class Service:
         self.part.compared += len(names)
 
     def generations(self, ids: list[BlockId]) -> list[int]:
-        """Of the pool's blocks."""
         return [int(value) for value in self._arena.generations[ids]]
 
 
@@ -393,12 +399,16 @@ class _Caller:
     """One call of each kind; a worker has places of its own in the pool, to load into and to put from."""
 
     def __init__(self, service: Service, client: StoreClient, stub: Any, source: BlockServer) -> None:
-        self._service, self._client, self._stub, self._source = service, client, stub, source
+        self._service = service
+        self._client = client
+        self._stub = stub
+        self._source = source
         self._kind = fingerprint_to_pb(service._kind)
 
-    async def do(self, name: str, names: list[BlockHash], worker: int) -> None:
-        """Do an operation."""
-        part, first, deadline = self._service.part, 2 * CHAIN * worker, time.monotonic() + CALL_S
+    async def run_operation(self, name: str, names: list[BlockHash], worker: int) -> None:
+        part = self._service.part
+        first = 2 * CHAIN * worker
+        deadline = time.monotonic() + CALL_S
         try:
             if name == "put":
                 self._service.fill(names, first)
@@ -409,7 +419,7 @@ class _Caller:
                 part.counts["blocks stored"] += sum(stored)
             elif name == "get":
                 await self._get(names, first + CHAIN, deadline)
-            elif name == "expire":  # nobody gives this lease back
+            elif name == "expire":  # this lease is never given back
                 wanted = kvstore_pb2.GetRequest(fingerprint=self._kind, block_hashes=names, lease_ms=200)
                 await self._stub.Get(wanted, timeout=CALL_S)
             elif name == "contains":
@@ -456,7 +466,7 @@ def main() -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         parts = soak(args.operations, args.service_operations, args.seed, Path(folder))
-    found = {
+    result = {
         "command": f"benchmarks/store/soak.py --operations {args.operations} "
         f"--service-operations {args.service_operations} --seed {args.seed}",
         "operations": sum(part.operations for part in parts),
@@ -464,7 +474,7 @@ def main() -> int:
         "cpu_s": round(time.process_time(), 1),
         "parts": [part.to_fields() for part in parts],
     }
-    text = json.dumps(found, indent=2) + "\n"
+    text = json.dumps(result, indent=2) + "\n"
     sys.stdout.write(text)
     if args.write:
         RESULT.write_text(text, encoding="utf-8")

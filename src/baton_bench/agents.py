@@ -133,19 +133,21 @@ class Agent:
 
     Args:
         name: For error messages.
-        line: Its control line.
+        line: Control line to the agent.
         child: Its process, if it is one of ours.
     """
 
     def __init__(self, name: str, line: Line, child: Child | None = None) -> None:
-        self.name, self._line, self._child = name, line, child
+        self.name = name
+        self._line = line
+        self._child = child
 
-    def tell(self, do: str, /, **fields: object) -> None:
+    def send_order(self, do: str, /, **fields: object) -> None:
         """Send an order; :meth:`answer` gets what comes of it."""
         try:
             self._line.send({"do": do, **fields})
         except PipeClosedError as error:
-            raise self._gone(error) from error
+            raise self._gone_error(error) from error
 
     def answer(self, kind: type[T], timeout_s: float) -> T:
         """Wait for an order's answer.
@@ -156,14 +158,14 @@ class Agent:
         try:
             answer = self._line.recv(timeout_s)
         except PipeClosedError as error:
-            raise self._gone(error) from error
+            raise self._gone_error(error) from error
         if isinstance(answer.get("error"), dict):  # may be a closed pipe too: one of the agent's own
             raise error_from_fields(answer["error"])
         return parse(kind, answer.get("ok"))
 
     def ask(self, do: str, kind: type[T], timeout_s: float = OPEN_S, /, **fields: object) -> T:
         """Send an order and wait for its answer."""
-        self.tell(do, **fields)
+        self.send_order(do, **fields)
         return self.answer(kind, timeout_s)
 
     def close(self) -> None:
@@ -172,7 +174,7 @@ class Agent:
         if self._child is not None:
             self._child.end(_END_S)
 
-    def _gone(self, error: BatonError) -> BatonError:
+    def _gone_error(self, error: BatonError) -> BatonError:
         words = "" if self._child is None else self._child.last_words()
         return TransferError(f"{self.name} is gone ({error.message})" + (f": {words}" if words else ""))
 
@@ -192,16 +194,16 @@ def ask_all(
     Args:
         agents: Who is asked.
         do: The order.
-        kind: Of the answers.
+        kind: Type of the answers.
         timeout_s: For each of them.
-        each: What to tell each agent alone.
-        fields: What to tell them all.
+        each: Fields for each agent alone, in the order of ``agents``.
+        fields: Fields for all agents.
 
     Raises:
         BatonError: The first failure, after every agent has answered.
     """
     for agent, own in zip(agents, each or [{}] * len(agents), strict=True):
-        agent.tell(do, **fields, **own)
+        agent.send_order(do, **fields, **own)
     answers: list[T] = []
     failure: BatonError | None = None
     for agent in agents:
@@ -218,7 +220,7 @@ class Child:
     """A child process in a session of its own, so that a terminal's Ctrl-C reaches only us. What it writes is kept.
 
     Args:
-        command: What to run; it must see to it that it ends with its parent.
+        command: Command line; the process must end with its parent.
         keep: Whether to keep what it writes, for :meth:`last_words`; else errors go to our standard error.
         options: More for ``subprocess.Popen``.
     """
@@ -278,34 +280,34 @@ def start_agent(
 
     Args:
         name: For error messages.
-        module: What to run: one that calls :func:`serve_agent`.
+        module: Module to run, which calls :func:`serve_agent`.
         host: Address that its sockets bind to.
         token_file: File with the shared token; empty: none.
         env: Variables to set for it.
     """
-    mine, theirs = socket.socketpair()
+    driver_end, agent_end = socket.socketpair()
     try:
-        child = _spawn(theirs, module, host=host, token_file=token_file, env=env)
+        child = _spawn(agent_end, module, host=host, token_file=token_file, env=env)
     except BaseException:
-        mine.close()
+        driver_end.close()
         raise
     finally:
-        theirs.close()
-    return Agent(name, Line(Stream(mine, peer=name)), child)
+        agent_end.close()
+    return Agent(name, Line(Stream(driver_end, peer=name)), child)
 
 
 def connect_agent(name: str, address: str, token: Token | None) -> tuple[Agent, str]:
     """Have a listener on another host start an agent; returns it, and this machine's address as that host sees it.
 
     Raises:
-        PipeClosedError: Nobody listens there.
+        PipeClosedError: No process listens there.
         UnauthenticatedError: The tokens differ.
     """
     wait = Wait(time.monotonic() + CONNECT_S)
     stream = connect_tcp(address, wait)
     try:
         greet_as_client(stream, token, wait, purpose=PURPOSE_MESSAGES, facts=None)
-        # The agent's process says hello once it is up; until then nobody reads the line.
+        # The agent's process says hello once it is up; until then the line is not read.
         return Agent(name, Line(stream)), str(stream.sock.getsockname()[0])
     except BaseException:
         stream.close()
@@ -320,14 +322,17 @@ class Listener:
         port: 0: any free one.
         token: Shared token.
         token_file: Where it stands, for the agents.
-        module: What agents run.
+        module: Module that agents run.
 
     Raises:
         ConfigError: No token off loopback, or the address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, token: Token | None, token_file: str, module: str) -> None:
-        self._host, self._token, self._token_file, self._module = host, token, token_file, module
+        self._host = host
+        self._token = token
+        self._token_file = token_file
+        self._module = module
         self._socket = bind_tcp(host, port, token)
         self._socket.listen()
         self.address = join_address(host, self._socket.getsockname()[1])
@@ -392,9 +397,7 @@ class OrderHandler(Protocol):
         """Return what it can be ordered to do, by name."""
         ...
 
-    def close(self) -> None:
-        """Close what is open."""
-        ...
+    def close(self) -> None: ...
 
 
 def serve_agent(make: Callable[[str, Token | None, Line], OrderHandler]) -> int:

@@ -24,7 +24,6 @@ from baton_bench.serve.options import ServeOptions, parse_slos
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare all commands."""
     parser = commands.add_parser("bench", help="measure KV transfer, replay traces against the router's policies")
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
     add_kv_parser(benches)
@@ -51,7 +50,6 @@ _KV_EPILOG = """exit status:
 
 
 def add_kv_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``kv``."""
     parser = benches.add_parser(
         "kv",
         help="KV transfer over each pipe, against the machine's limits",
@@ -181,7 +179,6 @@ exit status:
 
 
 def add_serve_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``serve``."""
     from baton_bench.serve.options import ServeOptions
 
     parser = benches.add_parser(
@@ -250,7 +247,6 @@ MODES = ("both", "latency", "throughput")
 
 
 def add_offline_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``offline``."""
     parser = benches.add_parser(
         "offline",
         help="latency and throughput of the engine, without a server",
@@ -324,7 +320,6 @@ exit status:
 
 
 def add_quality_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``quality``."""
     parser = benches.add_parser(
         "quality",
         help="perplexity, KL, speed and memory of quantized configurations beside a plain one",
@@ -423,7 +418,6 @@ scenarios, each with the other flags as they are given:
 
 
 def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``router``."""
     parser = benches.add_parser(
         "router",
         help="routing policies on a trace, with the router's own index and placement, on virtual time",
@@ -501,7 +495,6 @@ def run_router(args: argparse.Namespace) -> int:
 
 
 def add_prefixes_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``prefixes``."""
     parser = benches.add_parser("prefixes", help="how many conversations of a data set begin like others")
     parser.add_argument(
         "--dataset",
@@ -539,7 +532,6 @@ _STORE_EPILOG = """exit status:
 
 
 def add_store_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``store``."""
     parser = benches.add_parser(
         "store",
         help="a KV store's tiers beside memcpy, plain reads and Redis; its eviction policies on a trace",
@@ -644,7 +636,6 @@ exit status:
 
 
 def add_profile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``profile``."""
     parser = commands.add_parser(
         "profile",
         help="measure the engine on this hardware, for baton plan",
@@ -705,8 +696,8 @@ def run_profile(args: argparse.Namespace) -> int:
                 from baton_bench.planner.profiling import measure_overheads
 
                 access = from_flags(AccessConfig, args)
-                found = measure_overheads(args.url, access, profile, isl=args.isl, step=step)
-                profile = dataclasses.replace(profile, overheads=found)
+                result = measure_overheads(args.url, access, profile, isl=args.isl, step=step)
+                profile = dataclasses.replace(profile, overheads=result)
     profile.save(output)
     print_profile(profile, result_console(150))
     return 0
@@ -726,7 +717,6 @@ def _roofline_profile(args: argparse.Namespace) -> Profile:
 
 
 def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``plan``."""
     parser = commands.add_parser(
         "plan",
         help="how many prefill and decode instances serve most requests within the targets",
@@ -883,7 +873,6 @@ _FLAGS_WITHOUT_USE = frozenset({"url", "endpoint", "details"})
 
 
 def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``tune``."""
     parser = commands.add_parser(
         "tune",
         help="find the best settings of a deployment under latency targets, by measuring it",

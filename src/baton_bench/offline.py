@@ -103,8 +103,8 @@ class _Prompts:
 
     def draw(self, count: int) -> list[list[int]]:
         """Return prompts of ``isl`` tokens."""
-        found: list[list[int]] = self._rng.choice(self._ids, (count, self._isl)).tolist()
-        return found
+        results: list[list[int]] = self._rng.choice(self._ids, (count, self._isl)).tolist()
+        return results
 
 
 def measure(engine: EngineConfig, options: Options, report: Report, step: Step) -> int:
@@ -171,7 +171,6 @@ def _throughput(llm: LLM, prompts: _Prompts, options: Options) -> ThroughputReco
 
 
 def print_tables(records: Sequence[Record], console: Console) -> None:
-    """Print what was measured."""
     for run in of_kind(records, OfflineRunRecord):
         warn_if_busy(run.machine, console)
         console.print(f"{run.model}: prompts of {run.isl} tokens, outputs of {run.osl}")

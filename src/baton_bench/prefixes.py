@@ -22,22 +22,23 @@ def count_prefixes(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A flag or a file that cannot work.
     """
-    lengths, times = _numbers(args.longer_than, "longer-than", 0), _numbers(args.seen, "seen", 2)
+    lengths = _numbers(args.longer_than, "longer-than", 0)
+    times = _numbers(args.seen, "seen", 2)
     data = read_dataset(Path(args.dataset), args.limit)
     total = len(data.sequences)
     rows = []
     for seen in times:
         longest = repeated_prefixes(data.sequences, seen)
         rows += [{"seen": seen, "longer_than": n, "share": sum(x > n for x in longest) / total} for n in lengths]
-    found = {"dataset": Path(args.dataset).name, "conversations": total, "unit": data.unit, "shares": rows}
-    show_document(found, _print_table, width=80, as_json=args.json)
+    result = {"dataset": Path(args.dataset).name, "conversations": total, "unit": data.unit, "shares": rows}
+    show_document(result, _print_table, width=80, as_json=args.json)
     return 0
 
 
-def _print_table(found: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{found['conversations']:,} conversations: share with a prefix that others begin with too")
-    table.add_column(f"longer than ({found['unit']})", justify="right")
-    shares = {(row["seen"], row["longer_than"]): row["share"] for row in found["shares"]}
+def _print_table(document: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{document['conversations']:,} conversations: share with a prefix that others begin with too")
+    table.add_column(f"longer than ({document['unit']})", justify="right")
+    shares = {(row["seen"], row["longer_than"]): row["share"] for row in document["shares"]}
     times, lengths = ([*dict.fromkeys(key[part] for key in shares)] for part in (0, 1))
     for seen in times:
         table.add_column(f"seen {seen}x", justify="right")
@@ -47,12 +48,12 @@ def _print_table(found: dict[str, Any], console: Console) -> None:
 
 
 def _numbers(text: str, flag: str, least: int) -> tuple[int, ...]:
-    found = numbers(text, flag)
-    if not found:
+    result = numbers(text, flag)
+    if not result:
         raise ConfigError(f"--{flag} takes numbers, got {shown(text)}", field=flag)
-    if min(found) < least:
-        raise ConfigError(f"--{flag} must be at least {least}, got {min(found)}", field=flag)
-    return found
+    if min(result) < least:
+        raise ConfigError(f"--{flag} must be at least {least}, got {min(result)}", field=flag)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def read_dataset(path: Path, limit: int | None = None) -> Dataset:
     Raises:
         ConfigError: The file cannot be read, a line has none of these, or lines are of different kinds.
     """
-    unit, sequences = "", list[Sequence[int] | str]()
+    unit = ""
+    sequences = list[Sequence[int] | str]()
     for where, value in read_lines(path, limit):
         kind, sequence = _sequence(value, where)
         if unit and kind != unit:

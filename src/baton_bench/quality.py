@@ -147,7 +147,10 @@ def _text(
             f"{config.model} has a vocabulary of {executor.vocab_size}, the reference another one", field="config"
         )
     kept = np.memmap(task.logits, np.float32, "w+" if task.is_reference else "r", shape=shape)
-    losses, divergences, same, at = [], [], [], 0
+    losses = []
+    divergences = []
+    same = []
+    at = 0
     for window in task.windows:
         for begin in range(0, len(window), config.prefill_chunk):
             chunk = window[begin : begin + config.prefill_chunk]
@@ -156,12 +159,12 @@ def _text(
             at += len(chunk)
             if task.is_reference:
                 kept[rows] = logits.numpy()
-            found = logits.log_softmax(-1)
+            result = logits.log_softmax(-1)
             expected = torch.from_numpy(np.array(kept[rows])).log_softmax(-1)
-            divergences.append((expected.exp() * (expected - found)).sum(-1).clamp_min(0).double().numpy())
-            same.append((found.argmax(-1) == expected.argmax(-1)).numpy())
+            divergences.append((expected.exp() * (expected - result)).sum(-1).clamp_min(0).double().numpy())
+            same.append((result.argmax(-1) == expected.argmax(-1)).numpy())
             following = window[begin + 1 : begin + 1 + len(chunk)]
-            losses.append(-found[range(len(following)), following].double().numpy())
+            losses.append(-result[range(len(following)), following].double().numpy())
     return float(np.concatenate(losses).mean()), np.concatenate(divergences), np.concatenate(same)
 
 
@@ -177,11 +180,11 @@ def _speeds(task: Task, config: EngineConfig, executor: Executor) -> tuple[float
         executor.forward(_chunk(tokens, 0, config.block_size, [len(tokens) - 1]))
 
     prefill_s = _median(clock, [prefill] * (_REPEATS + 1))
-    found = []
+    results = []
     for size in task.batch_sizes:
         steps = [_decode(size, task.isl + step, config.block_size) for step in range(task.steps + 1)]
-        found.append(size / _median(clock, [partial(executor.forward, step) for step in steps]))
-    return len(tokens) / prefill_s, tuple(found)
+        results.append(size / _median(clock, [partial(executor.forward, step) for step in steps]))
+    return len(tokens) / prefill_s, tuple(results)
 
 
 def _median(clock: Callable[[], float], calls: Sequence[Callable[[], object]]) -> float:
@@ -310,21 +313,22 @@ def measure(configs: Mapping[str, EngineConfig], options: Options, report: Repor
         with tempfile.TemporaryDirectory(prefix="baton-quality-") as folder:
             for index, (name, config) in enumerate(configs.items()):
                 step(name, len(configs) - index)
-                logits, is_reference = Path(folder, "logits"), index == 0
+                logits = Path(folder, "logits")
+                is_reference = index == 0
                 task = Task(config, windows, logits, is_reference, options.isl, sizes, options.steps, options.clock)
-                found = _in_child(task, name)
+                result = _in_child(task, name)
                 report(
                     QualityRecord(
                         name,
-                        found.operators,
-                        round(found.perplexity, 4),
-                        found.kl,
-                        found.kl_p99,
-                        round(found.top1, 5),
-                        None if found.prefill_tokens_per_s is None else round(found.prefill_tokens_per_s, 2),
-                        tuple(round(each, 2) for each in found.decode_tokens_per_s),
-                        found.weight_bytes,
-                        found.kv_bytes_per_token,
+                        result.operators,
+                        round(result.perplexity, 4),
+                        result.kl,
+                        result.kl_p99,
+                        round(result.top1, 5),
+                        None if result.prefill_tokens_per_s is None else round(result.prefill_tokens_per_s, 2),
+                        tuple(round(each, 2) for each in result.decode_tokens_per_s),
+                        result.weight_bytes,
+                        result.kv_bytes_per_token,
                     )
                 )
         return EXIT_OK, ()
@@ -361,17 +365,16 @@ def _in_child(task: Task, name: str) -> Measured:
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            found = pool.submit(measure_one, task).result()
+            result = pool.submit(measure_one, task).result()
         except BrokenProcessPool as error:
             raise InternalError(f"{name}: the process that measured it died") from error
-    if isinstance(found, Measured):
-        return found
-    message, field = found
+    if isinstance(result, Measured):
+        return result
+    message, field = result
     raise ConfigError(f"{name}: {message}", field=field) if field else InternalError(f"{name}: {message}")
 
 
 def print_tables(records: Sequence[Record], console: Console) -> None:
-    """Print what was measured."""
     for run in of_kind(records, QualityRunRecord):
         warn_if_busy(run.machine, console)
         console.print(f"{run.model}: {run.tokens} tokens of {run.text} text in windows of {run.window}", markup=False)

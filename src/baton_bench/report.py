@@ -23,7 +23,10 @@ from rich.table import Table
 
 from baton.errors import BatonError, ConfigError, shown
 
-EXIT_OK, EXIT_FAILED, EXIT_UNABLE, EXIT_TOO_SLOW = 0, 1, 2, 3
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_UNABLE = 2
+EXIT_TOO_SLOW = 3
 PLOT_SUFFIXES = (".png", ".svg")
 BUSY_SHARE = 0.5
 """Load per CPU before a run from which on its figures come with a warning."""
@@ -261,14 +264,14 @@ def result_console(width: int) -> Console:
 
 
 def show_document(
-    found: dict[str, Any], show: Callable[[dict[str, Any], Console], None], width: int, *, as_json: bool
+    document: dict[str, Any], show: Callable[[dict[str, Any], Console], None], width: int, *, as_json: bool
 ) -> None:
     """Show what was found as one JSON object, or as ``show`` prints it, in ``width`` columns where that is a file."""
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         sys.stdout.flush()
     else:
-        show(found, result_console(width))
+        show(document, result_console(width))
 
 
 def check_plot(path: Path) -> None:

@@ -30,7 +30,6 @@ class _Rival(Policy):
     """A formula that scores each role by itself."""
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
-        """Score both roles."""
         none = Scores.of(none=[])
         return Ratings(
             self._side(request, prefill) if len(prefill) else none, self._side(request, decode) if len(decode) else none

@@ -154,7 +154,7 @@ class _Job:
         request: The request.
         route: Where it was placed.
         instance: Where its prompt is computed.
-        decode: Its decode instance.
+        decode: The decode instance.
         computed: Prompt tokens to compute.
         moved: Prompt tokens whose KV is transferred.
         exposed_s: Seconds of the transfer after the computation.
@@ -174,8 +174,8 @@ class ReplayInstance:
 
     Args:
         role: Prefill or decode.
-        hardware: Its speeds.
-        cache: Its blocks.
+        hardware: Speeds of the instance.
+        cache: Blocks of the instance.
 
     Attributes:
         queue: Requests whose prompts wait here; the first one is being computed.
@@ -384,7 +384,8 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
         if len(cases) > 1:
             raise ConfigError("--plot draws one scenario", field="plot")
         check_plot(Path(args.plot))
-    documents, failed = {}, []
+    documents = {}
+    failed = []
     for (name, case), runs in zip(cases.items(), setups, strict=True):
         source, requests = _workload(case)
         records = []
@@ -506,7 +507,7 @@ class PolicyRecord:
     """One policy's run.
 
     Attributes:
-        policy: Its name.
+        policy: Name of the policy.
         beta: Weight of load, where the policy has one.
         hit_rate: Blocks found in the cache of the instance that computed the prompt / all blocks.
         reused_rate: Blocks that only the decode instance held, fetched from there instead of computed / all blocks.
@@ -531,7 +532,6 @@ class PolicyRecord:
 
 
 def record(setup: Setup, run: ReplayResult, requests: Sequence[TraceRequest]) -> PolicyRecord:
-    """Sum up a run."""
     blocks = sum(len(request.blocks) for request in requests)
     marks = np.percentile(run.ttft_ms, (50, 90, 99))
     names = ("p50", "p90", "p99")
@@ -570,19 +570,19 @@ def document(
     }
 
 
-def print_tables(found: dict[str, Any], console: Console) -> None:
+def print_tables(document: dict[str, Any], console: Console) -> None:
     """Print the documents of several scenarios."""
-    for name, one in found["scenarios"].items():
+    for name, one in document["scenarios"].items():
         console.print(f"\n{name}", markup=False)
         print_table(one, console)
 
 
-def print_table(found: dict[str, Any], console: Console) -> None:
+def print_table(document: dict[str, Any], console: Console) -> None:
     """Print a document for people."""
     console.print(
-        f"{found['requests']:,} requests, {found['blocks']:,} blocks of 512 tokens, {found['hours']:g} h; "
-        f"{found['instances']} prefill and {found['decode_instances']} decode instances; "
-        f"best possible block hit rate {found['best_hit_rate']:.2%}",
+        f"{document['requests']:,} requests, {document['blocks']:,} blocks of 512 tokens, {document['hours']:g} h; "
+        f"{document['instances']} prefill and {document['decode_instances']} decode instances; "
+        f"best possible block hit rate {document['best_hit_rate']:.2%}",
         markup=False,
     )
     columns = (
@@ -598,13 +598,13 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     )
     table = make_table("", (*columns, "TTFT p50 ms", "p90", "p99", "mean", "decision µs"), left=("policy",))
     table.columns[0].no_wrap = True
-    for row in found["policies"]:
+    for row in document["policies"]:
         ttft = row["ttft_ms"]
         table.add_row(
             row["policy"],
             "" if row["beta"] is None else f"{row['beta']:g}",
             f"{row['hit_rate']:.2%}",
-            f"{row['hit_rate'] / found['best_hit_rate']:.1%}" if found["best_hit_rate"] else "",
+            f"{row['hit_rate'] / document['best_hit_rate']:.1%}" if document["best_hit_rate"] else "",
             f"{row['reused_rate']:.2%}",
             f"{row['load_max_over_mean']:.3f}",
             f"{row['requests_max_over_mean']:.3f}",
@@ -616,20 +616,20 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(document: dict[str, Any], path: Path) -> None:
     """Draw a document's block hits, balance and predicted TTFT, a bar per policy, and write the file."""
     from matplotlib.figure import Figure  # a figure of its own: no window system, no global state
 
-    rows = found["policies"]
+    rows = document["policies"]
     names = [row["policy"] + ("" if row["beta"] is None else f" β={row['beta']:g}") for row in rows]
     figure = Figure(figsize=(15, 1.5 + 0.4 * len(rows)), layout="constrained")
-    figure.suptitle(f"{found['requests']:,} requests on {found['instances']} instances")
+    figure.suptitle(f"{document['requests']:,} requests on {document['instances']} instances")
     hits, balance, ttft = figure.subplots(1, 3, sharey=True)
     hits.barh(
         names, [100 * (row["hit_rate"] + row["reused_rate"]) for row in rows], color="#9fb9dc", label="from decode"
     )
     hits.barh(names, [100 * row["hit_rate"] for row in rows], label="block hits")
-    best = found["best_hit_rate"]
+    best = document["best_hit_rate"]
     hits.axvline(100 * best, color="#c0392b", linestyle="--", label=f"best possible, {best:.2%}")
     hits.set_xlabel("%")
     balance.barh(names, [row["load_max_over_mean"] for row in rows])

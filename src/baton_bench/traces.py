@@ -76,10 +76,10 @@ class TraceRequest:
 
     Attributes:
         at_ms: When it arrives.
-        input_tokens: Of its prompt.
+        input_tokens: Prompt tokens.
         output_tokens: That it generates.
         blocks: Names of the prompt's blocks: equal names stand for equal tokens after equal blocks.
-        session: Whose conversation it belongs to; empty: the trace doesn't say.
+        session: Conversation that it belongs to; empty: the trace does not say.
     """
 
     at_ms: float
@@ -188,7 +188,7 @@ class GeneratorOptions:
         output_tokens: Mean output (exponential).
         rate: Requests per second (Poisson).
         think_s: Mean pause between two turns of a conversation (exponential).
-        seed: Of everything.
+        seed: Seed of all random choices.
 
     Raises:
         ConfigError: A number is out of range; names the field.
@@ -215,11 +215,13 @@ class GeneratorOptions:
 
 def generate(workload: GeneratorOptions) -> list[TraceRequest]:
     """Return the workload's requests in order of arrival."""
-    rng, names = random.Random(workload.seed), count()
+    rng = random.Random(workload.seed)
+    names = count()
     prefixes = [tuple(next(names) for _ in range(workload.prefix_blocks)) for _ in range(workload.prefixes)]
     weights = [1 / rank for rank in range(1, workload.prefixes + 1)]
     requests: list[TraceRequest] = []
-    began, conversation = 0.0, 0
+    began = 0.0
+    conversation = 0
     while len(requests) < workload.requests:
         began += 1000 * rng.expovariate(workload.rate / workload.turns)
         conversation += 1

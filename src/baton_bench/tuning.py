@@ -40,7 +40,7 @@ class Tunable:
     """A setting.
 
     Attributes:
-        section: Of the file, whose ``flags`` have it; empty: the top.
+        section: Section of the file whose ``flags`` have it; empty: the top level.
         default: What holds where the file does not say.
         least: Lowest value.
         most: Highest value.
@@ -71,12 +71,14 @@ def neighbours(name: str, value: str | int | float) -> Iterator[str | int | floa
         match = _RATIO.fullmatch(str(value))
         if match is None:
             raise ConfigError(f"ratio must look like 2P3D, got {value!r}", field="ratio")
-        x, y = int(match[1]), int(match[2])
+        x = int(match[1])
+        y = int(match[2])
         for prefills, decodes in ((x + 1, y - 1), (x - 1, y + 1)):
             if prefills >= 0 and decodes >= 1:
                 yield f"{prefills}P{decodes}D"
         return
-    tunable, number = TUNABLE[name], float(value)
+    tunable = TUNABLE[name]
+    number = float(value)
     for other in (number * tunable.factor, number / tunable.factor):
         if tunable.least <= other <= tunable.most:
             yield round(other, 4) if isinstance(tunable.default, float) else int(other)
@@ -88,7 +90,7 @@ def read_settings(document: Mapping[str, Any], names: tuple[str, ...]) -> Settin
     Raises:
         ConfigError: A name cannot be tuned, or a role has a value of its own, which would win.
     """
-    found: Settings = {}
+    result: Settings = {}
     for name in names:
         if name not in TUNABLE:
             raise ConfigError(f"--tune takes {', '.join(TUNABLE)}; got {name!r}", field="tune")
@@ -100,11 +102,11 @@ def read_settings(document: Mapping[str, Any], names: tuple[str, ...]) -> Settin
                         f"{role}.flags.{name} would win over what is tuned: move it to worker", field=name
                     )
         values = document if not section else _flags(document, section)
-        found[name] = values.get(name, TUNABLE[name].default)
-    if "ratio" in found and "ratio" not in document:
+        result[name] = values.get(name, TUNABLE[name].default)
+    if "ratio" in result and "ratio" not in document:
         counts = [_replicas(document, role) for role in ("prefill", "decode")]
-        found["ratio"] = f"{counts[0]}P{counts[1]}D"
-    return found
+        result["ratio"] = f"{counts[0]}P{counts[1]}D"
+    return result
 
 
 def with_settings(document: Mapping[str, Any], settings: Settings) -> str:
@@ -140,7 +142,7 @@ class Trial:
     """Settings, and the goodput that was measured with them.
 
     Attributes:
-        settings: What was tried.
+        settings: Settings that were tried.
         goodput: Requests per second within the targets.
         error: Why it could not be measured; empty: it was.
     """
@@ -246,7 +248,9 @@ def tune(
             for value in neighbours(name, best.settings[name]):
                 trial = tried({**best.settings, name: value})
                 while trial is not None and trial.goodput > (1 + LEAST_GAIN) * best.goodput:
-                    before, best, moved = best.settings[name], trial, True
+                    before = best.settings[name]
+                    best = trial
+                    moved = True
                     further = [each for each in neighbours(name, best.settings[name]) if each != before]
                     trial = tried({**best.settings, name: further[0]}) if further else None
     return best
@@ -254,7 +258,8 @@ def tune(
 
 UP_MODULE = "baton.cli.main"
 READY = "Ctrl-C ends everything"
-READY_S, END_S = 600.0, 60.0
+READY_S = 600.0
+END_S = 60.0
 _KEPT_LINES = 20
 
 

@@ -40,8 +40,14 @@ from baton.worker.context import Admission
 from baton.worker.events import KvEventLog
 from baton.worker.servicer import WorkerServicer
 
-BLOCK, STEPS_PER_S, RUNNING, OUTPUT_TOKENS, PROMPT_TOKENS = 16, 30, 8, (100, 200), (500, 1500)
-NUM_BLOCKS, PREFILL_STEPS_PER_S, PREFILL_PROMPTS_PER_S = 4000, 10, 5.0
+BLOCK = 16
+STEPS_PER_S = 30
+RUNNING = 8
+OUTPUT_TOKENS = (100, 200)
+PROMPT_TOKENS = (500, 1500)
+NUM_BLOCKS = 4000
+PREFILL_STEPS_PER_S = 10
+PREFILL_PROMPTS_PER_S = 5.0
 FINGERPRINT = Fingerprint("simulated", "0" * 64, "bfloat16", BLOCK, (LayerShape(1, 4, 4),), 2048)
 
 _POOL_SIZE = "num_blocks" if "num_blocks" in EngineStats.__dataclass_fields__ else "blocks_total"
@@ -80,7 +86,8 @@ class SimulatedEngine:
         self.core = self
         self.max_model_len = 32768
         self.grammars = None
-        self.role, self.log = role, log
+        self.role = role
+        self.log = log
         self.pool = Pool()
         self._rng = random.Random()
         self._running: list[list[Any]] = []
@@ -105,7 +112,8 @@ class SimulatedEngine:
 
     def step(self) -> None:
         """Do what a step does."""
-        loop, events = asyncio.get_running_loop(), list[KVEvent]()
+        loop = asyncio.get_running_loop()
+        events = list[KVEvent]()
         ended = (self._decode if self.role is Role.DECODE else self._prefill)(events)
         if events:
             loop.call_soon_threadsafe(self.log.append, merge_events(events))
@@ -203,7 +211,8 @@ async def main() -> None:
     print(json.dumps([address for _, address, _ in instances]), flush=True)
     loop = asyncio.get_running_loop()
     interval_s = 1 / (STEPS_PER_S if role is Role.DECODE else PREFILL_STEPS_PER_S)
-    taken, began = 0, loop.time()
+    taken = 0
+    began = loop.time()
 
     async def run(engine: SimulatedEngine) -> None:
         nonlocal taken
@@ -218,7 +227,8 @@ async def main() -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         if line.strip() == "steps":
             print(json.dumps(taken * interval_s / (loop.time() - began) / len(instances)), flush=True)
-            taken, began = 0, loop.time()
+            taken = 0
+            began = loop.time()
         elif line.strip() == "pause":
             for task in tasks:
                 task.cancel()

@@ -45,8 +45,12 @@ class Load:
 
     async def run(self, connections: list[Connection], total: int) -> None:
         """Send ``total`` requests and wait for their answers."""
-        self.left, self.busy = total, len(connections)
-        self.latencies, self.delays, self.tokens, self.wrong = [], [], 0, 0
+        self.left = total
+        self.busy = len(connections)
+        self.latencies = []
+        self.delays = []
+        self.tokens = 0
+        self.wrong = 0
         self.done.clear()
         for connection in connections:
             connection.send()
@@ -57,7 +61,8 @@ class Connection(asyncio.Protocol):
     """One connection: sends a request, reads its answer, sends the next."""
 
     def __init__(self, load: Load, slot: int) -> None:
-        self._load, self._slot = load, slot
+        self._load = load
+        self._slot = slot
         self._body = bytearray()
         self._parser = httptools.HttpResponseParser(self)
         self._seen = self._tokens = self._body_at = 0
@@ -65,7 +70,6 @@ class Connection(asyncio.Protocol):
         self._waiting = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -98,14 +102,14 @@ class Connection(asyncio.Protocol):
         self._transport.write(head % len(body) + body)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
-        """Parse."""
         self._now = time.monotonic()
         self._parser.feed_data(data)
 
     def on_body(self, data: bytes) -> None:
         """Take a piece of an answer, and time the tokens in it."""
         self._body += data
-        load, base = self._load, self._slot * TOKENS_PER_SLOT
+        load = self._load
+        base = self._slot * TOKENS_PER_SLOT
         for match in _TEXT.finditer(self._body, self._seen):
             for _ in range(len(match[1])):
                 sent = struct.unpack_from("d", load.times, 8 * (base + self._tokens))[0]

@@ -95,16 +95,13 @@ class Engine:
         self._some = asyncio.Event()
 
     def add(self, item: Running) -> None:
-        """Take a request."""
         self._running[item.call] = item
         self._some.set()
 
     def remove(self, call: int) -> None:
-        """Drop a request."""
         self._running.pop(call, None)
 
     async def run(self) -> None:
-        """Step for ever."""
         while True:
             while not self._running:
                 self._some.clear()
@@ -124,14 +121,15 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A decode instance."""
 
     def __init__(self, name: str, model: str, clock: Clock) -> None:
-        self._name, self._model, self.clock = name, model, clock
+        self._name = name
+        self._model = model
+        self.clock = clock
         tokenizer = Tokenizer.load(model)
         self._vocab_size = tokenizer.vocab_size
         self._letters = [tokenizer.encode(x, add_special_tokens=False)[0] for x in string.ascii_lowercase]
         self._epoch = os.urandom(16)
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Any) -> worker_pb2.GetInfoResponse:
-        """Say who this is."""
         return worker_pb2.GetInfoResponse(
             instance_id=self._name,
             role=common_pb2.ROLE_DECODE,
@@ -155,7 +153,6 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def StreamKvEvents(
         self, request: worker_pb2.StreamKvEventsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamKvEventsResponse]:
-        """Report an empty cache."""
         stored = events_pb2.KvEvent(stored=events_pb2.KvBlocksStored(tier="device"))
         batch = events_pb2.KvEventBatch(epoch=self._epoch, sequence=0, snapshot=True, events=[stored])
         yield worker_pb2.StreamKvEventsResponse(batch=batch)
@@ -164,12 +161,11 @@ class BatonWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def GenerateMany(
         self, requests: AsyncIterator[worker_pb2.GenerateManyRequest], context: Any
     ) -> AsyncIterator[worker_pb2.GenerateManyResponse]:
-        """Give tokens."""
         calls = CannedCalls(self)
 
         async def read() -> None:
             async for message in requests:
-                calls.take(message)
+                calls.start(message)
 
         task = asyncio.create_task(read())
         try:
@@ -217,15 +213,13 @@ class CannedCalls:
         self.outbox = Outbox()
         self._task = asyncio.create_task(self._engine.run())
 
-    def take(self, message: worker_pb2.GenerateManyRequest) -> None:
-        """Start and cancel calls."""
+    def start(self, message: worker_pb2.GenerateManyRequest) -> None:
         for start in message.starts:
             self._engine.add(self._worker.running(start, self.outbox))
         for call in message.cancels:
             self._engine.remove(call)
 
     def close(self) -> None:
-        """Stop."""
         self._task.cancel()
 
 
@@ -242,18 +236,15 @@ class OpenAiWorker(asyncio.Protocol):
         self._url = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         self.transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
-        """Parse."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:  # an offer of HTTP/2
             self.transport.close()
 
     def on_url(self, url: bytes) -> None:
-        """Begin a request."""
         self._url = url
         self._body.clear()
 
@@ -262,11 +253,11 @@ class OpenAiWorker(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        """Take the request."""
         if self._url != b"/v1/completions":
             self._answer(b'{"status":"ok","model_path":"canned","object":"list","data":[{"id":"canned"}]}')
             return
-        slot, limit = _SLOT.search(self._body), _MAX_TOKENS.search(self._body)
+        slot = _SLOT.search(self._body)
+        limit = _MAX_TOKENS.search(self._body)
         if slot is None or limit is None:
             raise ValueError(f"no slot or no max_tokens in {bytes(self._body[-200:])!r}")
         self._streams = b'"stream":true' in self._body or b'"stream": true' in self._body
@@ -276,7 +267,6 @@ class OpenAiWorker(asyncio.Protocol):
         self._engine.add(Running(int(slot[1]), int(limit[1]), self._token, call=int(slot[1])))
 
     def _token(self, first: bool, last: bool) -> None:
-        """Send a token."""
         finish = b'"length"' if last else b"null"
         piece = self._HEAD + b'"text":"a","logprobs":null,"finish_reason":' + finish + b"}]"
         if not self._streams:
@@ -305,7 +295,7 @@ async def main() -> None:
     clock = Clock(args.times, args.step_ms / 1000)
     if args.kind == "baton":
         server = GrpcServer(host="127.0.0.1", port=args.port, services=[], tls=Tls(*args.tls) if args.tls else None)
-        kind: Any = BatonWorker  # the calls that it lacks nobody makes
+        kind: Any = BatonWorker  # the calls that it lacks are not made
         worker = kind(args.name, args.model, clock)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
         sys.stdout.write(f"{await server.start()}\n")

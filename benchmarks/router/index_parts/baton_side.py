@@ -40,20 +40,17 @@ class Baton(Side):
         ).SerializeToString()
 
     def apply(self, instance: int, message: bytes) -> None:
-        """Take an event."""
         self.feeds[instance].apply(events_pb2.KvEventBatch.FromString(message))
 
     def question(self, chain: int, blocks: int) -> object:
-        """Return what :meth:`find` takes."""
         return HashChain(self.chains[chain][: blocks * HASH])
 
     def find(self, question: Any) -> object:
-        """Look a chain up."""
         return self.index.match(question, self.slots)
 
-    def answer(self, found: Any) -> dict[int, int]:
+    def answer(self, result: Any) -> dict[int, int]:
         """Return what was found as leading blocks per instance."""
-        return {self.instances[slot]: depth for slot, depth in found.items()}
+        return {self.instances[slot]: depth for slot, depth in result.items()}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
 MODEL = Path(__file__).parents[3] / "models" / "baton-tiny"
-CUT_S, POLL_S, GIVE_UP_S = 10.0, 0.01, 120.0
+CUT_S = 10.0
+POLL_S = 0.01
+GIVE_UP_S = 120.0
 SAMPLING = sampling_to_pb(SamplingParams(temperature=0.0, max_tokens=2))
 
 
@@ -40,12 +42,12 @@ async def serving(module: str, pattern: str, *flags: str) -> AsyncIterator[str]:
     try:
         async with asyncio.timeout(GIVE_UP_S):
             while line := (await process.stderr.readline()).decode():
-                if found := re.search(pattern, line):
+                if result := re.search(pattern, line):
                     break
             else:
                 raise SystemExit(f"{module} did not start")
         reading = asyncio.create_task(process.stderr.read())
-        yield found[1]
+        yield result[1]
         reading.cancel()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -74,7 +76,7 @@ class Watch:
         return time.perf_counter() - began
 
 
-async def held(address: str) -> int:
+async def count_cached_blocks(address: str) -> int:
     """Ask an instance how many blocks it caches."""
     async with open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -110,7 +112,7 @@ async def _case(watch: Watch, proxy: TcpProxy, address: str, how: str, seeds: ra
         await proxy.start()
     else:
         proxy.thaw()
-    truth = await held(address)
+    truth = await count_cached_blocks(address)
     exact_s = await watch.until(lambda state, blocks: state == "exact" and blocks == truth)
     return {"stale_after_s": stale_s, "exact_after_s": exact_s, "blocks": truth}
 

@@ -30,7 +30,9 @@ from baton_router.scheduler.placer import Placer
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.speeds import Speeds
 
-BLOCK, SIDE, IN_FLIGHT = 16, 16, 64
+BLOCK = 16
+SIDE = 16
+IN_FLIGHT = 64
 FLEET_BLOCKS = 64
 EPOCH = Epoch(b"e" * 16)
 KIND = replace(FINGERPRINT, block_size=BLOCK, block_bytes=512)
@@ -58,7 +60,6 @@ class Fleet:
         self.by_role = {role: [self._instance(role, at) for at in range(side)] for role in (Role.PREFILL, Role.DECODE)}
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return a role's instances."""
         return self.by_role[role]
 
     def _instance(self, role: Role, at: int) -> Instance:
@@ -68,7 +69,9 @@ class Fleet:
         instance = Instance(address, role, grpc.aio.insecure_channel(address), Dialer(address), feed)
         name = InstanceId(address)
         instance.info = InstanceInfo(name, role, EPOCH, KIND, 100_000, 40_000, "m", "", 128_000, frozenset())
-        instance.status, instance.generation, instance.admitted = Status.READY, 1, True
+        instance.status = Status.READY
+        instance.generation = 1
+        instance.admitted = True
         return instance
 
 
@@ -80,7 +83,6 @@ class Clocked:
         self.times: list[float] = []
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Pass a call on."""
         began = time.perf_counter()
         result = self.function(*args, **options)
         self.times.append(time.perf_counter() - began)
@@ -93,7 +95,8 @@ def measure_decisions(chains: int, count: int, lengths: Iterable[int]) -> dict[s
 
 
 async def _measure(chains: int, count: int, lengths: Iterable[int]) -> dict[str, Any]:
-    fleet, out = Fleet(), {}
+    fleet = Fleet()
+    out = {}
     for at in range(chains):
         hashes = hash_chain(prompt_tokens(at), BLOCK, ROOT)
         for role in (Role.PREFILL, Role.DECODE):
@@ -134,7 +137,8 @@ async def _measure_fleets(sizes: Iterable[int], policies: Iterable[str], count: 
 
 def _learnt(fleet: Fleet) -> Speeds:
     """Return speeds that were measured on every instance and every pair, all a little different."""
-    speeds, rng = Speeds(), np.random.default_rng(0)
+    speeds = Speeds()
+    rng = np.random.default_rng(0)
     for p in fleet.by_role[Role.PREFILL]:
         for amount in (1000.0, 4000.0):
             speeds.prefill.add(p.instance_id, amount, amount * rng.uniform(0.1, 0.15))
@@ -212,7 +216,8 @@ def _place_all(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, 
 
 def _parts(fleet: Fleet, chains: int, blocks: int, count: int) -> dict[str, float]:
     """Time hashing and look-up by themselves."""
-    hashing, finding = Clocked(hash_chain), Clocked(fleet.index.match)
+    hashing = Clocked(hash_chain)
+    finding = Clocked(fleet.index.match)
     slots = sum(1 << x.events.slot for side in fleet.by_role.values() for x in side)
     for prompt in prompts(chains, blocks, count):
         finding(hashing(prompt[:], BLOCK, ROOT), slots)

@@ -20,7 +20,6 @@ class Dynamo(Side):
         self.ids = itertools.count(1)
 
     def numbers(self, chain: int, begin: int, end: int) -> list[int]:
-        """Return a chain's numbers."""
         data = self.chains[chain]
         return [struct.unpack_from("<Q", data, at * HASH)[0] >> 1 for at in range(begin, end)]
 
@@ -34,20 +33,17 @@ class Dynamo(Side):
         ).encode()
 
     def apply(self, instance: int, message: bytes) -> None:
-        """Take an event."""
         self.tree.apply_event(instance, message)
 
     def question(self, chain: int, blocks: int) -> object:
-        """Return what :meth:`find` takes."""
         return self.numbers(chain, 0, blocks)
 
     def find(self, question: object) -> object:
-        """Look a chain up."""
         return self.tree.find_matches(question).scores
 
-    def answer(self, found: Any) -> dict[int, int]:
+    def answer(self, result: Any) -> dict[int, int]:
         """Return what was found as leading blocks per instance."""
-        return {worker: depth for (worker, _), depth in found.items()}
+        return {worker: depth for (worker, _), depth in result.items()}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ def measure_growth(blocks: int, per_event: int, rounds: int) -> dict[str, float]
     """
     least = [float("inf")] * (blocks // per_event)
     for _ in range(rounds):
-        table, rng = BlockTable(2 * blocks), random.Random(0)
+        table = BlockTable(2 * blocks)
+        rng = random.Random(0)
         for at in range(len(least)):
             data = rng.randbytes(per_event * HASH)
             began = time.thread_time()

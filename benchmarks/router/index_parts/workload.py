@@ -18,7 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-CHAIN, SYSTEM, INSTANCES, TOGETHER, HASH = 2048, 20, 16, 16, 32
+CHAIN = 2048
+SYSTEM = 20
+INSTANCES = 16
+TOGETHER = 16
+HASH = 32
 
 
 def read_chains(path: str) -> list[bytes]:
@@ -61,24 +65,22 @@ class Side:
         raise NotImplementedError
 
     def apply(self, instance: int, message: bytes) -> None:
-        """Take an event."""
         raise NotImplementedError
 
     def question(self, chain: int, blocks: int) -> object:
-        """Return what :meth:`find` takes."""
         raise NotImplementedError
 
     def find(self, question: object) -> object:
-        """Look a chain up."""
         raise NotImplementedError
 
-    def answer(self, found: object) -> dict[int, int]:
+    def answer(self, result: object) -> dict[int, int]:
         """Return what was found as leading blocks per instance."""
         raise NotImplementedError
 
     def store(self, per_event: int) -> dict[str, float]:
         """Fill the index and say how long it took and how much memory it has since."""
-        times, blocks = [], 0
+        times = []
+        blocks = 0
         gc.collect()
         before = resident_bytes()
         for group in stores(len(self.chains), per_event):
@@ -97,13 +99,15 @@ class Side:
 
     def ask(self, blocks: int, count: int, seed: int) -> dict[str, object]:
         """Ask for prefixes of random chains; ``answers`` is a digest of what came."""
-        rng, times, digest = random.Random(seed), [], hashlib.sha256()
+        rng = random.Random(seed)
+        times = []
+        digest = hashlib.sha256()
         questions = [self.question(rng.randrange(len(self.chains)), blocks) for _ in range(count)]
         for question in questions:
             began = time.perf_counter()
-            found = self.find(question)
+            result = self.find(question)
             times.append(time.perf_counter() - began)
-            digest.update(json.dumps(sorted(self.answer(found).items())).encode())
+            digest.update(json.dumps(sorted(self.answer(result).items())).encode())
         return {**summary(times), "answers": digest.hexdigest()}
 
     def check(self, per_event: int) -> None:
@@ -112,9 +116,9 @@ class Side:
             expected = dict.fromkeys(range(INSTANCES), SYSTEM) if len(self.chains) >= INSTANCES else {}
             for shift, length in ((11, CHAIN // 4), (5, CHAIN // 2), (0, CHAIN)):
                 expected[(chain + shift) % INSTANCES] = length
-            found = self.answer(self.find(self.question(chain, CHAIN)))
-            if expected != found and len(self.chains) >= INSTANCES:
-                raise SystemExit(f"wrong answer with {per_event} blocks per event: {found} instead of {expected}")
+            result = self.answer(self.find(self.question(chain, CHAIN)))
+            if expected != result and len(self.chains) >= INSTANCES:
+                raise SystemExit(f"wrong answer with {per_event} blocks per event: {result} instead of {expected}")
 
 
 def serve(make: Callable[[list[bytes]], Side]) -> None:

@@ -70,12 +70,12 @@ class Agent:
     """
 
     def __init__(self, host: str, token: Token | None) -> None:
-        self._host, self._token = host, token
+        self._host = host
+        self._token = token
         self._source: Source | None = None
         self._target: Target | None = None
 
     def orders(self) -> Mapping[str, Order]:
-        """Return them by name."""
         return {
             "hello": machine_facts,
             "open_source": self.open_source,
@@ -90,9 +90,10 @@ class Agent:
         }
 
     def close(self) -> None:
-        """Close what is open."""
-        target, self._target = self._target, None
-        source, self._source = self._source, None
+        target = self._target
+        self._target = None
+        source = self._source
+        self._source = None
         for part in (target, source):
             if part is not None:
                 part.close()
@@ -124,7 +125,7 @@ class Source:
     """An open source: arenas full of the pattern behind one block server per kind of pipe.
 
     Args:
-        spec: What to open.
+        spec: Blocks and pipes to open.
         host: Address that its sockets bind to.
         token: Shared token.
 
@@ -165,7 +166,6 @@ class Source:
         )
 
     def close(self) -> None:
-        """Close everything."""
         self._messages.close()
         for server in self._servers:
             server.close()
@@ -177,7 +177,7 @@ class Target:
     """An open target: an arena, and every method that fills it, one after the other. Its methods are orders.
 
     Args:
-        spec: What to open.
+        spec: Blocks to open, and the sources to read.
         token: Shared token.
 
     Raises:
@@ -185,7 +185,8 @@ class Target:
     """
 
     def __init__(self, spec: TargetSpec, token: Token | None) -> None:
-        self._spec, self._token = spec, token
+        self._spec = spec
+        self._token = token
         total = spec.num_blocks * len(spec.sources)
         require_memory(spec.shape.memory(total))
         self._shards = new_shards(spec.shape, spec.memory, total)
@@ -204,9 +205,11 @@ class Target:
         method = self._method(run.method, run.streams)
         if run.wipe:
             self._wipe()
-        cpu, start = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        start = time.monotonic()
         num_bytes = method.run(flows)
-        end, cpu = time.monotonic(), time.process_time() - cpu
+        end = time.monotonic()
+        cpu = time.process_time() - cpu
         return RunResult(start, end, num_bytes, cpu, self._wrong(flows) if run.verify else None)
 
     def reads(self, kind: str, count: Count, limit_s: Limit) -> Fields:
@@ -225,7 +228,8 @@ class Target:
 
     def fetches(self, kind: str, count: Count, limit_s: Limit) -> Fields:
         """Get single blocks of the first source as a connector does, one after the other; the seconds of each."""
-        method, order = self._method(kind, 1), iter(self._single_blocks(count + 1))
+        method = self._method(kind, 1)
+        order = iter(self._single_blocks(count + 1))
 
         def once() -> None:
             block = np.array([next(order)], dtype=np.int64)
@@ -257,7 +261,6 @@ class Target:
         return OverlapResult(exposed, study.steps, self._wrong([flow]) if overlap.run.verify else None)
 
     def close(self) -> None:
-        """Close everything."""
         for method in self._methods.values():
             method.close()
         self._shards.close()
@@ -287,7 +290,9 @@ class Target:
         return count
 
     def _flows(self, spec: RunSpec) -> list[Flow]:
-        num, seed, shape = self._spec.num_blocks, self._spec.seed, self._spec.shape
+        num = self._spec.num_blocks
+        seed = self._spec.seed
+        shape = self._spec.shape
         flows: list[Flow] = []
         for place, source in enumerate(self._spec.sources):
             remote = chosen(spec, source.num_blocks, seed, source.index)
@@ -342,7 +347,7 @@ class Study:
 
     Args:
         spec: Mode, chunk and speed.
-        num_layers: Of the model.
+        num_layers: Number of decoder layers.
         num_blocks: Source blocks of the sequence.
         progress: The source's progress now.
 
@@ -355,7 +360,9 @@ class Study:
     """
 
     def __init__(self, spec: OverlapSpec, num_layers: int, num_blocks: int, progress: int) -> None:
-        self._spec, self._layers, self._progress = spec, num_layers, progress
+        self._spec = spec
+        self._layers = num_layers
+        self._progress = progress
         edges = range(0, num_blocks, spec.chunk_blocks)
         self._chunks = [range(at, min(at + spec.chunk_blocks, num_blocks)) for at in edges]
         self.steps = len(self._chunks) * num_layers
@@ -366,7 +373,8 @@ class Study:
 
     def schedule(self) -> Schedule:
         """Return what the source does: first the begin of the first chunk, then the end of every layer."""
-        rows, start = [(0, self._progress, 1)], 0.0
+        rows = [(0, self._progress, 1)]
+        start = 0.0
         for number, chunk in enumerate(self._chunks):
             each = len(chunk) * self._per_block / self._layers
             for layer in range(1, self._layers + 1):

@@ -101,17 +101,19 @@ class OpenStage:
     """A stage's sources and targets, opened.
 
     Args:
-        stage: What to open.
+        stage: Stage to open.
         sources: Agents of the sources.
         targets: Agents of the targets.
         kinds: Pipes that sources offer.
-        seed: Of the patterns.
+        seed: Seed of the patterns.
     """
 
     def __init__(
         self, stage: Stage, sources: Sequence[Agent], targets: Sequence[Agent], kinds: Sequence[str], seed: int
     ) -> None:
-        self.stage, self.sources, self.targets = stage, sources, targets
+        self.stage = stage
+        self.sources = sources
+        self.targets = targets
         ends = stage.ends
         about = seed, stage.source, stage.source_blocks, tuple(kinds), ends.source
         specs = [SourceSpec(i, *about) for i in range(len(sources))]
@@ -139,7 +141,9 @@ class FlowContestant(Contestant):
     """A method of the targets: a pipe, a copy, or bare sockets."""
 
     def __init__(self, key: MethodKey, opened: OpenStage, *, is_pipe: bool) -> None:
-        self.key, self.is_pipe, self._opened = key, is_pipe, opened
+        self.key = key
+        self.is_pipe = is_pipe
+        self._opened = opened
 
     def once(self, case: Case, *, verify: bool) -> Sample:
         """Run on all targets at once: from the first's start to the last's end."""
@@ -166,8 +170,8 @@ class RivalContestant(Contestant):
     Args:
         name: One of ``RIVALS``.
         agents: Its source and its target, not opened yet.
-        stage: Whose block size and number it takes.
-        seed: Of the blocks' order.
+        stage: Stage whose block size and number of blocks are used.
+        seed: Seed of the blocks' order.
 
     Raises:
         ConfigError: It cannot work here; says why.
@@ -176,7 +180,8 @@ class RivalContestant(Contestant):
     is_pipe = False
 
     def __init__(self, name: str, agents: tuple[Agent, Agent], stage: Stage, seed: int) -> None:
-        self.key, (self._source, self._target) = MethodKey(name), agents
+        self.key = MethodKey(name)
+        (self._source, self._target) = agents
         size = stage.source.layouts()[0].block_bytes
         about: dict[str, Any] = {
             "kind": RIVALS[name][0],
@@ -193,11 +198,11 @@ class RivalContestant(Contestant):
         """Run; the source attends to its reader meanwhile. Nothing is verified: no byte of it is Baton's."""
         run = RunSpec(self.key.name, 1, case.blocks, case.shuffled)
         before = self._source_cpu()
-        self._source.tell("attend", run=run)
+        self._source.send_order("attend", run=run)
         try:
             result = self._target.ask("run", RunResult, RUN_S, run=run)
         finally:
-            self._source.tell("stop")
+            self._source.send_order("stop")
             for _ in range(2):
                 self._source.answer(Fields, RUN_S)
         return Sample(result.end - result.start, result.bytes, self._source_cpu() - before + result.cpu)
@@ -239,12 +244,14 @@ class OverlapStudies:
 
     Args:
         stage: The open stage.
-        case: Its largest size.
+        case: Largest size of the stage.
         options: Chunk and prefill speed; without a speed, the compute takes as long as the transfer alone.
     """
 
     def __init__(self, stage: Stage, case: Case, options: Options) -> None:
-        self._case, self._options, self._ends = case, options, stage.ends
+        self._case = case
+        self._options = options
+        self._ends = stage.ends
         self._chunk_blocks = max(1, min(options.chunk // options.block_size, case.blocks))
         self._tokens = case.blocks * stage.source.block_size
         self._runs: dict[tuple[MethodKey, str], list[tuple[float, OverlapResult]]] = {}
@@ -338,12 +345,14 @@ def verdict_records(stage: Stage, standings: Sequence[Standing], options: Option
     """
     if stage.name != "kv":
         return []
-    flows, out = options.num_sources * options.num_targets, []
+    flows = options.num_sources * options.num_targets
+    out = []
     for case in stage.cases:
         for standing in standings:
             if standing.contestant.is_pipe and standing.samples.get(case):
                 rate = case.flow_bytes * flows / sample_seconds(standing.samples[case]) / 1e9
-                key, kappa = standing.contestant.key, stage.source.bytes_per_token
+                key = standing.contestant.key
+                kappa = stage.source.bytes_per_token
                 one = verdict(key, case.tokens, kappa, rate, options.prefill_tokens_per_s)
                 out.append(dataclasses.replace(one, memory=stage.ends.label))
     return out
@@ -396,7 +405,8 @@ def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample], memory: str
 def _transfer(
     case: Case, key: MethodKey, samples: Sequence[Sample], limit: tuple[str, float], pattern: str, memory: str
 ) -> TransferRecord:
-    rate, wrong = median_rate(samples), [sample.wrong for sample in samples if sample.wrong is not None]
+    rate = median_rate(samples)
+    wrong = [sample.wrong for sample in samples if sample.wrong is not None]
     return TransferRecord(
         case=case.name,
         pipe=key.name,
@@ -446,7 +456,8 @@ def aims(streams: Sequence[int]) -> list[Aim]:
         return Aim(name, (case, top), (case, bottom), least)
 
     shm, memcpy, nixl, nixl_tcp = map(MethodKey, ("shm", "memcpy", "nixl-bare", "nixl-tcp-bare"))
-    most, fewest = max(streams), min(streams)
+    most = max(streams)
+    fewest = min(streams)
     unchecked = MethodKey("tcp-unchecked", most)
     out = [aim(shm, memcpy, 0.9)]
     for count in streams:
@@ -493,25 +504,27 @@ def compute_ratios(
     """Return every ratio whose two sides were measured: medians over runs that took turns.
 
     Args:
-        standings: Of all stages of these ends.
+        standings: Standings of all stages of these ends.
         others: Their records of small exchanges and of overlap, which have aims of their own in host memory.
         ends: Where blocks lie.
     """
-    found: dict[tuple[str, MethodKey], list[Sample]] = {}
+    result: dict[tuple[str, MethodKey], list[Sample]] = {}
     for standing in standings:
         for case, samples in standing.samples.items():
-            found[case.name, standing.contestant.key] = samples
-    streams = sorted({key.streams for _, key in found if key.name == "tcp"}) or [1]
+            result[case.name, standing.contestant.key] = samples
+    streams = sorted({key.streams for _, key in result if key.name == "tcp"}) or [1]
     out: list[RatioRecord] = []
-    for aim in device_aims(found, ends) if ends.on_device else aims(streams):
-        top, bottom = found.get(aim.top), found.get(aim.bottom)
+    for aim in device_aims(result, ends) if ends.on_device else aims(streams):
+        top = result.get(aim.top)
+        bottom = result.get(aim.bottom)
         if top and bottom and len(top) == len(bottom):
             value = paired_ratio([s.bytes / s.seconds for s in top], [s.bytes / s.seconds for s in bottom])
             met = None if aim.least is None else value >= aim.least
             out.append(RatioRecord(aim.name, round(value, 3), "ratio", ">=", aim.least, met))
     for record in () if ends.on_device else others:
         if isinstance(record, MessagesRecord) and (record.pipe, record.bytes) == ("shm", SMALL_BYTES):
-            name, value = f"shm 4 KiB {record.what}, p50", record.p50_us
+            name = f"shm 4 KiB {record.what}, p50"
+            value = record.p50_us
             met = value <= READ_US if record.what == "read" else None
             out.append(RatioRecord(name, value, "us", "<=", None if met is None else READ_US, met))
         elif isinstance(record, OverlapRecord) and record.mode == "layer-wise":
@@ -521,7 +534,8 @@ def compute_ratios(
     return out
 
 
-AGENT_MODULE, RIVAL_MODULE = "baton_bench.kv.agent", "baton_bench.kv.rivals"
+AGENT_MODULE = "baton_bench.kv.agent"
+RIVAL_MODULE = "baton_bench.kv.rivals"
 OVERLAP_ROUNDS = 5
 SAMPLES = 2000
 SAMPLE_S = 0.4
@@ -534,13 +548,15 @@ class Driver:
     """One run.
 
     Args:
-        options: What to measure.
+        options: Options of the command line.
         report: Gets each record as soon as it is known.
-        step: Told of progress.
+        step: Called with the name of each step and the number of steps left.
     """
 
     def __init__(self, options: Options, report: Report, step: Step) -> None:
-        self._options, self._report, self._step = options, report, step
+        self._options = options
+        self._report = report
+        self._step = step
         self._token = read_token(options.token_file)
         # Address of this machine that sources reach it by; another host's are asked over a connection that knows it.
         self._host = "127.0.0.1"
@@ -593,13 +609,15 @@ class Driver:
         return self._options.reference and self._options.pattern == "1-1"
 
     def _require_memory(self, stage: Stage) -> None:
-        sources, targets = self._options.num_sources, self._options.num_targets
+        sources = self._options.num_sources
+        targets = self._options.num_targets
         # Each target holds a copy of every source's blocks, and as much again for memcpy to copy from.
         there = 0 if self._options.connect else sources * stage.source.memory(stage.source_blocks)
         require_memory(there + 2 * targets * sources * stage.target.memory(stage.target_blocks))
 
     def _source(self, stack: contextlib.ExitStack, index: int) -> Agent:
-        options, name = self._options, f"source {index}"
+        options = self._options
+        name = f"source {index}"
         if not options.connect:
             return self._agent(stack, name, token_file=options.token_file)
         agent, self._host = connect_agent(name, options.connect, self._token)
@@ -610,7 +628,8 @@ class Driver:
 
     def _run_record(self, stage: Stage, source: Agent, target: Agent) -> RunRecord:
         options = self._options
-        here, there = target.ask("hello", Fields), source.ask("hello", Fields)
+        here = target.ask("hello", Fields)
+        there = source.ask("hello", Fields)
         about: dict[str, Any] = {
             "schema": SCHEMA_VERSION,
             "version": __version__,
@@ -676,7 +695,8 @@ class Driver:
 
     def _take_turns(self, stage: Stage, standings: list[Standing]) -> None:
         """Run every method on every case once per round, so that the machine's other work hits all alike."""
-        warmup, rounds = self._options.warmup, self._options.warmup + self._options.repeat
+        warmup = self._options.warmup
+        rounds = self._options.warmup + self._options.repeat
         for turn in range(rounds):
             check = self._options.verify and turn == rounds - 1
             for case in stage.cases:
@@ -688,7 +708,8 @@ class Driver:
 
     def _overlap(self, stage: Stage, standings: list[Standing]) -> None:
         """Study every pipe at the largest size; the modes take turns too."""
-        case, options = max(stage.cases, key=lambda case: case.flow_bytes), self._options
+        case = max(stage.cases, key=lambda case: case.flow_bytes)
+        options = self._options
         studies = OverlapStudies(stage, case, options)
         contestants = [
             (standing.contestant, sample_seconds(standing.samples[case]))
@@ -712,7 +733,8 @@ class Driver:
 
     def _judge(self, stage: Stage, standings: list[Standing]) -> None:
         """Hold the pipes against ``--require-gbps``, at the largest size."""
-        wanted, largest = self._options.require_gbps, max(stage.cases, key=lambda case: case.flow_bytes)
+        wanted = self._options.require_gbps
+        largest = max(stage.cases, key=lambda case: case.flow_bytes)
         for standing in standings:
             samples = standing.samples.get(largest)
             if wanted is None or not standing.contestant.is_pipe or not samples:

@@ -64,7 +64,7 @@ def fill(arena: Arena, write: Callable[[Bytes, int], None]) -> None:
     """Write all blocks.
 
     Args:
-        arena: Whose.
+        arena: Arena to write to.
         write: Writes blocks, uint8 [n, block_bytes], given the id of the first.
     """
     if arena.mapped:
@@ -108,7 +108,8 @@ Words = npt.NDArray[np.uint64]
 WORD_BYTES = 8
 WIPED = 0xA5
 """What a target's blocks are set to before a run that is verified."""
-_A, _B = 0xD1B54A32D192ED03, 0x9E3779B97F4A7C15
+_A = 0xD1B54A32D192ED03
+_B = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _KEPT = {"float32": 0x87FFFFFF_87FFFFFF, "bfloat16": 0x87FF87FF_87FF87FF, "float16": 0xBFFFBFFF_BFFFBFFF}
 _SET = {"float32": 0x38000000_38000000, "bfloat16": 0x38003800_38003800, "float16": 0}
@@ -119,15 +120,16 @@ class ShardPattern:
     """The pattern as one rank holds it.
 
     Args:
-        seed: Of the whole run.
-        shape: Of the instance's blocks.
-        spec: Which rank.
-        source_dtype: Of the sources; empty: this instance's.
+        seed: Seed of the run.
+        shape: Shape of the instance's blocks.
+        spec: Rank of the shard.
+        source_dtype: Dtype of the sources; empty: the same as the instance's.
     """
 
     def __init__(self, seed: int, shape: Shape, spec: ShardSpec, source_dtype: str = "") -> None:
         self._seed = seed
-        self._cast, self._origin = shape.cast, self
+        self._cast = shape.cast
+        self._origin = self
         if source_dtype not in ("", shape.dtype):
             self._origin = ShardPattern(seed, dataclasses.replace(shape, dtype=source_dtype), spec)
         self._layout: KVLayout = shard_layout(shape.geometry, spec, shape.block_size)
@@ -154,14 +156,16 @@ class ShardPattern:
             owner: Number of the source.
             tokens: uint64 [t], the source's token at each place of the sequence; the last block may be filled in part.
         """
-        size, bad, origin = self._layout.block_size, [], self._origin
+        size = self._layout.block_size
+        bad = []
+        origin = self._origin
         expected = np.empty(origin._layout.block_bytes, dtype=np.uint8)
         for place, block in enumerate(local_ids.tolist()):
             want = tokens[place * size : (place + 1) * size]
             origin._write(expected, owner, want)
             if any(
-                not np.array_equal(mine, self._as_here(theirs))
-                for (mine, _), (theirs, _) in zip(
+                not np.array_equal(row, self._as_here(origin_row))
+                for (row, _), (origin_row, _) in zip(
                     self._rows(blocks[block], len(want)), origin._rows(expected, len(want)), strict=True
                 )
             ):
@@ -187,12 +191,14 @@ class ShardPattern:
 
     def _rows(self, block: Bytes, num_tokens: int) -> Iterator[tuple[Words, int]]:
         """Yield K and V of every layer of a block, uint64 [heads, num_tokens, words], and the words."""
-        layout, unit = self._layout, FLOAT_BYTES[self._layout.dtype]
+        layout = self._layout
+        unit = FLOAT_BYTES[self._layout.dtype]
         for shape, where in zip(layout.layers, layout.places, strict=True):
             for at, dim in ((where.k, shape.k_dim), (where.v, shape.v_dim)):
                 if not dim:
                     continue
-                words, count = dim * unit // WORD_BYTES, shape.kv_heads * layout.block_size
+                words = dim * unit // WORD_BYTES
+                count = shape.kv_heads * layout.block_size
                 flat = block[at : at + count * words * WORD_BYTES].view(np.uint64)
                 yield flat.reshape(shape.kv_heads, layout.block_size, words)[:, :num_tokens], words
 

@@ -178,7 +178,6 @@ class MessageStream:
         return kind, self._stream.recv_exact(length, wait, "receiving a message")
 
     def close(self) -> None:
-        """Close the stream."""
         self._stream.close()
 
     def __enter__(self) -> Self:
@@ -335,7 +334,6 @@ class BareReader:
             raise PipeClosedError(f"the bare socket failed: {os.strerror(error.errno or 0)}") from error
 
     def close(self) -> None:
-        """Close."""
         self._stream.close()
 
 
@@ -372,7 +370,7 @@ class Flow:
     """A sequence to move from one source.
 
     Attributes:
-        source: Its place among the target's sources.
+        source: Index among the target's sources.
         remote: The sequence's blocks there, int64 [n].
         local: And here, int64 [w]; blocks may have another size.
     """
@@ -403,7 +401,7 @@ class PipeMethod(Method):
 
     Args:
         shards: Where to.
-        spec: Of the target.
+        spec: Specification of the target.
         name: The kind; ``tcp-unchecked``: TCP without checksums.
         streams: TCP connections per flow.
         token: Shared token.
@@ -417,16 +415,16 @@ class PipeMethod(Method):
         self._sources = [_block_source(source, kind) for source in spec.sources]
         self._generations = [sequence_numbers(source.num_blocks) for source in spec.sources]
         links = LinkOptions(token=token, tcp=TcpOptions(streams=streams, checksums=variant != "unchecked"))
-        self._shards, self._spec, self._dialer = shards, spec, PipeDialer((kind,), links)
+        self._shards = shards
+        self._spec = spec
+        self._dialer = PipeDialer((kind,), links)
         self._fetcher = BlockFetcher(shards, spec.shape.fingerprint(), kinds=(kind,), links=links)
         self._pool = ThreadPoolExecutor(len(self._sources), "bench-flow")
 
     def run(self, flows: Sequence[Flow]) -> int:
-        """Fetch; see :meth:`Method.run`."""
         return _all_at_once(self._pool, [lambda flow=flow: self._fetch(flow) for flow in flows])  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close the fetcher."""
         self._pool.shutdown()
         self._fetcher.close()
         self._dialer.close()
@@ -473,7 +471,8 @@ class PipeMethod(Method):
         remote = flow.remote[part.start : part.stop]
         offered = remote, self._generations[flow.source][remote], np.arange(part.start, part.stop)
         blocks = SequenceBlocks.of(offered, flow.local, np.ones(len(flow.local), dtype=np.bool_), ready)
-        source, deadline = self._sources[flow.source], time.monotonic() + RUN_S
+        source = self._sources[flow.source]
+        deadline = time.monotonic() + RUN_S
         result = self._fetcher.fetch_sequence(source, blocks, deadline=deadline)
         if not result.valid.all():
             raise TransferError(f"{int((~result.valid).sum())} of {len(result.valid)} blocks were not valid")
@@ -487,15 +486,17 @@ class MemcpyMethod(Method):
     """One thread's ``memcpy`` inside the target: all bytes at once, or a call per block, read forwards as pipes do."""
 
     def __init__(self, shards: KVShards, shape: Shape, *, each_block: bool) -> None:
-        self._target, self._each = shards, each_block
+        self._target = shards
+        self._each = each_block
         self._here = new_shards(shape, HOST, shards.primary.num_blocks)
         self._here.touch()
 
     def run(self, flows: Sequence[Flow]) -> int:
-        """Copy; see :meth:`Method.run`."""
         total = 0
         for arena, here in zip(self._target.arenas, self._here.arenas, strict=True):
-            to, start, size = arena.blocks.ctypes.data, here.blocks.ctypes.data, arena.block_bytes
+            to = arena.blocks.ctypes.data
+            start = here.blocks.ctypes.data
+            size = arena.block_bytes
             for flow in flows:
                 total += len(flow.local) * size
                 if self._each:
@@ -507,7 +508,6 @@ class MemcpyMethod(Method):
         return total
 
     def close(self) -> None:
-        """Free the copy's source."""
         self._here.close()
 
 
@@ -530,7 +530,9 @@ class DeviceCopyMethod(Method):
 
         from baton.engine.device_memory import Place, allocate, queue_copy
 
-        self._each, self._queue_copy, self._stream = each_block, queue_copy, 0
+        self._each = each_block
+        self._queue_copy = queue_copy
+        self._stream = 0
         self._blocks = spec.num_blocks
         self._sizes = [layout.block_bytes for layout in spec.shape.layouts()]
         self._done: Callable[[], None] = lambda: None
@@ -538,7 +540,8 @@ class DeviceCopyMethod(Method):
         device = device_of(spec.memory if spec.source_memory == HOST else spec.source_memory)
         if device.is_cuda:
             stream = torch.cuda.Stream(device.memory)  # type: ignore[no-untyped-call]
-            self._stream, self._done = stream.cuda_stream, stream.synchronize
+            self._stream = stream.cuda_stream
+            self._done = stream.synchronize
 
         def memory(where: str, size: int) -> torch.Tensor:
             if where == HOST:
@@ -550,7 +553,6 @@ class DeviceCopyMethod(Method):
         self._places = [[Place.of(tensor) for tensor in end] for end in self._ends]
 
     def run(self, flows: Sequence[Flow]) -> int:
-        """Copy; see :meth:`Method.run`."""
         total = 0
         for to, here, size in zip(*self._places, self._sizes, strict=True):
             for flow in flows:
@@ -565,8 +567,8 @@ class DeviceCopyMethod(Method):
         return total
 
     def close(self) -> None:
-        """Free both ends."""
-        self._places, self._ends = [], []
+        self._places = []
+        self._ends = []
 
 
 class SocketMethod(Method):
@@ -576,7 +578,8 @@ class SocketMethod(Method):
     """
 
     def __init__(self, arena: Arena, sources: Sequence[SourceFacts], streams: int, token: Token | None) -> None:
-        self._arena, self._streams = arena, streams
+        self._arena = arena
+        self._streams = streams
         self._block_bytes = [[layout.block_bytes for layout in source.shape.layouts()] for source in sources]
         self._readers: list[list[BareReader]] = [[] for _ in sources]
         try:
@@ -588,8 +591,8 @@ class SocketMethod(Method):
         self._pool = ThreadPoolExecutor(len(sources) * streams, "bench-socket")
 
     def run(self, flows: Sequence[Flow]) -> int:
-        """Read; see :meth:`Method.run`."""
-        flat, jobs = self._arena.blocks.reshape(-1).data, []
+        flat = self._arena.blocks.reshape(-1).data
+        jobs = []
         share = self._arena.num_blocks // len(self._readers) * self._arena.block_bytes
         for flow in flows:
             first, total = (len(flow.remote) * x for x in (self._block_bytes[flow.source][0], self._all(flow.source)))
@@ -601,7 +604,6 @@ class SocketMethod(Method):
         return _all_at_once(self._pool, jobs)
 
     def close(self) -> None:
-        """Close the sockets."""
         self._close_readers()
         self._pool.shutdown()
 

@@ -39,7 +39,7 @@ class Shape:
 
     Attributes:
         layers: (kv_heads, k_dim, v_dim) of every layer of the model.
-        dtype: Of the elements.
+        dtype: Dtype of the KV elements.
         unsplit: Whether the layers' heads are not divided over tensor parallelism.
         block_size: Tokens per block.
         tp: Tensor-parallel ranks.
@@ -77,7 +77,6 @@ class Shape:
 
     @property
     def geometry(self) -> KVGeometry:
-        """The model's KV, undivided."""
         layers = tuple(LayerShape(*layer) for layer in self.layers)
         return KVGeometry(layers, self.dtype, frozenset(range(len(layers))) if self.unsplit else frozenset())
 
@@ -139,10 +138,10 @@ class SourceFacts(Message, frozen=True):
     """An open source.
 
     Attributes:
-        index: Its number.
-        epoch: Of its arena, in hex.
+        index: Index of the source, from 0.
+        epoch: Epoch of its arena, in hex.
         num_blocks: In its arena.
-        shape: Of its blocks.
+        shape: Shape of its blocks.
         endpoints: (kind, address) of its block servers.
         messages: host:port of its message service.
         bare: host:port of its bare socket.
@@ -163,9 +162,9 @@ class TargetSpec(Message, frozen=True):
     """A target to open.
 
     Attributes:
-        index: Its number.
-        seed: Of the run.
-        shape: Of its blocks.
+        index: Index of the target, from 0.
+        seed: Seed of the run.
+        shape: Shape of its blocks.
         num_blocks: For each source.
         sources: Whom it reads from.
         memory: Where its blocks lie.
@@ -414,12 +413,10 @@ class Options:
 
     @property
     def num_sources(self) -> int:
-        """Sources of the pattern."""
         return self.n if self.pattern in ("N-1", "NxM") else 1
 
     @property
     def num_targets(self) -> int:
-        """Targets of the pattern."""
         return self.m if self.pattern in ("1-N", "NxM") else 1
 
     @property
@@ -447,7 +444,6 @@ class MethodKey:
 
     @property
     def label(self) -> str:
-        """``tcp`` or ``tcp x4``."""
         return self.name if self.streams == 1 else f"{self.name} x{self.streams}"
 
 
@@ -499,8 +495,8 @@ def parse_sweep(text: str) -> tuple[int, ...]:
     """
     out: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,8})(?::(\d{1,8}))?", part.strip())
-        low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        result = re.fullmatch(r"(\d{1,8})(?::(\d{1,8}))?", part.strip())
+        low, high = (int(result[1]), int(result[2] or result[1])) if result else (0, 0)
         if not 0 < low <= high <= _MAX_TOKENS:
             raise ConfigError(f"--isl takes 4096, 128,1024 or 128:131072; got {shown(text)}", field="isl")
         while low <= high:
@@ -513,7 +509,7 @@ def model_stage(options: Options, ends: Ends = HOST_ENDS) -> Stage:
     """Return the stage of what was asked for: a model's KV at every prompt length, or raw bytes.
 
     Args:
-        options: What was asked for.
+        options: Options of the command line.
         ends: Where blocks lie.
 
     Raises:
@@ -526,7 +522,8 @@ def model_stage(options: Options, ends: Ends = HOST_ENDS) -> Stage:
         return Stage("raw", shape, shape, options.descriptors, options.descriptors, (case,), ends)
     geometry = options.kv()
     there = dataclasses.replace(geometry, dtype=options.dst_kv_dtype or options.kv_dtype)
-    cast, size = there.dtype != geometry.dtype, options.dst_block_size or options.block_size
+    cast = there.dtype != geometry.dtype
+    size = options.dst_block_size or options.block_size
     source = Shape.of(geometry, options.block_size, options.src_tp, options.src_pp, cast=cast)
     target = Shape.of(there, size, options.dst_tp, options.dst_pp, cast=cast)
     for shape in (source, target):
@@ -544,8 +541,10 @@ def reference_stage(ends: Ends) -> Stage:
 
     In memory that stands in for a device's it is a fraction of that: Triton's interpreter copies it.
     """
-    shape, size = Shape.raw(REFERENCE_BLOCK_BYTES), REFERENCE_BLOCK_BYTES
-    whole, paged = ends.scaled(REFERENCE_BLOCKS), ends.scaled(PAGED_BLOCKS)
+    shape = Shape.raw(REFERENCE_BLOCK_BYTES)
+    size = REFERENCE_BLOCK_BYTES
+    whole = ends.scaled(REFERENCE_BLOCKS)
+    paged = ends.scaled(PAGED_BLOCKS)
     cases = (Case("contiguous", 0, whole, False, whole * size), Case("paged", 0, paged, True, paged * size))
     return Stage("reference", shape, shape, whole, whole, cases, ends)
 

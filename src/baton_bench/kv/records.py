@@ -247,8 +247,10 @@ def _transfers(records: Sequence[Record]) -> Table:
             table.add_section()
         case = named
         times = [f"{ms:.2f}" for ms in (record.p50_ms, record.p95_ms, record.p99_ms)]
-        rate, cpu = f"{record.gb_per_s:.2f}", f"{record.cpu_s_per_gb:.3f}"
-        name, size = _method(record), format_bytes(record.bytes)
+        rate = f"{record.gb_per_s:.2f}"
+        cpu = f"{record.cpu_s_per_gb:.3f}"
+        name = _method(record)
+        size = format_bytes(record.bytes)
         if isinstance(record, BaselineRecord):
             table.add_row(named, name, size, *times, rate, "", cpu, "", style="dim")
         else:
@@ -285,7 +287,8 @@ def _overlaps(records: Sequence[OverlapRecord]) -> Table:
 def _ratios(records: Sequence[RatioRecord]) -> Table:
     table = make_table("Ratios, and what Baton aims at", ("ratio", "value", "aim", "met"), ("ratio", "met"))
     for r in records:
-        sign, unit = {"<=": "≤", ">=": "≥"}[r.sense], " µs" if r.unit == "us" else ""
+        sign = {"<=": "≤", ">=": "≥"}[r.sense]
+        unit = " µs" if r.unit == "us" else ""
         aim = "" if r.aim is None else f"{sign} {r.aim:g}{unit}"
         table.add_row(r.name, f"{r.value:.2f}{unit}", aim, MET[r.met])
     return table

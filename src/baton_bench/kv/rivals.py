@@ -43,7 +43,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 _PATIENCE_S = 60.0
 _SPINS = 64
 _MAX_BYTES = 1 << 32
-_SOURCE_OWNER, _TARGET_OWNER = 0, 1 << 20
+_SOURCE_OWNER = 0
+_TARGET_OWNER = 1 << 20
 
 
 class Rival:
@@ -70,7 +71,6 @@ class Rival:
         }
 
     def close(self) -> None:
-        """End it."""
         if self._end is not None:
             self._end.close()
 
@@ -79,7 +79,8 @@ class Rival:
             raise InvalidRequestError("a rival's memory is bounded to 4 GiB", field="num_blocks")
         arena = new_arena(memory, num_blocks, block_bytes)
         arena.touch()
-        self._end, self._seed = (NixlEnd if kind == "nixl" else GlooEnd)(arena, role), seed
+        self._end = (NixlEnd if kind == "nixl" else GlooEnd)(arena, role)
+        self._seed = seed
         return {"card": self._end.card()}
 
     def _meet(self, card: Fields) -> None:
@@ -87,7 +88,8 @@ class Rival:
 
     def _attend(self, run: RunSpec) -> None:
         """Do what the reader waits for until the driver says something."""
-        poller, end = select.poll(), self._opened()
+        poller = select.poll()
+        end = self._opened()
         poller.register(self._line.stream.sock, select.POLLIN)
         end.attend(run, chosen(run, end.arena.num_blocks, self._seed, _SOURCE_OWNER))
         while not (self._line.has_received or poller.poll(0)):
@@ -96,13 +98,17 @@ class Rival:
 
     def _run(self, run: RunSpec) -> RunResult:
         end = self._opened()
-        count, seed = end.arena.num_blocks, self._seed
-        remote, local = chosen(run, count, seed, _SOURCE_OWNER), chosen(run, count, seed, _TARGET_OWNER)
+        count = end.arena.num_blocks
+        seed = self._seed
+        remote = chosen(run, count, seed, _SOURCE_OWNER)
+        local = chosen(run, count, seed, _TARGET_OWNER)
         order = np.argsort(remote, kind="stable")
         go = end.prepare(run, remote[order], local[order])
-        cpu, start = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        start = time.monotonic()
         go()
-        stop, cpu = time.monotonic(), time.process_time() - cpu
+        stop = time.monotonic()
+        cpu = time.process_time() - cpu
         return RunResult(start, stop, run.blocks * end.arena.block_bytes, cpu)
 
     def _opened(self) -> NixlEnd | GlooEnd:
@@ -119,7 +125,8 @@ class NixlEnd:
     """
 
     def __init__(self, arena: Arena, role: str) -> None:
-        self.arena, self._peer = arena, ""
+        self.arena = arena
+        self._peer = ""
         self._prepared: dict[RunSpec, Any] = {}
         try:
             api = importlib.import_module("nixl_cu12._api")
@@ -143,7 +150,8 @@ class NixlEnd:
 
     def card(self) -> Fields:
         """Return what the peer needs to know."""
-        here, metadata = self._here, self._agent.get_agent_metadata().hex()
+        here = self._here
+        metadata = self._agent.get_agent_metadata().hex()
         return {"metadata": metadata, "base": here.address, "device": -1 if here.device is None else here.device}
 
     def meet(self, card: Fields) -> None:
@@ -172,8 +180,9 @@ class NixlEnd:
             self._prepared[spec] = self._agent.make_prepped_xfer("READ", lists[0], indices, lists[1], indices, b"")
         handle = self._prepared[spec]
 
-        def go() -> None:
-            state, deadline = self._agent.transfer(handle), time.monotonic() + _PATIENCE_S
+        def transfer() -> None:
+            state = self._agent.transfer(handle)
+            deadline = time.monotonic() + _PATIENCE_S
             while state == "PROC":
                 state = self._agent.check_xfer_state(handle)
                 if time.monotonic() > deadline:
@@ -181,10 +190,9 @@ class NixlEnd:
             if state != "DONE":
                 raise TransferError(f"a plain NIXL read ended as {state}")
 
-        return go
+        return transfer
 
     def close(self) -> None:
-        """Release everything."""
         for handle in self._prepared.values():
             self._agent.release_xfer_handle(handle)
         if self._peer:
@@ -192,7 +200,8 @@ class NixlEnd:
         self._agent.deregister_memory(self._memory)
 
     def _rows(self, where: MemoryRange, ids: Any, shuffled: bool) -> Any:
-        size, device = self.arena.block_bytes, where.device or 0
+        size = self.arena.block_bytes
+        device = where.device or 0
         if not shuffled:  # one run of neighbours: one descriptor
             return np.array([[where.address + int(ids[0]) * size, len(ids) * size, device]], dtype=np.uint64)
         starts = np.uint64(where.address) + ids.astype(np.uint64) * np.uint64(size)
@@ -213,7 +222,8 @@ class GlooEnd:
             self._make: Any = self._c10d.ProcessGroupGloo
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"gloo is not there: {error}", field="pipe") from error
-        self.arena, self._rank = arena, 0 if role == "source" else 1
+        self.arena = arena
+        self._rank = 0 if role == "source" else 1
         self._listener = socket.create_server(("127.0.0.1", 0)) if self._rank == 0 else None
         self._store: Any = None
         self._group: Any = None
@@ -233,7 +243,8 @@ class GlooEnd:
             self._store = self._torch.distributed.TCPStore("127.0.0.1", _integer(card, "port"), 2, False)
         options = self._make._Options()
         options._devices = [self._make.create_device(hostname="127.0.0.1")]
-        options._timeout, options._threads = datetime.timedelta(seconds=_PATIENCE_S), 1
+        options._timeout = datetime.timedelta(seconds=_PATIENCE_S)
+        options._threads = 1
         self._group = self._make(self._store, self._rank, 2, options)
 
     def attend(self, spec: RunSpec, remote: Any) -> None:
@@ -251,14 +262,13 @@ class GlooEnd:
         """Return a call that receives the blocks."""
         parts = self._parts(local, spec.shuffled)
 
-        def go() -> None:
+        def transfer() -> None:
             for work in [self._group.recv([part], 0, 0) for part in parts]:
                 work.wait()
 
-        return go
+        return transfer
 
     def close(self) -> None:
-        """End the group."""
         self._group = None
 
     def _parts(self, ids: Any, shuffled: bool) -> list[Any]:

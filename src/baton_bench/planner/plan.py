@@ -15,7 +15,7 @@ from rich.console import Console
 
 from baton.errors import ConfigError
 from baton_bench.planner.search import (
-    Found,
+    CandidateResult,
     Goal,
     Search,
     candidates,
@@ -64,8 +64,8 @@ class Plan:
     """The answer.
 
     Attributes:
-        options: What was asked.
-        found: Deployments with their goodput, best per GPU first.
+        options: Options of the plan.
+        candidates: Deployments with their goodput, best per GPU first.
         at_rate: What happens to the winner at the rate that was asked for.
         sensitivity: What was otherwise, and the winner's goodput then.
         curves: Per deployment, rates and the share of requests that kept the targets.
@@ -73,21 +73,21 @@ class Plan:
     """
 
     options: PlanOptions
-    found: list[Found]
+    candidates: list[CandidateResult]
     at_rate: Outcome | None
     sensitivity: list[tuple[str, float]]
     curves: list[tuple[str, list[tuple[float, float]]]]
     simulated: int
 
     @property
-    def winner(self) -> Found | None:
+    def winner(self) -> CandidateResult | None:
         """The best; ``None``: none keeps the targets at any rate."""
-        return self.found[0] if self.found and self.found[0].rate is not None else None
+        return self.candidates[0] if self.candidates and self.candidates[0].rate is not None else None
 
     @property
-    def colocated(self) -> Found | None:
+    def colocated(self) -> CandidateResult | None:
         """The best without prefill instances; ``None``: none was tried."""
-        return next((each for each in self.found if not each.deployment.prefills), None)
+        return next((each for each in self.candidates if not each.deployment.prefills), None)
 
     @property
     def succeeded(self) -> bool:
@@ -98,7 +98,9 @@ class Plan:
 
     def headline(self) -> list[str]:
         """Return lines that say what the winner is and what for."""
-        winner, goal, workload = self.winner, self.options.goal, self.options.workload
+        winner = self.winner
+        goal = self.options.goal
+        workload = self.options.workload
         if winner is None:
             return []
         targets = ", ".join(f"{name} {limit:g} ms" for name, limit in goal.slos.items())
@@ -112,7 +114,9 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """Return everything as one JSON object."""
-        options, goal, workload = self.options, self.options.goal, self.options.workload
+        options = self.options
+        goal = self.options.goal
+        workload = self.options.workload
         return {
             "profile": {"model": options.profile.model, "source": options.profile.source},
             "workload": {
@@ -121,7 +125,7 @@ class Plan:
             },
             "goal": {"slo_ms": dict(goal.slos), "attainment": goal.attainment, "gpus": goal.gpus,
                      "policy": goal.policy, "cores": goal.cores, "rate": options.rate},
-            "deployments": [self._row(each) for each in self.found],
+            "deployments": [self._row(each) for each in self.candidates],
             "at_rate": None if self.at_rate is None else self._outcome(self.at_rate),
             "gpus_for_rate": self._gpus_for_rate(),
             "sensitivity": [{"what": what, "goodput": round(rate, 4)} for what, rate in self.sensitivity],
@@ -134,8 +138,8 @@ class Plan:
             return None
         return math.ceil(self.options.rate / self.winner.per_gpu)
 
-    def _row(self, found: Found) -> dict[str, Any]:
-        deployment = found.deployment
+    def _row(self, result: CandidateResult) -> dict[str, Any]:
+        deployment = result.deployment
         return {
             "deployment": describe(deployment),
             "ratio": deployment.ratio,
@@ -143,33 +147,34 @@ class Plan:
             "prefill": {"tp": deployment.prefill.tp, "pp": deployment.prefill.pp} if deployment.prefills else None,
             "decode": {"tp": deployment.decode.tp, "pp": deployment.decode.pp},
             "gpus": deployment.devices,
-            "goodput": found.rate,
-            "goodput_per_gpu": round(found.per_gpu, 5),
-            "bound": round(found.bounds.rate, 4),
-            "bound_by": found.bounds.limit,
-            "at_goodput": None if found.kept is None else self._outcome(found.kept),
-            "limit": limit_of(found, self.options.goal),
+            "goodput": result.rate,
+            "goodput_per_gpu": round(result.per_gpu, 5),
+            "bound": round(result.bounds.rate, 4),
+            "bound_by": result.bounds.limit,
+            "at_goodput": None if result.kept is None else self._outcome(result.kept),
+            "limit": limit_of(result, self.options.goal),
         }
 
     def _outcome(self, outcome: Outcome) -> dict[str, Any]:
-        found: dict[str, Any] = {"attainment": round(outcome.attainment(self.options.goal.slos), 4)}
+        result: dict[str, Any] = {"attainment": round(outcome.attainment(self.options.goal.slos), 4)}
         for metric in ("ttft", "itl", "tpot", "e2e"):
             for share in (50, 90, 99):
                 value = outcome.percentile(metric, share)
-                found[f"{metric}_p{share}_ms"] = None if math.isnan(value) else round(value, 2)
+                result[f"{metric}_p{share}_ms"] = None if math.isnan(value) else round(value, 2)
         for role in ("prefill", "decode"):
             use = getattr(outcome, role)
-            found[role] = None if use is None else {
+            result[role] = None if use is None else {
                 name: round(value, 4) for name, value in dataclasses.asdict(use).items()
             }  # fmt: skip
-        return found
+        return result
 
     def _checks(self) -> list[dict[str, Any]]:
         """Return what closed forms say of the winner, beside what was simulated."""
         winner = self.winner
         if winner is None or winner.kept is None or winner.rate is None:
             return []
-        deployment, bounds = winner.deployment, winner.bounds
+        deployment = winner.deployment
+        bounds = winner.bounds
         checks = [
             {"what": "goodput, requests/s; closed form: what prefill, links and decode can take at most",
              "simulated": round(winner.rate, 4), "closed_form": round(bounds.rate, 4)},
@@ -194,24 +199,25 @@ def make_plan(options: PlanOptions, step: Step) -> Plan:
         ConfigError: Nothing fits into the GPUs, or the ratio takes more of them.
     """
     search = Search(options.workload, options.goal)
-    found = search.best(_candidates(options), step)
-    winner = found[0] if found and found[0].rate is not None else None
-    at_rate, sensitivity = None, list[tuple[str, float]]()
+    result = search.best(_candidates(options), step)
+    winner = result[0] if result and result[0].rate is not None else None
+    at_rate = None
+    sensitivity = list[tuple[str, float]]()
     if winner is not None:
         if options.rate is not None:
             at_rate = search.at(winner.deployment, options.rate)
         if options.sensitivity:
             sensitivity = search.sensitivity(winner, step)
     curves = []
-    colocated = next((each for each in found if not each.deployment.prefills), None)
-    shown = [*found[:2], *([colocated] if colocated is not None and colocated not in found[:2] else [])]
+    colocated = next((each for each in result if not each.deployment.prefills), None)
+    shown = [*result[:2], *([colocated] if colocated is not None and colocated not in result[:2] else [])]
     for each in shown if options.curves else []:
         if each.rate is not None:
             step(f"curve of {describe(each.deployment)}", 0)
             rates = [share * each.rate for share in _CURVE]
             points = [(rate, search.at(each.deployment, rate).attainment(options.goal.slos)) for rate in rates]
             curves.append((describe(each.deployment), points))
-    return Plan(options, found, at_rate, sensitivity, curves, search.simulated)
+    return Plan(options, result, at_rate, sensitivity, curves, search.simulated)
 
 
 def _candidates(options: PlanOptions) -> list[Deployment]:
@@ -221,10 +227,10 @@ def _candidates(options: PlanOptions) -> list[Deployment]:
     if match is None or int(match[2]) < 1:
         raise ConfigError(f"--ratio must look like 2P3D, got {options.ratio!r}", field="ratio")
     ratio = int(match[1]), int(match[2])
-    found = [each for each in _of_ratio(options, ratio) if each.devices <= options.goal.gpus]
-    if not found:
+    results = [each for each in _of_ratio(options, ratio) if each.devices <= options.goal.gpus]
+    if not results:
         raise ConfigError(f"--ratio {options.ratio} takes more than {options.goal.gpus} GPUs", field="ratio")
-    return found
+    return results
 
 
 def _of_ratio(options: PlanOptions, ratio: tuple[int, int]) -> list[Deployment]:
@@ -236,16 +242,17 @@ def _of_ratio(options: PlanOptions, ratio: tuple[int, int]) -> list[Deployment]:
     return [*shared, *map(strictly_apart, shared)]
 
 
-def cluster_yaml(found: Found, model: str, slos: Mapping[str, float], comments: Sequence[str]) -> str:
+def cluster_yaml(result: CandidateResult, model: str, slos: Mapping[str, float], comments: Sequence[str]) -> str:
     """Return the file's text.
 
     Args:
-        found: The deployment, with its goodput.
+        result: The deployment, with its goodput.
         model: A directory, or a name on the Hugging Face hub.
         slos: Targets in milliseconds, by metric.
         comments: Lines at its beginning.
     """
-    deployment, limits = found.deployment, found.deployment.limits
+    deployment = result.deployment
+    limits = result.deployment.limits
     lines = [f"# {line}" for line in comments]
     lines += [f"model: {json.dumps(model)}", f"ratio: {deployment.ratio}", "", "slo:"]
     lines += [f"  {metric}-ms: {limit:g}" for metric, limit in slos.items()]
@@ -300,7 +307,8 @@ def print_profile(profile: Profile, console: Console) -> None:
                "µs/sequence", "overlap", "KV tokens")  # fmt: skip
     table = make_table("Steps", columns, left=())
     for engine in profile.engines:
-        p, d = engine.prefill, engine.decode
+        p = engine.prefill
+        d = engine.decode
         figures = (1e3 * p.fixed_s, 1e6 * p.per_token_s, 1e9 * p.per_pair_s, 1e3 * d.fixed_s, 1e9 * d.per_context_s,
                    1e6 * d.per_sequence_s, engine.overlap)  # fmt: skip
         table.add_row(str(engine.tp), str(engine.pp), *(f"{x:.3g}" for x in figures), f"{engine.kv_tokens:,}")
@@ -311,7 +319,8 @@ def print_profile(profile: Profile, console: Console) -> None:
                 f"{name}: {fit.points} points, error of the fit {fit.median_error:.1%} in the median, "
                 f"{fit.worst_error:.1%} at most"
             )
-    link, more = profile.link, profile.overheads
+    link = profile.link
+    more = profile.overheads
     console.print(
         f"transfer: {1e3 * link.latency_s:.3g} ms and {link.bytes_per_s / 1e9:.3g} GB/s; beyond the engine: "
         f"{1e3 * more.request_s:.3g} ms per request, {1e3 * more.handover_s:.3g} ms per hand-over, "
@@ -319,9 +328,10 @@ def print_profile(profile: Profile, console: Console) -> None:
     )
 
 
-def print_plan(found: dict[str, Any], console: Console) -> None:
+def print_plan(document: dict[str, Any], console: Console) -> None:
     """Print a plan's document for people."""
-    workload, goal = found["workload"], found["goal"]
+    workload = document["workload"]
+    goal = document["goal"]
     targets = ", ".join(f"{name} {limit:g} ms" for name, limit in goal["slo_ms"].items())
     console.print(
         f"{workload['name']}: {workload['requests']:,} requests, mean prompt {workload['isl']:,.0f} and output "
@@ -329,11 +339,11 @@ def print_plan(found: dict[str, Any], console: Console) -> None:
         f"{goal['attainment']:.0%} within {targets}; {goal['gpus']} GPUs",
         markup=False,
     )
-    console.print(f"profile of {found['profile']['model']}: {found['profile']['source']}", markup=False)
+    console.print(f"profile of {document['profile']['model']}: {document['profile']['source']}", markup=False)
     columns = ("deployment", "GPUs", "goodput req/s", "per GPU", "bound", "TTFT p50 ms", "p90", "ITL p50 ms", "p90")
-    table = make_table(f"Goodput, {found['simulated']} simulations", (*columns, "what limits it"),
+    table = make_table(f"Goodput, {document['simulated']} simulations", (*columns, "what limits it"),
                        left=("deployment", "what limits it"))  # fmt: skip
-    for row in found["deployments"][:_ROWS]:
+    for row in document["deployments"][:_ROWS]:
         at = row["at_goodput"]
         times = [at[name] for name in ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p90_ms")] if at else [None] * 4
         table.add_row(
@@ -346,22 +356,22 @@ def print_plan(found: dict[str, Any], console: Console) -> None:
             row["limit"],
         )
     console.print(table)
-    _print_verdict(found, console)
-    if found["sensitivity"]:
-        best = found["deployments"][0]["goodput"]
+    _print_verdict(document, console)
+    if document["sensitivity"]:
+        best = document["deployments"][0]["goodput"]
         table = make_table("If it is otherwise, the winner's goodput", ("what", "req/s", "change"), left=("what",))
-        for row in found["sensitivity"]:
+        for row in document["sensitivity"]:
             table.add_row(row["what"], f"{row['goodput']:.3g}", f"{row['goodput'] / best - 1:+.0%}")
         console.print(table)
-    if found["checks"]:
+    if document["checks"]:
         table = make_table("Beside closed forms", ("what", "simulated", "closed form"), left=("what",))
-        for row in found["checks"]:
+        for row in document["checks"]:
             table.add_row(row["what"], f"{row['simulated']:.4g}", f"{row['closed_form']:.4g}")
         console.print(table)
 
 
-def _print_verdict(found: dict[str, Any], console: Console) -> None:
-    rows = found["deployments"]
+def _print_verdict(document: dict[str, Any], console: Console) -> None:
+    rows = document["deployments"]
     winner = rows[0]
     if winner["goodput"] is None:
         console.print("no deployment keeps the targets at any rate", style="red")
@@ -379,10 +389,10 @@ def _print_verdict(found: dict[str, Any], console: Console) -> None:
         elif colocated is not None:
             than = "; without prefill instances the targets are not kept at any rate"
         console.print(f"Prefill apart: {winner['deployment']}{than}.", markup=False)
-    if (at := found["at_rate"]) is not None:
+    if (at := document["at_rate"]) is not None:
         console.print(
-            f"At {found['goal']['rate']:g} requests/s it keeps the targets for {at['attainment']:.1%}: TTFT "
-            f"{at['ttft_p50_ms']:,.4g} ms (p90 {at['ttft_p90_ms']:,.4g}); {found['gpus_for_rate']} GPUs would be "
+            f"At {document['goal']['rate']:g} requests/s it keeps the targets for {at['attainment']:.1%}: TTFT "
+            f"{at['ttft_p50_ms']:,.4g} ms (p90 {at['ttft_p90_ms']:,.4g}); {document['gpus_for_rate']} GPUs would be "
             "enough at its goodput per GPU.",
             markup=False,
         )
@@ -394,7 +404,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    rows = plan.found[:_ROWS]
+    rows = plan.candidates[:_ROWS]
     colours = ["#2a78b5" if each.deployment.prefills else "#d98a29" for each in rows]
     left.barh(range(len(rows)), [each.per_gpu for each in rows], color=colours)
     left.set_yticks(range(len(rows)), [describe(each.deployment) for each in rows])

@@ -97,19 +97,21 @@ def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatAr
     All subsets of the columns are tried: there are three.
     """
     columns = matrix.shape[1]
-    best, least = np.zeros(columns), float(target @ target)
+    best = np.zeros(columns)
+    least = float(target @ target)
     for subset in range(1, 1 << columns):
         used = [i for i in range(columns) if subset >> i & 1]
         norms = np.linalg.norm(matrix[:, used], axis=0)
         if not norms.all():
             continue
-        found = np.linalg.lstsq(matrix[:, used] / norms, target, rcond=None)[0] / norms
-        if (found < 0).any():
+        result = np.linalg.lstsq(matrix[:, used] / norms, target, rcond=None)[0] / norms
+        if (result < 0).any():
             continue
-        error = float(((matrix[:, used] @ found - target) ** 2).sum())
+        error = float(((matrix[:, used] @ result - target) ** 2).sum())
         if error < least - 1e-12:
-            best, least = np.zeros(columns), error
-            best[used] = found
+            best = np.zeros(columns)
+            least = error
+            best[used] = result
     return best
 
 
@@ -127,7 +129,7 @@ def profile_engine(config: EngineConfig, *, isl: int, repeats: int, pipe: str, s
         isl: Longest prompt that is measured, in tokens.
         repeats: How often each is measured; medians count.
         pipe: Kind of pipe between instances; empty: none is measured.
-        step: Is told of progress.
+        step: Called with the name of each step and the number of steps left.
 
     Raises:
         ConfigError: The model or the pipe cannot work, or prompts are too long for the model.
@@ -146,7 +148,8 @@ def profile_engine(config: EngineConfig, *, isl: int, repeats: int, pipe: str, s
         step("both", 1)
         engine, overlap_fit = _with_overlap(engine, meter.mixed())
         layout = core.executor.geometry
-        layers, kv_bytes = len(layout.layers), meter.kv_bytes_per_token
+        layers = len(layout.layers)
+        kv_bytes = meter.kv_bytes_per_token
     finally:
         core.executor.close()
         core.shards.close()
@@ -177,13 +180,15 @@ class _Meter:
 
     Args:
         core: The engine.
-        config: What it was told.
+        config: Configuration of the engine.
         isl: Longest prompt.
         repeats: How often each is measured.
     """
 
     def __init__(self, core: EngineCore, config: EngineConfig, isl: int, repeats: int) -> None:
-        self._core, self._config, self._repeats = core, config, repeats
+        self._core = core
+        self._config = config
+        self._repeats = repeats
         room = min(core.max_model_len, core.stats().num_blocks * self._config.block_size) - _DECODE_STEPS - _WARM_UP - 2
         if not 16 <= isl <= room:
             raise ConfigError(f"--isl must be between 16 and the {room} tokens that fit, got {isl}", field="isl")
@@ -222,7 +227,7 @@ class _Meter:
     def prompts(self) -> list[Point]:
         """Return steps of prompts: seconds, tokens, pairs; of each kind of step the median."""
         sizes = sorted({min(self._isl, round(16 * 2 ** (i / 2))) for i in range(40)})
-        found: dict[tuple[float, float], list[float]] = {}
+        result: dict[tuple[float, float], list[float]] = {}
         for _ in range(self._repeats + 1):
             for size in sizes:
                 self._add(size, 1)
@@ -231,20 +236,20 @@ class _Meter:
                     count = min(size - done, self._config.prefill_chunk, self._config.max_num_batched_tokens)
                     seconds = self._timed()
                     if count > 0:
-                        found.setdefault((count, count * (done + 0.5 * count)), []).append(seconds)
+                        result.setdefault((count, count * (done + 0.5 * count)), []).append(seconds)
                     done += count
         # The first round is warm-up.
-        return [(statistics.median(times[1:] or times), *work) for work, times in found.items()]
+        return [(statistics.median(times[1:] or times), *work) for work, times in result.items()]
 
     def decodes(self) -> list[Point]:
         """Return steps of decodes: seconds, context, sequences; of each batch the median."""
-        found = []
+        results = []
         for length in sorted({16, max(16, self._isl // 4), self._isl}):
             for batch in _BATCHES:
                 if batch > self._config.max_num_seqs or batch * (length + _DECODE_STEPS + 8) > self.kv_tokens:
                     break
-                found.append(self._decode(batch, length))
-        return found
+                results.append(self._decode(batch, length))
+        return results
 
     def _decode(self, batch: int, length: int) -> Point:
         requests = self._decoding(batch, length, _DECODE_STEPS + _WARM_UP + 1)
@@ -266,7 +271,7 @@ class _Meter:
 
     def mixed(self) -> list[tuple[float, float, float, float, float]]:
         """Return steps with both: seconds, sequences, context, tokens, pairs."""
-        found = []
+        results = []
         chunk = min(self._config.prefill_chunk, self._isl, self._config.max_num_batched_tokens // 2)
         for batch in (4, 16):
             if batch + 1 > self._config.max_num_seqs or (batch + 1) * (chunk + 64) > self.kv_tokens:
@@ -282,8 +287,8 @@ class _Meter:
                     self._core.abort(prompt)
                 self._finish(requests)
                 context = batch * (33 + batch / 2 + steps / 2)
-                found.append((statistics.median(times), float(batch), context, float(tokens), 0.5 * tokens * tokens))
-        return found
+                results.append((statistics.median(times), float(batch), context, float(tokens), 0.5 * tokens * tokens))
+        return results
 
 
 def _with_overlap(
@@ -292,7 +297,8 @@ def _with_overlap(
     """Return the engine with the share that steps with both save, and how well these steps are met."""
     shares = []
     for seconds, sequences, context, tokens, pairs in points:
-        decode, prefill = engine.decode.seconds(sequences, context), engine.prefill.seconds(tokens, pairs)
+        decode = engine.decode.seconds(sequences, context)
+        prefill = engine.prefill.seconds(tokens, pairs)
         least = min(prefill, engine.decode.fixed_s)
         if least > 0:
             shares.append((decode + prefill - seconds) / least)
@@ -339,9 +345,9 @@ def measure_overheads(url: str, access: AccessConfig, profile: Profile, *, isl: 
     Args:
         url: Of the deployment: the engine that was profiled, with a prefill instance.
         access: Token and certificates.
-        profile: Of its engine and link.
+        profile: Profile of the deployment's engine and link.
         isl: Prompt tokens of requests that are handed over.
-        step: Is told of progress.
+        step: Called with the name of each step and the number of steps left.
 
     Raises:
         UnavailableError: It does not answer, or requests fail.
@@ -353,7 +359,8 @@ def measure_overheads(url: str, access: AccessConfig, profile: Profile, *, isl: 
     step("requests that are handed over", 0)
     far_ttft, _ = _measured(url, access, isl)
     far_own, _ = _predicted(profile, isl, prefills=1)
-    request, per_step = max(0.0, ttft - own_ttft), max(0.0, itl - own_itl)
+    request = max(0.0, ttft - own_ttft)
+    per_step = max(0.0, itl - own_itl)
     # Steps of prompts take the same time more as those of decodes; requests need not take it twice.
     request = max(0.0, request - per_step)
     return Overheads(request, max(0.0, far_ttft - far_own - request - per_step), per_step)
@@ -404,14 +411,14 @@ class Efficiency:
     """Shares of the published figures that are taken for reached, and fixed costs in seconds.
 
     Attributes:
-        flops: Of matrix products of prompts.
-        attention_flops: Of attention over prompts.
-        memory: Of reading weights and KV.
+        flops: Share of the peak arithmetic that prompts' matrix products reach, 0 to 1.
+        attention_flops: Share of the peak arithmetic that attention over prompts reaches, 0 to 1.
+        memory: Share of the memory bandwidth that reading weights and KV reaches, 0 to 1.
         links: Of all-reduces and of KV on its way.
         usable_memory: For weights and KV.
         step_s: Of a step: the scheduler, launches of kernels.
-        allreduce_s: Of an all-reduce, beyond its bytes.
-        row_s: Of a sequence in a step: sampling.
+        allreduce_s: Fixed seconds of an all-reduce, beyond the time of its bytes.
+        row_s: Seconds per sequence of a step, for sampling.
     """
 
     flops: float = 0.55
@@ -429,12 +436,12 @@ class ModelShape:
     """What a dense model's cost depends on.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         params: Weights.
-        layers: Of them.
+        layers: Number of decoder layers.
         width: Hidden size.
         heads: Query heads.
-        head_dim: Of each.
+        head_dim: Size of one attention head.
         kv_bytes_per_token: All layers.
         weight_bytes: Per weight.
     """
@@ -456,7 +463,7 @@ def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...], eff
         gpu_name: One of :data:`GPUS`.
         shape: The model.
         tps: Tensor-parallel sizes; those without room for the weights are left out.
-        efficiency: What is taken for reached.
+        efficiency: Shares of the published figures that are assumed to be reached.
 
     Raises:
         ConfigError: There is no such GPU, or the model fits into none of the sizes.
@@ -488,7 +495,8 @@ def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...], eff
 
 
 def _engine(gpu: Gpu, shape: ModelShape, tp: int, kv_tokens: int, efficiency: Efficiency) -> EngineProfile:
-    flops, reads = tp * efficiency.flops * gpu.flops, tp * efficiency.memory * gpu.memory_bytes_per_s
+    flops = tp * efficiency.flops * gpu.flops
+    reads = tp * efficiency.memory * gpu.memory_bytes_per_s
     reduces = 2 * shape.layers if tp > 1 else 0
     # A ring all-reduce moves 2 (tp - 1) / tp of its bytes over each link.
     per_token_reduce = reduces * 2 * shape.width * 2 * (tp - 1) / tp / (efficiency.links * gpu.neighbour_bytes_per_s)
@@ -517,14 +525,14 @@ def known_shape(geometry: str, params: float, width: int, heads: int, dtype: str
         params: Weights.
         width: Hidden size.
         heads: Query heads.
-        dtype: Of weights and KV.
+        dtype: Dtype of weights and KV.
 
     Raises:
         ConfigError: There is no such geometry.
     """
-    found = model_geometry(geometry, dtype) if Path(geometry).is_dir() else named_geometry(geometry, dtype)
-    kv = sum(layer.elements_per_token for layer in found.layers) * FLOAT_BYTES[dtype]
-    first = found.layers[0]
+    result = model_geometry(geometry, dtype) if Path(geometry).is_dir() else named_geometry(geometry, dtype)
+    kv = sum(layer.elements_per_token for layer in result.layers) * FLOAT_BYTES[dtype]
+    first = result.layers[0]
     return ModelShape(
-        geometry, params, len(found.layers), width, heads, first.k_dim, float(kv), float(FLOAT_BYTES[dtype])
+        geometry, params, len(result.layers), width, heads, first.k_dim, float(kv), float(FLOAT_BYTES[dtype])
     )

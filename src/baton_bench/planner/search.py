@@ -123,7 +123,8 @@ def _prompt_s(engine: EngineProfile, tokens: float, start: float, deployment: De
 
 def _largest_batch(deployment: Deployment, workload: Workload, slos: Mapping[str, float]) -> tuple[int, float]:
     """Return the most sequences whose steps keep the targets, and the seconds of such a step."""
-    engine, speculation = deployment.decode, deployment.speculation
+    engine = deployment.decode
+    speculation = deployment.speculation
     context = workload.isl + 0.5 * workload.osl
     queries = 1 + speculation.tokens
     limit = min(slos.get("itl", float("inf")), slos.get("tpot", float("inf")) * speculation.per_step) / 1e3
@@ -160,12 +161,12 @@ class Goal:
         gpus: To be used.
         tps: Tensor-parallel sizes to try.
         pps: Pipeline sizes to try.
-        policy: Of the router.
-        speculation: Of decode instances.
+        policy: Name of the router's placement policy.
+        speculation: Speculative decoding of decode instances.
         cores: Processors that all instances share; ``None``: each has its own.
-        threads: Of them that each instance keeps busy.
+        threads: Processors that each instance keeps busy, if they are shared.
         precision: Width of the bracket of a goodput, as a share of it.
-        seed: Of the router's choices.
+        seed: Seed of the router's choices.
     """
 
     slos: Mapping[str, float]
@@ -182,14 +183,14 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Found:
+class CandidateResult:
     """A deployment's goodput.
 
     Attributes:
-        deployment: It.
-        bounds: What the closed forms say.
+        deployment: The deployment.
+        bounds: Upper bounds by the closed forms.
         rate: Highest rate that kept the targets, requests per second; ``None``: none did.
-        kept: What happened at that rate.
+        kept: Outcome at that rate.
         broke_at: Lowest rate that did not.
         broken: What happened there, until too many requests had failed.
     """
@@ -203,7 +204,6 @@ class Found:
 
     @property
     def per_gpu(self) -> float:
-        """Goodput per GPU."""
         return (self.rate or 0.0) / self.deployment.devices
 
 
@@ -286,11 +286,12 @@ class Search:
 
     Args:
         workload: The requests.
-        goal: What is wanted.
+        goal: Targets, GPUs and what may be tried.
     """
 
     def __init__(self, workload: Workload, goal: Goal) -> None:
-        self.workload, self.goal = workload, goal
+        self.workload = workload
+        self.goal = goal
         self.simulated = 0
 
     def at(self, deployment: Deployment, rate: float, workload: Workload | None = None) -> Outcome:
@@ -304,9 +305,10 @@ class Search:
 
     def goodput(
         self, deployment: Deployment, workload: Workload | None = None, precision: float | None = None
-    ) -> Found:
+    ) -> CandidateResult:
         """Find the highest rate at which a deployment keeps the targets."""
-        workload, goal = workload or self.workload, self.goal
+        workload = workload or self.workload
+        goal = self.goal
         bound = bounds(deployment, workload, goal.slos)
         outcomes: dict[float, Outcome] = {}
         most_failed = int((1 - goal.attainment) * len(workload.requests))
@@ -319,7 +321,7 @@ class Search:
         rate = _IDLE_SHARE * bound.rate
         outcome = self.at(deployment, rate, idle)
         if outcome.attainment(goal.slos) < goal.attainment:
-            return Found(deployment, bound, None, None, rate, outcome)
+            return CandidateResult(deployment, bound, None, None, rate, outcome)
         knee = asyncio.run(
             find_knee(
                 keeps,
@@ -328,7 +330,7 @@ class Search:
                 precision=precision or goal.precision,
             )
         )
-        return Found(
+        return CandidateResult(
             deployment,
             bound,
             knee.rate,
@@ -337,7 +339,7 @@ class Search:
             outcomes.get(knee.broke_at or 0.0),
         )
 
-    def best(self, deployments: Sequence[Deployment], step: Step) -> list[Found]:
+    def best(self, deployments: Sequence[Deployment], step: Step) -> list[CandidateResult]:
         """Return deployments with their goodput, best per GPU first; those that cannot be among the best are left out.
 
         All are tried with a few requests first, in the order of their bounds; the best of them with all requests.
@@ -346,27 +348,28 @@ class Search:
         coarse = self.workload.first(_COARSE_REQUESTS)
         bound = {each: bounds(each, coarse, self.goal.slos).rate / each.devices for each in deployments}
         order = sorted(deployments, key=bound.__getitem__, reverse=True)
-        found: list[Found] = []
+        results: list[CandidateResult] = []
         for number, deployment in enumerate(order):
             step(describe(deployment), len(order) - number - 1 + _FINALISTS)
-            rivals = [each.per_gpu for each in found if bool(each.deployment.prefills) == bool(deployment.prefills)]
+            rivals = [each.per_gpu for each in results if bool(each.deployment.prefills) == bool(deployment.prefills)]
             if len(rivals) >= _FINALISTS and bound[deployment] < sorted(rivals)[-_FINALISTS]:
                 continue
-            found.append(self.goodput(deployment, coarse, _COARSE_PRECISION))
-        found.sort(key=lambda each: each.per_gpu, reverse=True)
-        finalists = found[:_FINALISTS]
-        finalists += [each for each in found[_FINALISTS:] if not each.deployment.prefills][:1]
+            results.append(self.goodput(deployment, coarse, _COARSE_PRECISION))
+        results.sort(key=lambda each: each.per_gpu, reverse=True)
+        finalists = results[:_FINALISTS]
+        finalists += [each for each in results[_FINALISTS:] if not each.deployment.prefills][:1]
         exact = []
         for number, each in enumerate(finalists):
             step(describe(each.deployment), len(finalists) - number - 1)
             exact.append(self.goodput(each.deployment))
         exact.sort(key=lambda each: each.per_gpu, reverse=True)
-        rest = [each for each in found if each not in finalists]
+        rest = [each for each in results if each not in finalists]
         return exact + rest
 
-    def sensitivity(self, best: Found, step: Step) -> list[tuple[str, float]]:
+    def sensitivity(self, best: CandidateResult, step: Step) -> list[tuple[str, float]]:
         """Return goodputs of a deployment, requests per second, when something is otherwise than was said."""
-        deployment, link = best.deployment, best.deployment.link
+        deployment = best.deployment
+        link = best.deployment.link
         replace = dataclasses.replace
         changes: list[tuple[str, Deployment, Workload]] = [
             ("prompts a quarter longer", deployment, self.workload.longer(isl=1.25)),
@@ -388,11 +391,11 @@ class Search:
                 if deployment.prefill.devices == deployment.decode.devices and min(ratio) >= 1:
                     other = replace(deployment, prefills=ratio[0], decodes=ratio[1])
                     changes.append((f"{other.ratio} instead", other, self.workload))
-        found = []
+        results = []
         for number, (what, changed, workload) in enumerate(changes):
             step(what, len(changes) - number - 1)
-            found.append((what, self.goodput(changed, workload).rate or 0.0))
-        return found
+            results.append((what, self.goodput(changed, workload).rate or 0.0))
+        return results
 
 
 def describe(deployment: Deployment) -> str:
@@ -411,31 +414,32 @@ def describe(deployment: Deployment) -> str:
     return " ".join([name, *([f"({', '.join(shapes)})"] if shapes else [])])
 
 
-def limit_of(found: Found, goal: Goal) -> str:
+def limit_of(result: CandidateResult, goal: Goal) -> str:
     """Say what keeps a deployment from more: the target that breaks first, and what is busiest then."""
-    outcome = found.broken or found.kept
+    outcome = result.broken or result.kept
     if outcome is None:
         return "nothing was simulated"
-    failed = min(goal.slos, key=lambda name: outcome.kept(name, goal.slos[name]))
-    return f"{failed.upper()} breaks: {_busiest(found.deployment, outcome, failed)}"
+    failed = min(goal.slos, key=lambda name: outcome.share_kept(name, goal.slos[name]))
+    return f"{failed.upper()} breaks: {_busiest(result.deployment, outcome, failed)}"
 
 
 def _busiest(deployment: Deployment, outcome: Outcome, failed: str) -> str:
     """Say what is used most of that which a target depends on."""
-    prefill, decode = outcome.prefill, outcome.decode
-    found: list[tuple[float, str]] = []
+    prefill = outcome.prefill
+    decode = outcome.decode
+    results: list[tuple[float, str]] = []
     if failed in ("ttft", "e2e"):
         if prefill is not None:
             busy = prefill.prefill + prefill.decode
-            found.append((busy, f"prefill instances compute {busy:.0%} of the time"))
-            found.append((prefill.link, f"prefill's links carry KV {prefill.link:.0%} of the time"))
-            found.append((prefill.kv, f"prefill's KV pools are {prefill.kv:.0%} full"))
+            results.append((busy, f"prefill instances compute {busy:.0%} of the time"))
+            results.append((prefill.link, f"prefill's links carry KV {prefill.link:.0%} of the time"))
+            results.append((prefill.kv, f"prefill's KV pools are {prefill.kv:.0%} full"))
         if decode is not None:
-            found.append((decode.kv, f"decode's KV pools are {decode.kv:.0%} full, {decode.preemptions} preemptions"))
+            results.append((decode.kv, f"decode's KV pools are {decode.kv:.0%} full, {decode.preemptions} preemptions"))
             if decode.prefill > 0:
-                found.append((decode.prefill, f"{decode.prefill:.0%} of decode's time has prompts in its steps"))
-    if decode is not None and (failed != "ttft" or not found):
+                results.append((decode.prefill, f"{decode.prefill:.0%} of decode's time has prompts in its steps"))
+    if decode is not None and (failed != "ttft" or not results):
         share = decode.batch / deployment.limits.max_num_seqs
         beside = f", prompts beside them {decode.prefill:.0%} of the time" if decode.prefill > 0.01 else ""
-        found.append((share if failed == "e2e" else 1.0, f"steps of {decode.batch:.0f} sequences{beside}"))
-    return max(found)[1] if found else "nothing was served"
+        results.append((share if failed == "e2e" else 1.0, f"steps of {decode.batch:.0f} sequences{beside}"))
+    return max(results)[1] if results else "nothing was served"

@@ -64,7 +64,7 @@ class Workload:
     def longer(self, isl: float = 1.0, osl: float = 1.0) -> Workload:
         """Return the same requests with prompts and outputs so many times as long; new parts share nothing."""
         fresh = 1 + max((name for each in self.requests for name in each.blocks), default=0)
-        found = []
+        results = []
         for each in self.requests:
             tokens = max(1, round(isl * each.input_tokens))
             count = -(-tokens // BLOCK_TOKENS)
@@ -73,7 +73,7 @@ class Workload:
                 more = count - len(blocks)
                 blocks += tuple(range(fresh, fresh + more))
                 fresh += more
-            found.append(
+            results.append(
                 dataclasses.replace(
                     each,
                     input_tokens=tokens,
@@ -81,7 +81,7 @@ class Workload:
                     blocks=blocks,
                 )
             )
-        return Workload.of(self.name, found)
+        return Workload.of(self.name, results)
 
 
 def from_trace(path: Path, limit: int | None) -> Workload:
@@ -101,13 +101,14 @@ def from_lengths(isl: int, osl: int, count: int, *, spread: float = 0.0, seed: i
         osl: Mean output tokens.
         count: How many.
         spread: Lengths are drawn evenly from (1 - spread) to (1 + spread) times the mean.
-        seed: Of all draws.
+        seed: Seed of lengths and arrivals.
     """
     rng = np.random.default_rng(seed)
     pauses = rng.exponential(1.0, count)
     times = np.concatenate(([0.0], np.cumsum(pauses)[:-1]))
     times *= (count - 1) / times[-1]  # the same rate for every seed
-    name, requests = 0, []
+    name = 0
+    requests = []
     for at in times.tolist():
         tokens = _length(rng, isl, spread)
         blocks = -(-tokens // BLOCK_TOKENS)

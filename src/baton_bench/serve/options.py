@@ -115,15 +115,15 @@ def parse_slos(texts: Sequence[str]) -> dict[str, float]:
     Raises:
         ConfigError: One is of another form, or a metric is named twice.
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for text in texts:
         match = _SLO.fullmatch(text.strip())
         if match is None or match[1] not in SLO_METRICS:
             raise ConfigError(f"--slo must look like ttft:500ms ({', '.join(SLO_METRICS)}), got {text!r}", field="slo")
-        if match[1] in found:
+        if match[1] in result:
             raise ConfigError(f"--slo {match[1]} is given twice", field="slo")
         limit = float(match[2]) * _UNITS_MS[match[3] or "ms"]
         if not 0 < limit < math.inf:
             raise ConfigError(f"--slo {match[1]} must be above 0", field="slo")
-        found[match[1]] = limit
-    return found
+        result[match[1]] = limit
+    return result

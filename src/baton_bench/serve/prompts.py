@@ -19,7 +19,8 @@ Prompt = str | tuple[int, ...] | list[dict[str, str]]
 """Text, token ids, or chat messages."""
 
 _MIN_SHAREGPT_TOKENS = 4
-_MAX_SHAREGPT_PROMPT, _MAX_SHAREGPT_TOKENS = 1024, 2048
+_MAX_SHAREGPT_PROMPT = 1024
+_MAX_SHAREGPT_TOKENS = 2048
 """Longer conversations are left out, as vLLM's and SGLang's benchmarks do."""
 
 
@@ -28,7 +29,7 @@ class PlannedRequest:
     """One request.
 
     Attributes:
-        prompt: What is sent.
+        prompt: Prompt as text or token ids, or the chat messages.
         output_tokens: Wanted.
         at_s: When a trace sends it, in seconds after its first request.
     """
@@ -42,7 +43,7 @@ class PromptSource:
     """Makes requests of a data set.
 
     Args:
-        options: What is asked for.
+        options: Options of the command line.
 
     Raises:
         ConfigError: The tokenizer or the file cannot be read.
@@ -58,7 +59,6 @@ class PromptSource:
 
     @property
     def count(self) -> int:
-        """Requests that count."""
         return self._options.requests or len(self._from_file) or 100
 
     def warmup(self, draw: int) -> list[PlannedRequest]:
@@ -99,8 +99,8 @@ class PromptSource:
         return max(1, int(rng.integers(round(mean * (1 - ratio)), round(mean * (1 + ratio)) + 1)))
 
     def _draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        found: list[int] = rng.choice(self._ids, count).tolist()
-        return found
+        results: list[int] = rng.choice(self._ids, count).tolist()
+        return results
 
     def _written(self, ids: tuple[int, ...]) -> Prompt:
         """Return the prompt as it is sent: with a tokenizer a text of as many tokens, as nearly as there is one."""
@@ -119,16 +119,17 @@ class PromptSource:
     # --- files ---
 
     def _read_file(self) -> list[PlannedRequest]:
-        path, limit = Path(self._options.file), self._options.requests
+        path = Path(self._options.file)
+        limit = self._options.requests
         if self._options.dataset == "mooncake":
             return self._read_mooncake(path, limit)
         if self._options.dataset == "sharegpt":
-            found = self._read_sharegpt(path, limit)
+            results = self._read_sharegpt(path, limit)
         else:
-            found = [self._line(value, where) for where, value in read_lines(path, limit)]
-        if not found:
+            results = [self._line(value, where) for where, value in read_lines(path, limit)]
+        if not results:
             raise ConfigError(f"{path} has no request that can be used", field="file")
-        return found
+        return results
 
     def _line(self, value: dict[str, Any], where: str) -> PlannedRequest:
         prompt = value.get("prompt", value.get("messages", value.get("text")))
@@ -150,14 +151,14 @@ class PromptSource:
             raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg}", field="file") from error
         if not isinstance(rows, list):
             raise ConfigError(f"{path} is no list of conversations", field="file")
-        found: list[PlannedRequest] = []
+        results: list[PlannedRequest] = []
         for number, row in enumerate(rows):
-            if limit is not None and len(found) >= limit:
+            if limit is not None and len(results) >= limit:
                 break
             request = self._conversation(row, f"{path}, conversation {number}")
             if request is not None:
-                found.append(request)
-        return found
+                results.append(request)
+        return results
 
     def _conversation(self, row: Any, where: str) -> PlannedRequest | None:
         turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
@@ -177,7 +178,7 @@ class PromptSource:
     def _read_mooncake(self, path: Path, limit: int | None) -> list[PlannedRequest]:
         trace = read_trace(path, limit)
         blocks: dict[int, tuple[int, ...]] = {}
-        found = []
+        results = []
         for row in trace:
             for block in row.blocks:
                 if block not in blocks:
@@ -186,5 +187,5 @@ class PromptSource:
             ids = [token for block in row.blocks for token in blocks[block]][: row.input_tokens]
             prompt: Prompt = tuple(ids) if self._tokenizer is None else self._tokenizer.decode(ids)
             at = (row.at_ms - trace[0].at_ms) / 1e3 / self._options.speedup
-            found.append(PlannedRequest(prompt, row.output_tokens, at))
-        return found
+            results.append(PlannedRequest(prompt, row.output_tokens, at))
+        return results

@@ -25,14 +25,14 @@ class Sample:
     """One request; times in seconds on a monotonic clock.
 
     Attributes:
-        number: Of the request, from 0.
+        number: Number of the request, from 0.
         due_s: When it should have been sent.
         sent_s: When it was: it may have waited for ``--max-concurrency``, or for this process.
         arrivals: When each event with output came.
         output_tokens: As the service counts them; else events.
         prompt_tokens, cached_tokens: As the service counts them; ``None``: it does not say.
         error: Its kind, such as ``http 429``, ``timeout`` or ``connection``; empty: it went well.
-        message: What the service said of it.
+        message: Error message of the service; empty: none.
     """
 
     number: int
@@ -49,12 +49,14 @@ class Sample:
         """Take the service's count of output tokens, and find fault with an answer without any."""
         self.output_tokens = len(self.arrivals) if output_tokens is None else output_tokens
         if not self.error and not self.arrivals:
-            self.error, self.message = "empty answer", "no event had output"
+            self.error = "empty answer"
+            self.message = "no event had output"
 
     def fail(self, kind: str, message: str) -> None:
         """Note why it failed; the first reason counts."""
         if not self.error:
-            self.error, self.message = kind, " ".join(message.split())[:300]
+            self.error = kind
+            self.message = " ".join(message.split())[:300]
 
     @property
     def late_ms(self) -> float:
@@ -119,7 +121,8 @@ METRICS = {
     "late_ms": "Waited here before being sent",
 }
 """Times of a load, by field, and how the report calls them."""
-_WIDTH, _FIGURE = 60, 14
+_WIDTH = 60
+_FIGURE = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +141,8 @@ class Times:
         known = list(values)
         if not known:
             return None
-        found = np.percentile(known, (50, 90, 95, 99)).tolist()
-        return cls(*(round(float(x), 4) for x in (np.mean(known), *found)))
+        result = np.percentile(known, (50, 90, 95, 99)).tolist()
+        return cls(*(round(float(x), 4) for x in (np.mean(known), *result)))
 
 
 @dataclass(frozen=True)
@@ -231,14 +234,16 @@ def summarize(load: Load, slos: Mapping[str, float], rate: float | None) -> Serv
     """Count and average a load.
 
     Args:
-        load: What was seen.
+        load: Result of the load.
         slos: Targets in milliseconds, by metric.
         rate: Requests per second that were asked for.
     """
     good = [sample for sample in load.samples if not sample.error]
-    total, seconds = len(load.samples), load.seconds
+    total = len(load.samples)
+    seconds = load.seconds
     kept_all = sum(all(s.keeps(metric, limit) for metric, limit in slos.items()) for s in good)
-    inputs, outputs = _total(s.prompt_tokens for s in good), sum(s.output_tokens for s in good)
+    inputs = _total(s.prompt_tokens for s in good)
+    outputs = sum(s.output_tokens for s in good)
     return ServeRecord(
         request_rate=rate,
         completed=len(good),
@@ -427,7 +432,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read, or has no load.
     """
-    a, b = _last_load(first), _last_load(second)
+    a = _last_load(first)
+    b = _last_load(second)
     rows = [_row(label, a.get(name), b.get(name), more_is_better=True) for name, label in _RATES.items()]
     for name in METRICS:
         for statistic in _STATISTICS:
@@ -439,17 +445,17 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
 
 def _last_load(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     for _, value in read_lines(path):
         if value.get("record") == ServeRecord.record:
-            found = value
-    if found is None:
+            result = value
+    if result is None:
         raise ConfigError(f"{path} has no result of baton bench serve --json", field="compare")
-    missing = [name for name in ("failed", *_RATES, *METRICS) if name not in found]
-    if missing or not all(_is_times(found[name]) for name in METRICS):
+    missing = [name for name in ("failed", *_RATES, *METRICS) if name not in result]
+    if missing or not all(_is_times(result[name]) for name in METRICS):
         lacks = ", ".join(missing) or "statistics"
         raise ConfigError(f"{path} is of another version: it lacks {lacks}", field="compare")
-    return found
+    return result
 
 
 def _is_times(value: object) -> bool:
@@ -463,11 +469,11 @@ def _row(name: str, a: float | None, b: float | None, *, more_is_better: bool) -
     return Compared(name, a, b, round(b / a, 4) if a else None, better)
 
 
-def print_comparison(found: dict[str, Any], console: Console) -> None:
+def print_comparison(document: dict[str, Any], console: Console) -> None:
     """Print it as a table; green is better in the second file."""
-    names = [Path(name).stem for name in found["files"]]
+    names = [Path(name).stem for name in document["files"]]
     table = make_table("", ("", *names, "ratio"), ("",))
-    for row in found["rows"]:
+    for row in document["rows"]:
         colour = {True: "green", False: "red", None: "default"}[row["better"]]
         ratio = "" if row["ratio"] is None else f"[{colour}]{row['ratio']:.3f}[/{colour}]"
         table.add_row(row["name"], f"{row['first']:.2f}", f"{row['second']:.2f}", ratio)

@@ -26,8 +26,8 @@ def arrival_times(
     """Return when each request is sent, in seconds after the first; ``None``: each as soon as there is room.
 
     Args:
-        options: What kind of arrival.
-        requests: Those to send; a trace says itself when.
+        options: Options of the command line.
+        requests: Requests to send; those of a trace have their times.
         rate: Requests per second.
         draw: Different draws have different random pauses.
     """
@@ -47,8 +47,8 @@ def arrival_times(
     if count > 1 and kind != "constant":
         # The same number of requests in the same time for every seed: few pauses would give another rate than asked.
         times *= (count - 1) / rate / times[-1]
-    found: list[float] = times.tolist()
-    return found
+    results: list[float] = times.tolist()
+    return results
 
 
 _START_RATE = 1.0
@@ -118,7 +118,7 @@ async def put_load(
 
     Args:
         target: Where to.
-        requests: What.
+        requests: Requests to send, in order.
         times: When each is due, in seconds after the first; ``None``: as soon as there is room.
         concurrency: Requests in flight at most.
         on_done: Called after each answer.
@@ -155,19 +155,19 @@ async def put_load(
 
 T = TypeVar("T")
 Step = Callable[[str, int], None]
-"""Is told of progress: what is done, and how much is left."""
+"""Called with the name of each step and the number of steps left."""
 
 
 class Benchmark:
     """A run.
 
     Args:
-        options: What is asked for.
+        options: Options of the command line.
         access: Token and certificates.
         slos: Targets in milliseconds, by metric.
 
     Attributes:
-        samples: Of the last load.
+        samples: Samples of the last load.
 
     Raises:
         ConfigError: Something cannot work together, or a file cannot be read.
@@ -176,7 +176,9 @@ class Benchmark:
     def __init__(self, options: ServeOptions, access: AccessConfig, slos: Mapping[str, float]) -> None:
         if options.find_knee and not slos:
             raise ConfigError("--find-knee needs --slo", field="slo")
-        self._options, self._access, self._slos = options, access, dict(slos)
+        self._options = options
+        self._access = access
+        self._slos = dict(slos)
         self._source = PromptSource(options)
         self.samples: list[Sample] = []
         self._failures: list[str] = []
@@ -259,18 +261,19 @@ class Benchmark:
             self._failures.append(f"{count} times {kind}; the first: {sample.message}")
 
     async def _find_knee(self, target: Target, report: Report, step: Step) -> None:
-        options, found = self._options, list[ServeRecord]()
+        options = self._options
+        results = list[ServeRecord]()
 
         async def keeps(rate: float) -> bool:
-            record = await self._load(target, rate, len(found), report, step)
-            found.append(record)
+            record = await self._load(target, rate, len(results), report, step)
+            results.append(record)
             # A service that falls behind keeps targets for a while: what it finished tells.
             return (record.attainment or 0.0) >= options.attainment
 
         knee = await find_knee(
             keeps, start=options.request_rate, most=options.knee_max_rate, precision=options.knee_precision
         )
-        best = next((each for each in found if each.request_rate == knee.rate), None)
+        best = next((each for each in results if each.request_rate == knee.rate), None)
         goodput = None if best is None else best.goodput
         report(KneeRecord(knee.rate, goodput, knee.broke_at, options.attainment, knee.tried))
         # Overload is what a search is for: refused requests are counted there, and are no failure of the run.

@@ -63,7 +63,9 @@ class _Connection(asyncio.Protocol):
         self.started = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.open = cast(asyncio.Transport, transport), True  # uvloop's is none by name
+        # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)
+        self.open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
@@ -71,7 +73,8 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(BrokenStreamError(str(exc) if exc else "the service closed the connection"))
 
     def data_received(self, data: bytes) -> None:
-        self._now, self.started = time.perf_counter(), True
+        self._now = time.perf_counter()
+        self.started = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -101,7 +104,8 @@ class _Connection(asyncio.Protocol):
             if line.startswith(b"data:"):
                 self._data.append(line[5:].strip())
             elif not line and self._data:
-                data, self._data = b"\n".join(self._data), []
+                data = b"\n".join(self._data)
+                self._data = []
                 if self._on_event is not None:
                     self._on_event(data, self._now)
 
@@ -126,7 +130,6 @@ class _Connection(asyncio.Protocol):
         return self.answer
 
     def close(self) -> None:
-        """End the connection."""
         self.open = False
         if self._transport is not None:
             self._transport.close()
@@ -136,7 +139,7 @@ class HttpClient:
     """Connections to one service, kept for further requests.
 
     Args:
-        url: Of the service, e.g. ``http://127.0.0.1:8000``; its path comes before that of requests.
+        url: Base URL of the service, e.g. ``http://127.0.0.1:8000``; its path is put before that of requests.
         headers: Sent with every request.
         context: For ``https``.
     """
@@ -190,7 +193,6 @@ class HttpClient:
         return made
 
     def close(self) -> None:
-        """End idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -214,8 +216,7 @@ class Target(Protocol):
     async def ask(self, request: PlannedRequest, sample: Sample) -> None:
         """Send a request, and note in ``sample`` what comes; failures too."""
 
-    async def close(self) -> None:
-        """End connections."""
+    async def close(self) -> None: ...
 
 
 def make_target(options: ServeOptions, access: AccessConfig) -> Target:
@@ -241,7 +242,6 @@ class OpenAITarget:
         self._read = _read_chat if options.endpoint == "chat" else _read_completion
 
     async def prepare(self) -> None:
-        """See :class:`Target`."""
         try:
             async with asyncio.timeout(_LIST_TIMEOUT_S):
                 answer = await self._http.send("GET", "/v1/models", b"", _ignore)
@@ -260,7 +260,6 @@ class OpenAITarget:
             raise ConfigError(message, field="model") from error
 
     async def ask(self, request: PlannedRequest, sample: Sample) -> None:
-        """See :class:`Target`."""
         path, body = self._body(request)
         counted: dict[str, Any] = {}
 
@@ -269,14 +268,14 @@ class OpenAITarget:
                 counted["done"] = True
                 return
             try:  # here: the parser makes an error of its own of what is raised in it
-                self._take(orjson.loads(data), at, sample, counted)
+                self._take_event(orjson.loads(data), at, sample, counted)
             except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
                 sample.fail("bad event", f"{type(error).__name__}: {error}")
 
         await _guarded(self._send(path, body, on_event, counted, sample), self._options.timeout_s, sample)
         _take_usage(sample, counted.get("usage"))
 
-    def _take(self, event: dict[str, Any], at: float, sample: Sample, counted: dict[str, Any]) -> None:
+    def _take_event(self, event: dict[str, Any], at: float, sample: Sample, counted: dict[str, Any]) -> None:
         if error := event.get("error"):
             sample.fail("error event", str(error.get("message", error)))
         if self._read(event):
@@ -314,7 +313,6 @@ class OpenAITarget:
         return "/v1/completions", orjson.dumps(body)
 
     async def close(self) -> None:
-        """See :class:`Target`."""
         self._http.close()
 
 
@@ -377,7 +375,6 @@ class GrpcTarget:
         )
 
     async def prepare(self) -> None:
-        """See :class:`Target`."""
         models = await self._client.models(timeout=_LIST_TIMEOUT_S)
         if not self.model:
             if not models:
@@ -385,7 +382,6 @@ class GrpcTarget:
             self.model = models[0].name
 
     async def ask(self, request: PlannedRequest, sample: Sample) -> None:
-        """See :class:`Target`."""
         await _guarded(self._send(request, sample), self._options.timeout_s, sample)
         sample.finish(sample.output_tokens or None)
 
@@ -405,8 +401,8 @@ class GrpcTarget:
                     sample.arrivals.append(time.perf_counter())
                     sample.output_tokens += count
         if stream.trace is not None:
-            sample.prompt_tokens, sample.cached_tokens = stream.trace.prompt_tokens, stream.trace.cached_tokens
+            sample.prompt_tokens = stream.trace.prompt_tokens
+            sample.cached_tokens = stream.trace.cached_tokens
 
     async def close(self) -> None:
-        """See :class:`Target`."""
         await self._client.close()

@@ -69,7 +69,11 @@ class SimulatedSequence:
     )  # fmt: skip
 
     def __init__(self, key: int, prompt: int, target: int, names: SequenceOf[int], *, pinned: bool = False) -> None:
-        self.key, self.base, self.prompt, self.target, self.pinned = key, prompt, prompt, target, pinned
+        self.key = key
+        self.base = prompt
+        self.prompt = prompt
+        self.target = target
+        self.pinned = pinned
         self.names = tuple(names[: prompt // BLOCK_TOKENS])
         self.computed = self.num_passed = self.num_preemptions = self.slice_start = 0
         self.output = self.private = self.joined = self.wait = 0.0
@@ -78,7 +82,6 @@ class SimulatedSequence:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute."""
         return self.prompt - self.computed
 
     @property
@@ -107,7 +110,8 @@ class ProfiledCost(StepCost):
         if seconds == math.inf:
             return 1 << 30
         if not self._begun:  # a step's first prompt has the fixed part, and what prompts share with the decodes
-            share, fixed = self._engine.overlap, self._engine.decode.fixed_s
+            share = self._engine.overlap
+            fixed = self._engine.decode.fixed_s
             hidden = min(share * fixed, seconds * share / (1 - share)) if share < 1 else fixed
             seconds += hidden - cost.fixed_s
         if seconds <= 0.0:
@@ -130,7 +134,6 @@ class GrowingSequence:
 
     @property
     def all_blocks(self) -> range:
-        """Its blocks."""
         return self.block_ids
 
 
@@ -144,7 +147,7 @@ Plan = list[tuple[SimulatedSequence, int]]
 
 
 class Owner(Protocol):
-    """What an engine tells of its sequences."""
+    """Callbacks of a simulated engine."""
 
     def needs_load(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
         """Whether a sequence's KV comes from elsewhere, where so many of its tokens are there."""
@@ -160,12 +163,11 @@ class Owner(Protocol):
     def on_first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """A sequence has its first token."""
 
-    def on_finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
-        """A sequence has ended."""
+    def on_finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None: ...
 
 
 @dataclass(slots=True)
-class Use:
+class EngineUse:
     """What an engine did.
 
     Attributes:
@@ -174,8 +176,8 @@ class Use:
         sequence_s: Sequences that decoded, over time.
         most_held: Most tokens of the pool that were in use.
         prompt_tokens: Computed.
-        matched_tokens: Found in the prefix cache instead.
-        preemptions: Of sequences.
+        matched_tokens: CandidateResult in the prefix cache instead.
+        preemptions: Number of preemptions.
     """
 
     prefill_s: float = 0.0
@@ -194,7 +196,7 @@ class EngineExtras:
     Attributes:
         on_change: Called after each change of the prefix cache.
         step_s: Seconds that each step takes beyond the profile.
-        speculation: Of decodes.
+        speculation: Speculative decoding.
         processors: Shared with other instances; ``None``: it has its own.
     """
 
@@ -205,7 +207,7 @@ class EngineExtras:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _DecodeRun:
     """Like steps that are taken together: the first one's seconds, what each takes more than the one before."""
 
     began: float
@@ -228,15 +230,15 @@ class SimulatedEngine:
     Args:
         role: Prefill or decode.
         profile: How fast it is, and how much KV it holds.
-        limits: What it was told.
+        limits: Configured limits of a step.
         timeline: Virtual time.
-        owner: Is told of sequences.
+        owner: Gets the callbacks.
         extras: Beyond what every instance has.
 
     Attributes:
         gaps: Per run of like steps: seconds of each, how many, and the sequences that decoded.
-        cache: Its pool.
-        use: What it did.
+        cache: KV pool and prefix cache.
+        use: Time and tokens used since the start.
     """
 
     def __init__(
@@ -248,9 +250,15 @@ class SimulatedEngine:
         owner: Owner,
         extras: EngineExtras,
     ) -> None:
-        self.role, self.profile, self.limits, self._timeline, self._owner = role, profile, limits, timeline, owner
-        self._step_s, self._processors = extras.step_s, extras.processors
-        self._emitted, self._queries = extras.speculation.per_step, 1 + extras.speculation.tokens
+        self.role = role
+        self.profile = profile
+        self.limits = limits
+        self._timeline = timeline
+        self._owner = owner
+        self._step_s = extras.step_s
+        self._processors = extras.processors
+        self._emitted = extras.speculation.per_step
+        self._queries = 1 + extras.speculation.tokens
         self.cache = PrefixCache(profile.kv_tokens, extras.on_change)
         self._lengths = OutputLengths()
         self._budget: StepBudget | None = None
@@ -266,15 +274,14 @@ class SimulatedEngine:
         self._came: list[SimulatedSequence] = []
         self._loaded: list[SimulatedSequence] = []
         self._context = self._steps = self._worst = 0.0
-        self._run: _Run | None = None
+        self._run: _DecodeRun | None = None
         self._busy = False
         self.gaps: list[tuple[float, int, int]] = []
-        self.use = Use()
+        self.use = EngineUse()
 
     # What comes from outside
 
     def submit(self, sequence: SimulatedSequence) -> None:
-        """Queue a sequence."""
         insort(self.waiting, sequence, key=_by_key)
         self._wake()
 
@@ -285,7 +292,7 @@ class SimulatedEngine:
 
     def release(self, sequence: SimulatedSequence) -> None:
         """Give back the blocks of a pinned sequence, which were read."""
-        self._give_back(sequence)
+        self._release_blocks(sequence)
         if self.waiting:
             self._wake()
 
@@ -295,7 +302,9 @@ class SimulatedEngine:
             self._busy = True
             self._timeline.at(self._timeline.now, self._begin)
         elif (run := self._run) is not None:
-            elapsed, low, high = self._timeline.now - run.began, 1, run.count
+            elapsed = self._timeline.now - run.began
+            low = 1
+            high = run.count
             while low < high:
                 middle = (low + high) // 2
                 if run.seconds(middle) >= elapsed:
@@ -338,7 +347,7 @@ class SimulatedEngine:
 
     def _plan_run(self, began: float, first_s: float, more_s: float, count: int) -> None:
         event = self._timeline.at(began + _seconds(first_s, more_s, count), lambda: self._end_run(began, count))
-        self._run = _Run(began, first_s, more_s, event, count)
+        self._run = _DecodeRun(began, first_s, more_s, event, count)
 
     def _end_run(self, began: float, count: int) -> None:
         self._run = None
@@ -365,7 +374,8 @@ class SimulatedEngine:
 
     def _decoded(self, began: float, count: int) -> None:
         """Count steps of all that decodes, and let those end that have all their tokens."""
-        now, batch = self._timeline.now, len(self.decoding)
+        now = self._timeline.now
+        batch = len(self.decoding)
         self.gaps.append(((now - began) / count, count, batch))
         grown = count * self._emitted * batch
         self._steps += count
@@ -376,7 +386,7 @@ class SimulatedEngine:
         self._worst -= grown
         while self.decoding and self.decoding[0][0] <= self._steps + 1e-9:
             _, _, sequence = heapq.heappop(self.decoding)
-            self._leave(sequence)
+            self._end_decode(sequence)
             self._end(sequence)
 
     def _generated(self, sequence: SimulatedSequence) -> None:
@@ -401,15 +411,16 @@ class SimulatedEngine:
     def _num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
-    def _join(self, sequence: SimulatedSequence) -> None:
+    def _begin_decode(self, sequence: SimulatedSequence) -> None:
         """Have a sequence decode from the next step on."""
         sequence.wait = self._timeline.now - sequence.last_at
-        sequence.joined, sequence.slice_start = self._steps, len(self.gaps)
+        sequence.joined = self._steps
+        sequence.slice_start = len(self.gaps)
         end = self._steps + math.ceil((sequence.target - sequence.output) / self._emitted - 1e-9)
         heapq.heappush(self.decoding, (end, sequence.key, sequence))
         self._context += sequence.base + sequence.output
 
-    def _leave(self, sequence: SimulatedSequence) -> None:
+    def _end_decode(self, sequence: SimulatedSequence) -> None:
         """Have a sequence decode no more, which is out of the heap."""
         grown = (self._steps - sequence.joined) * self._emitted
         sequence.output += grown
@@ -421,10 +432,10 @@ class SimulatedEngine:
     def _end(self, sequence: SimulatedSequence) -> None:
         self._lengths.add(sequence.target)
         self._worst -= sequence.to_come
-        self._give_back(sequence)
+        self._release_blocks(sequence)
         self._owner.on_finished(self, sequence)
 
-    def _give_back(self, sequence: SimulatedSequence) -> None:
+    def _release_blocks(self, sequence: SimulatedSequence) -> None:
         self.cache.release(sequence.names)
         self.cache.used_tokens -= sequence.private
 
@@ -432,14 +443,15 @@ class SimulatedEngine:
 
     def _take_loaded(self) -> None:
         """Let those decode whose KV has come, as far as the batch has room."""
-        came, self._came = self._came, []
+        came = self._came
+        self._came = []
         for sequence in came:
             self._loading.discard(sequence)
             sequence.computed = sequence.prompt
             self.cache.store(sequence.names)
             self._generated(sequence)
         while self._loaded and self._num_running < self.limits.max_num_seqs:
-            self._join(self._loaded.pop(0))
+            self._begin_decode(self._loaded.pop(0))
 
     def _make_room(self) -> None:
         """Preempt the last until all that decodes can grow by a step."""
@@ -458,11 +470,12 @@ class SimulatedEngine:
         else:
             self.decoding = [each for each in self.decoding if each[2] is not sequence]
             heapq.heapify(self.decoding)
-            self._leave(sequence)
+            self._end_decode(sequence)
         self._worst -= sequence.to_come
-        self._give_back(sequence)
+        self._release_blocks(sequence)
         sequence.prompt = sequence.base + int(sequence.output)
-        sequence.computed, sequence.private = 0, 0.0
+        sequence.computed = 0
+        sequence.private = 0.0
         sequence.num_preemptions += 1
         self.use.preemptions += 1
         insort(self.waiting, sequence, key=_by_key)
@@ -551,7 +564,8 @@ class SimulatedEngine:
 
     def _fits(self, sequence: SimulatedSequence) -> bool:
         """Whether a sequence can begin without others having to give their blocks back, as far as can be foreseen."""
-        need, free = self._private(sequence) + self.cache.unused_tokens(sequence.names), self.cache.free_tokens
+        need = self._private(sequence) + self.cache.unused_tokens(sequence.names)
+        free = self.cache.free_tokens
         if need > free:
             return False
         if sequence.pinned or need + max(0.0, self._worst) + sequence.to_come <= free:

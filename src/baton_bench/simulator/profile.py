@@ -74,7 +74,7 @@ class EngineProfile:
         kv_tokens: Tokens that its KV pool holds.
         overlap: Share, of the shorter of prefill and decode's fixed part, that a step with both saves: 1 where the
             weights are read once for both.
-        residuals: Of the fits, by what was fitted.
+        residuals: Quality of each fit, by the name of what was fitted.
     """
 
     tp: int
@@ -92,14 +92,16 @@ class EngineProfile:
 
     def step_s(self, sequences: float, context: float, tokens: float, pairs: float) -> float:
         """Return the seconds of a step."""
-        decode, prefill = self.decode.seconds(sequences, context), self.prefill.seconds(tokens, pairs)
+        decode = self.decode.seconds(sequences, context)
+        prefill = self.prefill.seconds(tokens, pairs)
         if decode and prefill:
             return decode + prefill - self.overlap * min(prefill, self.decode.fixed_s)
         return decode + prefill
 
     def slower(self, prefill: float = 1.0, decode: float = 1.0) -> EngineProfile:
         """Return the engine whose prefill and decode take so many times longer."""
-        p, d = self.prefill, self.decode
+        p = self.prefill
+        d = self.decode
         return dataclasses.replace(
             self,
             prefill=PrefillCost(prefill * p.fixed_s, prefill * p.per_token_s, prefill * p.per_pair_s),
@@ -151,13 +153,13 @@ class Profile:
     """Everything that is known of a model on some hardware.
 
     Attributes:
-        model: Its name or directory.
+        model: Name or directory of the model.
         source: Where the figures are from.
         layers: Of the model: the last one's KV is what layer-wise transfer cannot hide.
         kv_bytes_per_token: All layers.
         engines: One per parallel shape that was measured, the first one is what others are derived from.
         link: Between a prefill and a decode instance.
-        limits: What the engine was told.
+        limits: Configured limits of a step.
         overheads: Beyond the engine.
         memory: ``None``: shapes that were not measured have the first one's KV per device.
         tp_efficiency: Of each doubling of tensor parallelism, for shapes that were not measured.
@@ -196,7 +198,6 @@ class Profile:
         return dataclasses.replace(near.slower(factor, factor), tp=tp, pp=pp, kv_tokens=kv_tokens, residuals={})
 
     def to_json(self) -> str:
-        """Write as JSON."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     def save(self, path: Path) -> None:
@@ -262,10 +263,10 @@ class _Reader:
         if not isinstance(fits, dict):
             raise ConfigError(f"{self._path}: {where}.residuals is not an object", field="residuals")
         engine = self.read(EngineProfile, value, where)
-        found = {name: self.read(FitQuality, each, f"{where}.residuals.{name}") for name, each in fits.items()}
+        result = {name: self.read(FitQuality, each, f"{where}.residuals.{name}") for name, each in fits.items()}
         if not 0 <= engine.overlap <= 1:
             raise ConfigError(f"{self._path}: {where}.overlap must be between 0 and 1", field="overlap")
-        return dataclasses.replace(engine, residuals=found)
+        return dataclasses.replace(engine, residuals=result)
 
     def read(self, kind: type[T], value: Any, where: str) -> T:
         if not isinstance(value, dict):

@@ -148,7 +148,6 @@ class PrefixCache:
         self._on_change = on_change
 
     def __len__(self) -> int:
-        """Number of blocks kept."""
         return len(self._kept)
 
     @property

@@ -36,25 +36,26 @@ def gaps_of(gaps: Sequence[tuple[float, int, int]], slices: Sequence[tuple[int, 
         gaps: Its instance's runs of steps: seconds of a step, steps, and sequences.
         slices: Parts of them: first, end, and seconds of waiting before the first step.
     """
-    found: list[Gaps] = []
+    results: list[Gaps] = []
     for start, end, wait in slices:
         if start == end:
             if wait > 0:
-                found.append((wait, 1))
+                results.append((wait, 1))
             continue
         runs = gaps[start:end]
         seconds, count, _ = runs[0]
-        found.append((seconds + wait, 1))
+        results.append((seconds + wait, 1))
         if count > 1:
-            found.append((seconds, count - 1))
-        found += [run[:2] for run in runs[1:]]
-    return found
+            results.append((seconds, count - 1))
+        results += [run[:2] for run in runs[1:]]
+    return results
 
 
 def percentile_of(gaps: Sequence[Gaps], share: float) -> float:
     """Return a percentile of gaps, interpolated between those next to it, as ``numpy.percentile`` does."""
     position = share / 100 * (sum(count for _, count in gaps) - 1)
-    low, seen = int(position), 0
+    low = int(position)
+    seen = 0
     below: float | None = None
     for seconds, count in sorted(gaps):
         seen += count
@@ -85,7 +86,8 @@ class RequestTimes:
         cls, sequence: SimulatedSequence, began: float, ended: float, gaps: Sequence[Gaps], *, remote: bool
     ) -> RequestTimes:
         """Take the times of a sequence that has ended."""
-        ttft, e2e = 1e3 * (sequence.first_at - began), 1e3 * (ended - began)
+        ttft = 1e3 * (sequence.first_at - began)
+        e2e = 1e3 * (ended - began)
         return cls(
             number=sequence.key,
             ttft_ms=ttft,
@@ -114,7 +116,7 @@ class RoleUse:
         kv: Most of the pool that was in use, of the fullest instance.
         link: The link carried KV, of the busiest instance.
         matched: Prompt tokens that were cached, of those that instances were to compute.
-        preemptions: Of all.
+        preemptions: Number of preemptions on all instances.
     """
 
     prefill: float
@@ -155,8 +157,8 @@ class Outcome:
         requests: In the order of their ends; those that ended.
         asked: Requests that arrived, or would have.
         seconds: From the first arrival to the last end.
-        prefill: What prefill instances did; ``None``: there are none.
-        decode: What decode instances did.
+        prefill: Use of the prefill instances; ``None``: there are none.
+        decode: Use of the decode instances.
         gaps: Milliseconds between tokens [n], with how often they came [n].
         stopped: It was ended early: too many had failed.
     """
@@ -180,7 +182,6 @@ class Outcome:
         *,
         stopped: bool,
     ) -> Outcome:
-        """Sum up a simulation."""
         runs = [run for engine in engines[1] for run in engine.gaps]
         waits = [wait for each in requests for wait in each.waits_ms]
         values = np.array([1e3 * run[0] for run in runs] + waits)
@@ -193,7 +194,7 @@ class Outcome:
         kept = sum(all(each.keeps(name, limit) for name, limit in slos.items()) for each in self.requests)
         return kept / self.asked
 
-    def kept(self, metric: str, limit_ms: float) -> float:
+    def share_kept(self, metric: str, limit_ms: float) -> float:
         """Return the share of the requests that kept one target."""
         return sum(each.keeps(metric, limit_ms) for each in self.requests) / self.asked
 
@@ -210,8 +211,8 @@ class Outcome:
             if not total.size:
                 return float("nan")
             return float(values[order][np.searchsorted(total, share / 100 * total[-1])])
-        found = [value for each in self.requests if (value := getattr(each, f"{metric}_ms")) is not None]
-        return float(np.percentile(found, share)) if found else float("nan")
+        results = [value for each in self.requests if (value := getattr(each, f"{metric}_ms")) is not None]
+        return float(np.percentile(results, share)) if results else float("nan")
 
 
 @dataclass(frozen=True)
@@ -223,16 +224,16 @@ class Deployment:
         decodes: Decode instances.
         prefill: Each prefill instance's engine.
         decode: Each decode instance's engine.
-        limits: What engines are told.
+        limits: Configured limits of a step on all instances.
         link: Each instance's.
-        layers: Of the model.
+        layers: Number of decoder layers.
         kv_bytes_per_token: All layers.
         overheads: Beyond the engine.
-        speculation: Of decode instances.
-        policy: Of the router.
+        speculation: Speculative decoding of decode instances.
+        policy: Name of the router's placement policy.
         threshold: Missing prompt tokens from which prefill instances compute; ``None``: the policy decides.
         cores: Processors that all instances share; ``None``: each has its own.
-        threads: Of them that each instance keeps busy.
+        threads: Processors that each instance keeps busy, if they are shared.
     """
 
     prefills: int
@@ -252,12 +253,10 @@ class Deployment:
 
     @property
     def ratio(self) -> str:
-        """As ``--ratio`` has it."""
         return f"{self.prefills}P{self.decodes}D"
 
     @property
     def devices(self) -> int:
-        """GPUs that it takes."""
         return self.prefills * self.prefill.devices + self.decodes * self.decode.devices
 
 
@@ -287,11 +286,11 @@ class Simulation:
     """One run; call :meth:`run` once.
 
     Args:
-        deployment: What is simulated.
+        deployment: Deployment to simulate.
         make_routing: Makes the router; by default Baton's own placement on virtual time.
         slos: Targets in milliseconds, by metric; for ``most_failed``.
         most_failed: End when more requests than this have failed a target; ``None``: never.
-        seed: Of the router's choices.
+        seed: Seed of the router's choices.
     """
 
     def __init__(
@@ -304,7 +303,9 @@ class Simulation:
         seed: int = 0,
     ) -> None:
         self.deployment = deployment
-        self._slos, self._most_failed, self._failed = dict(slos or {}), most_failed, 0
+        self._slos = dict(slos or {})
+        self._most_failed = most_failed
+        self._failed = 0
         self._timeline = Timeline()
         fleet = Fleet(
             deployment.prefills,
@@ -393,7 +394,6 @@ class Simulation:
         return sequence.prompt - matched >= threshold
 
     def start_load(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
-        """Ask the prefill instance."""
         job = self._jobs[sequence]
         self._timeline.at(
             self._timeline.now + 0.5 * self.deployment.overheads.handover_s, lambda: self._ask(job, engine, sequence)
@@ -407,7 +407,9 @@ class Simulation:
         there = BLOCK_TOKENS * decode.cache.match_prefix(sequence.names)
         own = BLOCK_TOKENS * prefill.cache.match_prefix(sequence.names)
         there = min(there, sequence.prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        job.remote, job.sent, job.arrives_at = True, there, self._timeline.now
+        job.remote = True
+        job.sent = there
+        job.arrives_at = self._timeline.now
         job.moved += sequence.prompt - there
         copy = SimulatedSequence(job.number, sequence.prompt, 1, sequence.names, pinned=True)
         self._jobs[copy] = job
@@ -423,9 +425,10 @@ class Simulation:
         self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float
     ) -> None:
         """Send the KV of a chunk, and after the last one the first token."""
-        job, now = self._jobs[sequence], self._timeline.now
+        job = self._jobs[sequence]
+        now = self._timeline.now
         if job.route is None or job.sequence is None:
-            raise AssertionError("a prompt is computed for nobody")
+            raise AssertionError("a prompt is computed that has no decode instance")
         decode = self.decodes[job.route.decode]
         fresh = sequence.computed - job.sent
         if fresh > 0:
@@ -459,7 +462,6 @@ class Simulation:
         return end + link.latency_s
 
     def on_first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
-        """Tell the router."""
         job = self._jobs[sequence]
         if job.route is None:
             return

@@ -18,7 +18,6 @@ class Event:
         self.action: Action | None = action
 
     def cancel(self) -> None:
-        """It does not happen."""
         self.action = None
 
 
@@ -47,7 +46,8 @@ class Timeline:
             time, _, event = heapq.heappop(events)
             if event.action is not None:
                 self.now = time
-                action, event.action = event.action, None
+                action = event.action
+                event.action = None
                 action()
 
 
@@ -65,7 +65,9 @@ class Processors:
     """
 
     def __init__(self, timeline: Timeline, cores: float, threads: float = 1.0) -> None:
-        self._timeline, self._cores, self._threads = timeline, cores, threads
+        self._timeline = timeline
+        self._cores = cores
+        self._threads = threads
         self._jobs: dict[int, tuple[float, Action]] = {}
         self._ids = count()
         self._served = 0.0

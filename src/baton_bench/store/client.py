@@ -56,16 +56,17 @@ class StorePipe:
     Args:
         address: gRPC address of the store.
         arena: The first half of its blocks is loaded into, the second half is put.
-        fingerprint: What the blocks are.
-        kind: Of the pipe.
-        name: Of the client.
+        fingerprint: Model, dtype and layout of the blocks.
+        kind: Kind of the pipe.
+        name: Name of the client.
 
     Attributes:
         last: Names of the last chain that :meth:`put_new` put.
     """
 
     def __init__(self, address: str, arena: HostArena, fingerprint: Fingerprint, kind: str, name: str) -> None:
-        self._arena, self._half = arena, arena.num_blocks // 2
+        self._arena = arena
+        self._half = arena.num_blocks // 2
         self.last: list[BlockHash] = []
         self._server = BlockServer(arena, fingerprint, InstanceId(name), kinds=(kind,))
         self._fetcher = BlockFetcher(arena, fingerprint, kinds=(kind,), max_threads=1)
@@ -85,7 +86,7 @@ class StorePipe:
         await self._client.load(call)
         return call.progress.num_blocks
 
-    async def put(self, names: Sequence[BlockHash], turn: int = 0) -> int:
+    async def put_chain(self, names: Sequence[BlockHash], turn: int = 0) -> int:
         """Put the second half under these names; see :data:`Once`."""
         ids = [BlockId(self._half + i) for i in range(len(names))]
         generations = self._arena.generations[ids].tolist()
@@ -97,7 +98,7 @@ class StorePipe:
         """Put as many blocks under names that no store has seen: ``last``; see :data:`Once`."""
         noise = os.urandom(32 * len(names))
         self.last = [BlockHash(noise[at : at + 32]) for at in range(0, len(noise), 32)]
-        return await self.put(self.last)
+        return await self.put_chain(self.last)
 
     async def contains(self, names: Sequence[BlockHash], turn: int = 0) -> int:
         """Ask how many leading blocks of a chain the store holds; see :data:`Once`."""
@@ -108,7 +109,6 @@ class StorePipe:
         await self._client.ping()
 
     async def close(self) -> None:
-        """Close it."""
         await self._client.close()
         self._server.close()
         self._fetcher.close()
@@ -125,7 +125,8 @@ def memcpy(stack: ExitStack, arena: HostArena, source_bytes: int) -> Once:
     size = arena.block_bytes
     source = stack.enter_context(closing(HostArena(max(arena.num_blocks, source_bytes // size), size)))
     source.touch()
-    to, start = arena.blocks.ctypes.data, source.blocks.ctypes.data
+    to = arena.blocks.ctypes.data
+    start = source.blocks.ctypes.data
 
     async def once(names: Sequence[BlockHash], turn: int) -> int:
         place = turn % (source.num_blocks // len(names)) * len(names)
@@ -166,7 +167,8 @@ def plain_reads(stack: ExitStack, path: Path, target: Bytes, readers: int) -> On
         for begin in range(0, total, step):
             size = min(step, total - begin)
             while at + size > sizes[file]:
-                file, at = (file + 1) % len(files), 0
+                file = (file + 1) % len(files)
+                at = 0
             jobs.append(pool.submit(_read_at, files[file], flat[begin : begin + size], at))
             at += size
         for job in jobs:
@@ -178,7 +180,8 @@ def plain_reads(stack: ExitStack, path: Path, target: Bytes, readers: int) -> On
 
 def dd(path: Path, block_bytes: int) -> Once:
     """The program ``dd`` on one of the disk tier's files, a whole file per request."""
-    files, flags = segments(path), ["iflag=direct"] if block_bytes % _PAGE == 0 else []
+    files = segments(path)
+    flags = ["iflag=direct"] if block_bytes % _PAGE == 0 else []
 
     async def once(names: Sequence[BlockHash], turn: int) -> int:
         file = files[turn % len(files)]
@@ -249,7 +252,7 @@ def redis_set(stack: ExitStack, port: int, values: Bytes) -> Once:
 
     Args:
         stack: Hangs up.
-        port: Of the server.
+        port: Port of the Redis server.
         values: uint8 [blocks, block_bytes].
     """
     client = stack.enter_context(closing(redis_client(port)))
@@ -271,7 +274,7 @@ def bare_get(stack: ExitStack, port: int, target: Bytes) -> Once:
 
     Args:
         stack: Hangs up.
-        port: Of the server.
+        port: Port of the Redis server.
         target: uint8 [blocks, block_bytes].
     """
     sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), CALL_S))
@@ -280,7 +283,8 @@ def bare_get(stack: ExitStack, port: int, target: Bytes) -> Once:
 
     async def once(names: Sequence[BlockHash], turn: int) -> int:
         sock.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names))
-        head, tail = bytearray(len(wanted)), bytearray(2)
+        head = bytearray(len(wanted))
+        tail = bytearray(2)
         for i in range(len(names)):
             views = [memoryview(head), memoryview(target[i]), memoryview(tail)]
             while views:
@@ -313,7 +317,6 @@ class Client:
         self._opened: _Opened | None = None
 
     def orders(self) -> Mapping[str, Order]:
-        """Return it by name."""
         return {
             "open": self._open,
             "fill": self._fill,
@@ -323,7 +326,6 @@ class Client:
         }
 
     def close(self) -> None:
-        """Close what is open."""
         self._end()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
@@ -342,7 +344,8 @@ class Client:
         return self._loop.run_until_complete(self._the_opened().verify(turn))
 
     def _end(self) -> None:
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             self._loop.run_until_complete(opened.close())
 
@@ -362,7 +365,8 @@ class _Opened:
         self._pattern = Pattern(self._size)
         self._arena = HostArena(2 * spec.plan.blocks, self._size)
         self._arena.touch()
-        self._loaded, self._source = self._arena.blocks[: spec.plan.blocks], self._arena.blocks[spec.plan.blocks :]
+        self._loaded = self._arena.blocks[: spec.plan.blocks]
+        self._source = self._arena.blocks[spec.plan.blocks :]
         self._pattern.fill(chain_names(spec.seed, -1 - spec.index, spec.plan.blocks), self._source)
         self._names = [chain_names(spec.seed, chain, spec.plan.blocks) for chain in range(spec.plan.chains)]
         self._nowhere = [chain_names(spec.seed, -1_000_000 - i, spec.plan.blocks) for i in range(4)]
@@ -379,7 +383,7 @@ class _Opened:
         pipe = self._pipe(what, "shm") if redis is None else None
         for chain in chains:
             self._pattern.fill(self._names[chain], self._source)
-            if pipe is not None and await pipe.put(self._names[chain]) != spec.plan.blocks:
+            if pipe is not None and await pipe.put_chain(self._names[chain]) != spec.plan.blocks:
                 raise ConfigError("the store did not take a chain: it is too small", field="bytes")
             if redis is not None:
                 for name, block in zip(self._names[chain], self._source, strict=True):
@@ -412,7 +416,7 @@ class _Opened:
         return TurnResult(start, now, blocks, hits, cpu, samples)
 
     async def verify(self, spec: TurnSpec) -> VerifyResult:
-        """Compare every byte of this client's chains, loaded anew, or of a chain that it puts."""
+        """Compare every byte of this client's chains, loaded again, or of a chain that it puts."""
         wrong = checked = 0
         if spec.op == "put" and spec.method in _STORES:
             pipe = self._store_pipe(spec.method, spec.op)
@@ -431,7 +435,6 @@ class _Opened:
         return VerifyResult(wrong, checked)
 
     async def close(self) -> None:
-        """Close everything."""
         self._stack.close()
         for pipe in self._pipes.values():
             await pipe.close()
@@ -467,7 +470,8 @@ class _Opened:
         return self._methods[key]
 
     def _make(self, method: str, op: str) -> Once:
-        where, stack = self._spec.where, self._stack
+        where = self._spec.where
+        stack = self._stack
         if method in _STORES:
             pipe = self._store_pipe(method, op)
             return {"get": pipe.get, "put": pipe.put_new, "contains": pipe.contains}[op]

@@ -72,13 +72,15 @@ class Server:
 
     Args:
         name: For error messages.
-        command: What to run.
-        port: Its port.
-        answers: Tells of an address whether it answers there.
+        command: Command line of the server.
+        port: Port that it listens on.
+        answers: Returns whether the server answers at an address.
     """
 
     def __init__(self, name: str, command: Sequence[str], port: int, answers: Callable[[str], bool]) -> None:
-        self.name, self.port, self.address = name, port, f"127.0.0.1:{port}"
+        self.name = name
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
         self._answers = answers
         self._child = Child(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
 
@@ -110,7 +112,6 @@ class Server:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End it."""
         self._child.process.terminate()
         self._child.end(_END_S)
 
@@ -124,7 +125,6 @@ def start_store(name: str, flags: Sequence[str]) -> Server:
 
 
 def start_redis() -> Server:
-    """Start ``redis-server`` without persistence."""
     port = free_port()
     flags = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
 
@@ -169,13 +169,15 @@ class Driver:
     """One run.
 
     Args:
-        options: What to measure.
+        options: Options of the command line.
         report: Gets each record as soon as it is known.
         step: Told what runs now.
     """
 
     def __init__(self, options: Options, report: Report, step: Step) -> None:
-        self._options, self._report, self._step = options, report, step
+        self._options = options
+        self._report = report
+        self._step = step
         self._failures: list[str] = []
         self._slow: list[str] = []
         self._redis = options.redis
@@ -281,7 +283,8 @@ class Driver:
 
     def _cells(self) -> list[Cell]:
         """Return what takes turns, in order: those that are compared stand next to each other."""
-        options, cells = self._options, []
+        options = self._options
+        cells = []
         for clients in options.clients:
             redis = (_REDIS if clients == 1 else _REDIS[:1]) if self._redis else ()
             alone = ("memcpy", *(("plain", "dd") if "disk" in options.tiers else ())) if clients == 1 else ()
@@ -297,7 +300,9 @@ class Driver:
         return cells
 
     def _turn(self, site: _Site, cell: Cell, agents: Sequence[Agent]) -> Sample:
-        cpu, read, spec = site.cpu_s(), site.disk_bytes(), self._turn_spec(cell, site.at.get(cell.method, 0))
+        cpu = site.cpu_s()
+        read = site.disk_bytes()
+        spec = self._turn_spec(cell, site.at.get(cell.method, 0))
         results = ask_all(agents, "turn", TurnResult, _TURN_S, turn=spec)
         cpu = site.cpu_s() - cpu + sum(result.cpu for result in results)
         hits = [result.hits for result in results]
@@ -325,7 +330,8 @@ class Driver:
             # Of chains put by all at once some might be evicted before they are loaded.
             some = agents[: cell.clients if cell.op == "get" else min(cell.clients, DISK_MEMORY // 2)]
             results = ask_all(some, "verify", VerifyResult, _TURN_S, turn=self._turn_spec(cell, 0))
-            wrong, checked = sum(result.wrong for result in results), sum(result.checked for result in results)
+            wrong = sum(result.wrong for result in results)
+            checked = sum(result.checked for result in results)
             self._report(VerifyRecord(plan.name, cell.method, cell.op, checked, wrong))
             if wrong or not checked:
                 what = f"{wrong} of {checked} blocks were wrong" if checked else "nothing came back"

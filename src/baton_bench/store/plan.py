@@ -105,9 +105,9 @@ class Plan:
     """One geometry's run.
 
     Attributes:
-        name: Of the model.
-        shape: Of its blocks.
-        block_bytes: Of one.
+        name: Name of the model.
+        shape: Shape of its blocks.
+        block_bytes: Bytes of a block.
         blocks: In a request: a chain.
         chains: That the stores hold.
         redis_chains: That Redis holds.
@@ -124,7 +124,6 @@ class Plan:
 
     @property
     def chain_bytes(self) -> int:
-        """Of a request."""
         return self.blocks * self.block_bytes
 
     def memory(self, options: Options) -> int:
@@ -172,9 +171,9 @@ class Addresses(Message, frozen=True):
 
     Attributes:
         dram: gRPC address of the store in memory that is read.
-        dram_put: Of the one that is written.
+        dram_put: Address of the memory store that is written.
         disk: Of the store whose blocks lie on disk and that is read.
-        disk_put: Of the one that is written.
+        disk_put: Address of the disk store that is written.
         disk_path: Folder of the files of ``disk``.
         redis: Port of a redis-server on 127.0.0.1.
     """
@@ -191,9 +190,9 @@ class OpenSpec(Message, frozen=True):
     """A client's part.
 
     Attributes:
-        index: Of the client.
-        seed: Of names and bytes.
-        plan: What is moved.
+        index: Index of the client, from 0.
+        seed: Seed of names and bytes.
+        plan: Blocks to move.
         readers: Threads of plain reads.
         where: The servers.
     """
@@ -236,7 +235,7 @@ class TurnResult(Message, frozen=True):
         blocks: That came, went or were found.
         hits: Requests whose chain is there.
         cpu: Seconds of the client's process.
-        seconds: Of each request.
+        seconds: Seconds of each request.
     """
 
     start: float

@@ -170,7 +170,6 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """For people."""
         mix = f", {self.hit_percent} % hits" if self.hit_percent != 100 else ""
         return f"{self.op} {self.method} x{self.clients}{mix}"
 
@@ -182,11 +181,11 @@ class Cell:
 
 def find_ratios(geometry: str, cells: Sequence[Cell]) -> list[RatioRecord]:
     """Return the ratios of what was measured: medians of the quotients within a round."""
-    found = {cell.method: cell for cell in cells if (cell.op, cell.clients, cell.hit_percent) == ("get", 1, 100)}
+    result = {cell.method: cell for cell in cells if (cell.op, cell.clients, cell.hit_percent) == ("get", 1, 100)}
     out = []
     for tier, other, aim in _AIMS:
-        if tier in found and other in found:
-            value = round(paired_ratio(found[tier].rates, found[other].rates), 3)
+        if tier in result and other in result:
+            value = round(paired_ratio(result[tier].rates, result[other].rates), 3)
             name = f"get, {NAMES[tier]} / {NAMES.get(other, other)}"
             out.append(RatioRecord(geometry, name, value, ">=", aim, None if aim is None else value >= aim))
     return out
@@ -212,7 +211,7 @@ def measure_record(plan: Plan, cell: Cell) -> MeasureRecord:
         gb_per_s=round(rate * plan.block_bytes / 1e9, 4) if moves else 0.0,
         p50_ms=round(spread.p50, 4),
         p99_ms=round(spread.p99, 4),
-        came_percent=round(_came(cell), 2),
+        came_percent=round(_hit_percent(cell), 2),
         disk_percent=_from_disk(cell, moved),
         cpu_s_per_gb=round(sum(s.cpu for s in cell.samples) / (moved / 1e9), 4) if moves and moved else None,
     )
@@ -225,7 +224,7 @@ def _from_disk(cell: Cell, moved: int) -> float | None:
     return round(min(100.0, 100.0 * sum(sample.disk_bytes for sample in cell.samples) / moved), 2)
 
 
-def _came(cell: Cell) -> float:
+def _hit_percent(cell: Cell) -> float:
     """Return the share of the blocks that should have come, in percent."""
     wanted = sum(sample.wanted for sample in cell.samples)
     return min(100.0, 100.0 * sum(sample.blocks for sample in cell.samples) / wanted) if wanted else 100.0
@@ -241,7 +240,8 @@ def print_tables(records: Sequence[Record], console: Console) -> None:
     if ratios := of_kind(records, RatioRecord):
         console.print(_ratios(ratios))
     checks = of_kind(records, VerifyRecord)
-    compared, wrong = sum(record.blocks for record in checks), sum(record.wrong for record in checks)
+    compared = sum(record.blocks for record in checks)
+    wrong = sum(record.wrong for record in checks)
     console.print(f"{compared:,} blocks compared byte by byte, {wrong} wrong")
     for missing in of_kind(records, UnavailableRecord):
         console.print(f"[yellow]{missing.method} was not measured:[/yellow] {missing.reason}")
@@ -288,12 +288,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
     """Draw a panel per geometry, a line per method of ``get`` with all hits, and write the file."""
     from matplotlib.figure import Figure  # a figure of its own: no window system, no global state
 
-    found = [r for r in records if isinstance(r, MeasureRecord) and (r.op, r.hit_percent) == ("get", 100)]
-    geometries = list(dict.fromkeys(record.geometry for record in found))
+    results = [r for r in records if isinstance(r, MeasureRecord) and (r.op, r.hit_percent) == ("get", 100)]
+    geometries = list(dict.fromkeys(record.geometry for record in results))
     figure = Figure(figsize=(1 + 5 * max(1, len(geometries)), 4.5), layout="constrained")
     for place, geometry in enumerate(geometries):
         axes = figure.add_subplot(1, len(geometries), place + 1)
-        own = [record for record in found if record.geometry == geometry]
+        own = [record for record in results if record.geometry == geometry]
         for method in dict.fromkeys(record.method for record in own):
             points = [(record.clients, record.gb_per_s) for record in own if record.method == method]
             style = "-" if method in TIERS else "--"

@@ -100,7 +100,7 @@ class Clairvoyant(Eviction):
     """Evicts what is needed last; of blocks needed at the same time those at a chain's end. Logarithmic time.
 
     Args:
-        next_need: Tells of a block when it is needed next, as of now.
+        next_need: Returns the next time at which a block is needed, as of now.
     """
 
     def __init__(self, next_need: Callable[[Entry], Need]) -> None:
@@ -126,11 +126,9 @@ class Clairvoyant(Eviction):
 
     @property
     def in_order(self) -> bool:
-        """Always."""
         return True
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Make an entry evictable."""
         need = self._needs[entry] = self._next_need(entry)
         self._count += 1
         heapq.heappush(self._heap, (-need[0], -need[1], self._count, entry))
@@ -160,8 +158,9 @@ class Clairvoyant(Eviction):
         return entry
 
     def _tidy(self) -> None:
-        """Drop what was taken out or unpinned anew since it was pushed."""
-        heap, needs = self._heap, self._needs
+        """Drop entries that were removed or unpinned again since they were pushed."""
+        heap = self._heap
+        needs = self._needs
         while heap and needs.get(heap[0][3]) != (-heap[0][0], -heap[0][1]):
             heapq.heappop(heap)
 
@@ -171,7 +170,9 @@ class _Replay:
         layout = KVLayout((LayerShape(1, 1, 1),), BLOCK_TOKENS, "float32")
         kind = Fingerprint.of(model="replay", model_digest="replay", rope="", layout=layout)
         self._kind = dataclasses.replace(kind, block_bytes=_BLOCK_BYTES)
-        self._chains, self._policy, self._blocks = chains, policy, blocks
+        self._chains = chains
+        self._policy = policy
+        self._blocks = blocks
         real = policy if policy in POLICIES else "lru"
         self._store = BlockStore(blocks * _BLOCK_BYTES, max_pools=1, max_leases=1, clock=time.monotonic, eviction=real)
         self._now = 0
@@ -212,28 +213,29 @@ class _Replay:
     def _request(self, names: list[BlockHash]) -> int:
         store = self._store
         lease = store.lease(self._kind, names, 60.0)
-        found = 0
+        result = 0
         if lease is not None:
-            found = len(lease.entries)
+            result = len(lease.entries)
             store.release(lease.lease_id)
         if self._future is not None:
-            self._put_worthy(names[found:], self._future)
-        elif names[found:]:
-            self._put(names[found:])
-        return found
+            self._put_worthy(names[result:], self._future)
+        elif names[result:]:
+            self._put_blocks(names[result:])
+        return result
 
-    def _put(self, names: list[BlockHash]) -> None:
+    def _put_blocks(self, names: list[BlockHash]) -> None:
         reservation = self._store.reserve(self._kind, names)
         self._store.commit(reservation, [True] * len(reservation.missing))
 
     def _put_worthy(self, names: list[BlockHash], future: _Future) -> None:
         """Put block by block those that are needed before what would have to go; nothing forces a bound to store."""
         for name in names:
-            need, last = future.need(name, self._now), self._oracle.last()
+            need = future.need(name, self._now)
+            last = self._oracle.last()
             full = self._store.num_blocks >= self._blocks
             if need[0] == _NEVER or (full and (last is None or need >= last)):
                 return
-            self._put([name])
+            self._put_blocks([name])
 
     def _need(self, entry: Entry) -> Need:
         assert self._future is not None
@@ -265,7 +267,8 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
     Raises:
         ConfigError: A flag or a file that cannot work.
     """
-    policies, sizes = words(args.policy), numbers(args.blocks, "blocks")
+    policies = words(args.policy)
+    sizes = numbers(args.blocks, "blocks")
     unknown = sorted(set(policies) - set(REPLAYED))
     if unknown or not policies:
         raise ConfigError(f"--policy takes some of {','.join(REPLAYED)}, got {shown(args.policy)}", field="policy")
@@ -275,8 +278,8 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}", field="limit")
     chains = read_chains(Path(args.trace), args.limit)
     records = [replay(chains, policy, size) for size in sizes for policy in policies]
-    found = document(command, Path(args.trace).name, chains, records)
-    show_document(found, print_replay, width, as_json=args.json)
+    result = document(command, Path(args.trace).name, chains, records)
+    show_document(result, print_replay, width, as_json=args.json)
     return 0
 
 
@@ -294,16 +297,16 @@ def document(command: str, name: str, chains: Chains, records: Sequence[ReplayRe
     }
 
 
-def print_replay(found: dict[str, Any], console: Console) -> None:
+def print_replay(document: dict[str, Any], console: Console) -> None:
     """Print a document for people."""
     console.print(
-        f"{found['requests']:,} requests, {found['blocks']:,} blocks of {found['block_tokens']} tokens, "
-        f"{found['different_blocks']:,} different ones; best possible hit rate {found['best_hit_rate']:.2%}",
+        f"{document['requests']:,} requests, {document['blocks']:,} blocks of {document['block_tokens']} tokens, "
+        f"{document['different_blocks']:,} different ones; best possible hit rate {document['best_hit_rate']:.2%}",
         markup=False,
     )
     columns = ("memory, blocks", "policy", "hits", "of best", "evictions", "µs per block")
     table = make_table("", columns, left=("policy",))
-    for run in found["runs"]:
+    for run in document["runs"]:
         table.add_row(
             f"{run['blocks']:,}",
             run["policy"],
