@@ -33,7 +33,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build, and name the wheel after the platform: its libraries run with any Python 3."""
         builder = _builder()
-        libraries = builder.libraries(every=version != "editable")
+        libraries = builder.libraries("best" if version == "editable" else "all")
         builder.build(libraries)
         if version == "editable":
             return

@@ -1,7 +1,8 @@
 """Builds the C helpers and the C++ operators for CPUs into the packages, where Python finds them.
 
-Run by hand (or by ``make``) it builds in place what this processor can run; the wheel's build hook builds everything.
-A library that was built from the same sources with the same flags is left alone. Nothing is compiled at run time.
+Run by hand (or by ``make``) it builds in place what this processor runs best; ``--runnable`` adds the other instruction
+sets that it can run, for their tests, and the wheel's build hook builds all. A library that was built from the same
+sources with the same flags is left alone. Nothing is compiled at run time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ C_COMPILERS, CXX_COMPILERS = ("cc", "gcc", "clang"), ("g++", "clang++", "c++")
 COMMON = ("-fPIC", "-Wall", "-Wextra")
 C_FLAGS = (*COMMON, "-std=gnu11", "-O2")
 CXX_FLAGS = (*COMMON, "-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-uninitialized")
+SLOWEST = ("paged_attention.cpp", "quantized_pairs.cpp", "quantized_floats.cpp", "quantized_experts.cpp")
+"""Sources that take longest to compile, longest first: they start before all others, or one core waits for them."""
 TIMEOUT_S = 600.0
 PORTABLE_GLIBC = "2.28"
 """What libraries ask for that the compiler from the package index builds."""
@@ -76,8 +79,13 @@ class Library:
             return False
 
 
-def libraries(*, every: bool) -> list[Library]:
-    """Return what is built for this machine; ``every``: also what this processor cannot run."""
+def libraries(scope: str) -> list[Library]:
+    """Return what is built for this machine.
+
+    Args:
+        scope: ``"best"``: helpers, and operators for the best instruction set that this processor has; ``"runnable"``:
+            operators for all that it has; ``"all"``: also for those that it has not.
+    """
     helpers = Library(
         ROOT / "src/baton/_native/baton_native.so",
         "c",
@@ -86,7 +94,9 @@ def libraries(*, every: bool) -> list[Library]:
         C_FLAGS,
     )
     variants = _variants()
-    wanted = variants.VARIANTS.get(platform.machine(), ()) if every else variants.runnable_variants()
+    wanted = variants.VARIANTS.get(platform.machine(), ()) if scope == "all" else variants.runnable_variants()
+    if scope == "best":
+        wanted = wanted[:1]
     sources, includes = (tuple(sorted((OPERATORS / "csrc").glob(pattern))) for pattern in ("**/*.cpp", "**/*.h"))
     mark = HELPERS / "build_mark.c"
     return [
@@ -156,8 +166,12 @@ def compilers() -> Compilers | None:
     return Compilers({"c": [*zig, "cc", *target], "c++": [*zig, "c++", *target]}, zig=True)
 
 
-def build(wanted: Iterable[Library]) -> list[Library]:
+def build(wanted: Iterable[Library], progress: bool = False) -> list[Library]:
     """Build what is not current; returns what was built.
+
+    Args:
+        wanted: Libraries.
+        progress: Print how many files are compiled.
 
     Raises:
         BuildError: There is no compiler, or it fails.
@@ -177,7 +191,15 @@ def build(wanted: Iterable[Library]) -> list[Library]:
             for at, library in enumerate(stale)
             for number, source in enumerate(library.sources)
         ]
-        list(pool.map(lambda job: _compile(*job), jobs))
+        jobs.sort(key=lambda job: SLOWEST.index(job[2].name) if job[2].name in SLOWEST else len(SLOWEST))
+        if progress:
+            names = ", ".join(library.target.stem for library in stale)
+            print(f"compiling {names}: {len(jobs)} files, about a minute per library, once", flush=True)
+        running = [pool.submit(_compile, *job) for job in jobs]
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            if progress and (done % 8 == 0 or done == len(jobs)):
+                print(f"compiled {done} of {len(jobs)} files", flush=True)
         for at, library in enumerate(stale):
             _link(tools, library, sorted((Path(folder) / str(at)).glob("*.o")))
     return stale
@@ -215,20 +237,22 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     """Build in place, or say what is not current."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runnable", action="store_true", help="for all instruction sets that this processor has")
     parser.add_argument("--all", action="store_true", help="also for instruction sets that this processor has not")
+    parser.add_argument("--progress", action="store_true", help="print how many files are compiled")
     parser.add_argument("--check", action="store_true", help="build nothing; fail if something has to be built")
     parser.add_argument("--has-compilers", action="store_true", help="build nothing; fail if there is no compiler")
     args = parser.parse_args()
     if args.has_compilers:
         return int(compilers() is None)
-    wanted = libraries(every=args.all)
+    wanted = libraries("all" if args.all else "runnable" if args.runnable else "best")
     if args.check:
         stale = [library.target.name for library in wanted if not library.is_current()]
         if stale:
             print(f"not built, or from older sources: {', '.join(stale)}; run: python scripts/build_native.py")
         return int(bool(stale))
     try:
-        built = build(wanted)
+        built = build(wanted, args.progress)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

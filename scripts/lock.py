@@ -71,6 +71,8 @@ def main() -> int:
         write("torch", f"{project}, and torch-cpu.in", {"torch": known["torch"].rstrip() + f" \\\n    {cpu}\n"})
         for name in OWN:
             write(name, f"{name}.in and constraints.txt", resolve(args.uv, f"requirements/{name}.in"))
+        build = entries((FOLDER / "build.txt").read_text())
+        write("hatchling", "build.in and constraints.txt", {each: build[each] for each in build if each != "ziglang"})
         for name in FREE:
             write(name, f"{name}.in", resolve(args.uv, f"requirements/{name}.in", free=True))
     except subprocess.CalledProcessError as error:

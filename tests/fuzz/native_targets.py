@@ -88,7 +88,7 @@ def build(targets: Sequence[str], *, guided: bool) -> dict[str, Path]:
         RuntimeError: A compiler fails; has what it says.
     """
     tools, builder = compilers(guided=guided), _builder()
-    helpers, best, *_ = builder.libraries(every=False)
+    helpers, best, *_ = builder.libraries("best")
     programs: dict[str, Path] = {}
     for target in targets:
         library = best if target in OPERATORS else helpers
