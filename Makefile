@@ -2,6 +2,7 @@
 PYTHON ?= $$(scripts/find_python.sh)
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/tools
 FUZZ := $(VENV)/fuzz
@@ -10,26 +11,30 @@ DOCS := $(VENV)/docs
 PYTEST_FLAGS ?=
 WORKERS ?= 2
 
-# Every process that a test starts would compile all of Baton's modules anew where this is set.
-check test helm-test: export PYTHONDONTWRITEBYTECODE :=
+# Where this is set every process compiles all modules that it imports once more.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install native wheel-check demo up check test helm-test chaos fuzz test-clients lint format protos lock audit sbom docs images image-test bench test-gpu clean
+.PHONY: help install native native-runnable wheel-check demo up quick check test test-all helm-test chaos fuzz test-clients lint format protos lock audit sbom docs images image-test bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with Baton and its scripts in it
 
-native: $(STAMP) ## build the C helpers and CPU operators again, as far as their sources changed
-	@$(BIN)/python scripts/build_native.py
+native: $(RUNTIME) ## build the C helpers and CPU operators again, as far as their sources changed
+	@$(BIN)/python scripts/build_native.py --progress
 
-$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
-	@$(PYTHON) -c 'import sys; sys.exit("Baton needs Python 3.11 or newer; try make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module; as root: apt-get install python3-venv" >&2; exit 1; }
-	@scripts/install_requirements.sh $(BIN)/python base otel engine torch triton dev
-	@$(BIN)/python scripts/build_native.py --has-compilers || scripts/install_requirements.sh $(BIN)/python build
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+native-runnable: $(RUNTIME)
+	@$(BIN)/python scripts/build_native.py --progress --runnable
+
+$(RUNTIME): pyproject.toml $(wildcard requirements/*.txt)
+	@scripts/install.sh "$(PYTHON)" $(VENV)
+	@touch $@
+
+$(STAMP): $(RUNTIME)
+	@echo "adding what the tests need"
+	@scripts/install_requirements.sh $(BIN)/python triton dev
 	@touch $@
 
 wheel-check: ## build the wheel, install it elsewhere, run the demo from it read-only and without a compiler
@@ -41,15 +46,22 @@ demo: native ## 1P1D, router and KV store; a chat answer; tokens compared with H
 up: native ## a deployment on this machine; ARGS="--ratio 2P3D --model PATH"
 	$(BIN)/baton up $(ARGS)
 
-check: native lint ## the inner loop: lint and unit tests
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -q tests/unit $(PYTEST_FLAGS)
+quick: native $(STAMP) ## what changed: ruff, contracts, types, unit tests of its packages (under a minute); SINCE=HEAD
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/quick.py --since $(or $(SINCE),HEAD)
 
-test: native $(SCAN)/.installed ## the whole test suite, on WORKERS=2 processes; PYTEST_FLAGS="tests/unit -k name"
+check: lint ## lint and unit tests (4 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -q -m "not thorough" tests/unit $(PYTEST_FLAGS)
+
+test: native $(STAMP) ## the tests (15 minutes on two cores), on WORKERS=2 processes; PYTEST_FLAGS="tests/unit -k name"
+	@scripts/install_redis.sh
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -m "not thorough" $(PYTEST_FLAGS)
+
+test-all: native-runnable $(STAMP) $(SCAN)/.installed ## all tests: also kills and faults at random moments, emulators, sanitizers, every model
 	@scripts/install_browser.sh
 	@scripts/install_redis.sh
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) --durations=30 $(PYTEST_FLAGS)
 
-helm-test: native $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test)
+helm-test: native $(STAMP) $(SCAN)/.installed ## the chart: linted, rendered, validated, scanned, run as local processes (part of make test-all)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py --workers $(WORKERS) -q tests/helm $(PYTEST_FLAGS)
 
 $(SCAN)/.installed: requirements/scan.txt
@@ -58,30 +70,31 @@ $(SCAN)/.installed: requirements/scan.txt
 	@touch $@
 
 SEEDS ?= 0-999
-chaos: native ## faults by the thousand against whole deployments; SEEDS="0-9999", or one that failed: SEEDS=4711
+chaos: native $(STAMP) ## faults by the thousand against whole deployments; SEEDS="0-9999", or one that failed: SEEDS=4711
 	@scripts/install_redis.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --log --seeds $(SEEDS)
 
 SECONDS_PER_TARGET ?= 600
 TARGETS ?=
-fuzz: native $(FUZZ)/.installed ## every parser of foreign bytes, and native code under sanitizers; SECONDS_PER_TARGET=600 TARGETS=http,table
+fuzz: native $(STAMP) $(FUZZ)/.installed ## every parser of foreign bytes, and native code under sanitizers; SECONDS_PER_TARGET=600 TARGETS=http,table
 	PYTHONPATH=$(FUZZ) $(BIN)/python -m tests.fuzz.run --log --seconds $(SECONDS_PER_TARGET) --targets "$(TARGETS)"
 
 $(FUZZ)/.installed: requirements/fuzz.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target $(FUZZ) -r $<
 	@touch $@
 
-test-clients: native ## third-party clients, each in an environment of its own under ~/.cache/baton-clients, against baton up
+test-clients: native $(STAMP) ## third-party clients, each in an environment of its own under ~/.cache/baton-clients, against baton up
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/clients $(PYTEST_FLAGS)
 
-test-gpu: native ## the tests that need a CUDA device
+test-gpu: native $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
 
-lint: native ## ruff, mypy strict, import contracts, generated code up to date
+lint: native $(STAMP) ## ruff, mypy strict, import contracts, generated code up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_names.py
 	$(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_helm.py --check
 	$(BIN)/python scripts/gen_sync_client.py --check
@@ -118,7 +131,7 @@ $(DOCS)/.installed: requirements/docs.txt
 images: ## container images; BASE=python:3.11-slim-bookworm@sha256:... TARGETS="router kvstore prefill decode" TAG=0.1.0
 	@scripts/build_images.sh "$(BASE)" "$(TAG)" $(or $(TARGETS),router kvstore prefill decode)
 
-image-test: native ## the router's image built and run without a daemon, by buildah as root (minutes)
+image-test: native $(STAMP) ## the router's image built and run without a daemon, by buildah as root (minutes)
 	BATON_IMAGE_TEST=1 $(BIN)/python -m pytest -q -s --timeout 6000 tests/images
 
 bench: native ## benchmarks; results under benchmarks/results

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.servers.warm import WarmStarter
+from tests.thorough import is_thorough
 
 pytest_plugins = ["tests.support.crashes"]
 
@@ -48,6 +49,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "alone" not in wanted or "not alone" in wanted or collection_path.suffix != ".py":
         return None
     return True if "mark.alone" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what only ``make test-all`` runs (``tests/thorough.py``)."""
+    for item in items:
+        if is_thorough(item):
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:

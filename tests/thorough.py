@@ -1,0 +1,72 @@
+"""What ``make test`` leaves to ``make test-all``, and why: paths of tests, and parameters of tests.
+
+``make test`` has to take 15 minutes on two cores and give the same result every time. So what happens at random
+moments, waits for time-outs, runs in emulators, under sanitizers or on another instruction set than this processor's
+best, and what repeats one check for a hundred models, runs in ``make test-all``, which has everything.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from baton_kernels.cpu.variants import Variant, runnable_variants
+
+RANDOM = "kills or faults at random moments"
+EMULATED = "emulators, sanitizers, or a scanner of its own"
+WAITS = "waits for time-outs, retries or processes that start again"
+SMOKE = "a smoke run of a benchmark or of a tool beside the serving part"
+MANY = "a whole deployment for each of many examples"
+
+PATHS = {
+    "tests/chaos": RANDOM,
+    "tests/e2e/faults": RANDOM,
+    "tests/integration/router/dispatch/test_router_recovery.py": RANDOM,
+    "tests/integration/router/test_index_recovery.py": RANDOM,
+    "tests/integration/router/test_replicas.py": RANDOM,
+    "tests/integration/client/test_several_routers.py": RANDOM,
+    "tests/unit/kvstore/test_kvstore_disk_crash.py": RANDOM,
+    "tests/fuzz/test_fuzz.py": EMULATED,
+    "tests/kernels/emulated": EMULATED,
+    "tests/kernels/gpu/test_attention.py": EMULATED,
+    "tests/helm/test_policy.py": EMULATED,
+    "tests/images": EMULATED,
+    "tests/e2e/test_console.py": EMULATED,
+    "tests/integration/http/test_console_page.py": EMULATED,
+    "tests/helm/test_local_run.py": WAITS,
+    "tests/helm/test_lifecycle.py": WAITS,
+    "tests/helm/test_autoscale.py": WAITS,
+    "tests/e2e/test_autoscale.py": WAITS,
+    "tests/e2e/test_two_hosts.py": WAITS,
+    "tests/e2e/test_rotation.py": WAITS,
+    "tests/e2e/test_supervisor.py": WAITS,
+    "tests/e2e/test_traces.py": WAITS,
+    "tests/e2e/test_costly_schemas.py": WAITS,
+    "tests/integration/bench": SMOKE,
+    "tests/e2e/test_up_file.py": MANY,
+    "tests/e2e/test_tools_model.py": MANY,
+    "tests/e2e/test_thinking_budget.py": MANY,
+}
+"""Files and folders, each with the reason."""
+
+ARCHITECTURES = "tests/integration/test_architectures.py::test_equal_in_every_way_or_refused_with_the_reason"
+QUICK_ARCHITECTURES = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"}
+    | {"deepseek_v3", "phi3", "falcon", "cohere2", "olmo2", "llama4_text", "mamba", "deepseek_v32"}
+)
+"""Of some hundred architectures those that ``make test`` compares with ``generate``: one for each kind of layer."""
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    """Whether a test is left to ``make test-all``."""
+    path = item.nodeid.split("::", 1)[0]
+    if any(path == each or path.startswith(f"{each}/") for each in PATHS):
+        return True
+    parameters = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+    if item.nodeid.startswith(ARCHITECTURES):
+        return str(parameters[0]) not in QUICK_ARCHITECTURES
+    others = {each.name for each in runnable_variants()[1:]}
+    return any((each.name if isinstance(each, Variant) else each) in others for each in parameters if _is_name(each))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, Variant | str)
