@@ -11,7 +11,8 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -20,18 +21,19 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import HostRule, is_loopback, require_safe_bind
 from baton.rpc.server import GrpcServer, require_free_port
-from baton.rpc.service_token import read_token
+from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
-from baton.rpc.tls import read_tls
+from baton.rpc.tls import Tls, read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
 from baton.worker.process import ServiceMetrics, open_span_exporter, serve_metrics
+from baton_router.accounts.accounts import Accounts
 from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.admin import administer
 from baton_router.frontend.app import create_app
-from baton_router.frontend.console.console import watch
+from baton_router.frontend.console.console import DebugEndpoints, watch
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
@@ -41,7 +43,7 @@ from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
-from baton_router.registry.discovery import discoveries
+from baton_router.registry.discovery import Discovery, discoveries
 from baton_router.registry.instance import Status
 from baton_router.registry.load import Waiters
 from baton_router.registry.registry import Registry
@@ -49,24 +51,233 @@ from baton_router.replication.capacity import InstanceCapacity, replica_name
 from baton_router.replication.replica import Replica
 from baton_router.scheduler.decision import DecisionLog
 
+if TYPE_CHECKING:
+    from baton.otlp import OtlpExporter
+
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-"""How long a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; the client
-should be the one that closes: a server's closing can cross with the next request."""
+"""Seconds that a connection may idle between two requests. Clients and load balancers keep theirs for 5 to 60 s; the
+client should be the one that closes: a close by the server can cross with the next request."""
 _CUT_OFF_S = 1.0
-"""How long requests that were cut off may take to tell their clients."""
+"""Seconds that requests that were broken off have to notify their clients."""
 _PRELOAD_LOOK_S = 60.0
 _PRELOAD_PATIENCE_S = 10.0
-"""How long the router is not ready for want of a tokenizer: one may have to come from afar, and token ids need none."""
+"""Seconds that the router waits for the tokenizer before it is ready: it may have to be downloaded, and requests with
+token ids need none."""
+
+
+@dataclass(frozen=True)
+class _Credentials:
+    """What this router proves, and what callers must show.
+
+    Attributes:
+        token: Shared token of the services; ``None``: they use none.
+        tls: Certificates; ``None``: no TLS.
+        source: Source of the API keys; ``None``: none are needed.
+        https: TLS context of the HTTP server; ``None``: it serves plain HTTP.
+    """
+
+    token: Token | None
+    tls: Tls | None
+    source: FileAccounts | RedisAccounts | None
+    https: ssl.SSLContext | None
+
+    @property
+    def accounts(self) -> Accounts | None:
+        """Holders of the API keys; ``None``: none are needed."""
+        return self.source.accounts if self.source is not None else None
+
+
+def _read_credentials(config: RouterConfig) -> _Credentials:
+    """Read token, certificates and API keys, and check that they allow the configured address."""
+    token = read_token(config.token_file)
+    tls = read_tls(config)
+    require_safe_bind(config.host, token, tls)
+    source = _open_accounts(config)
+    if not (source or config.open_http or is_loopback(config.host)):
+        raise ConfigError(
+            f"HTTP on {config.host}, which others can reach, needs --api-keys (or --open-http)", field="host"
+        )
+    if source and tls is None and not is_loopback(config.host):
+        log.warning(
+            "API keys reach %s in the clear: give --tls-cert, or keep all but a proxy with TLS away from this port",
+            config.host,
+        )
+    https = tls.http_context() if tls is not None and config.http_tls else None
+    return _Credentials(token, tls, source, https)
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """The instances, where they are found, and the other routers.
+
+    Attributes:
+        registry: The instances.
+        discoveries: Sources of instances, beside the command line and registrations.
+        replica: This router among others; ``None``: it is alone.
+    """
+
+    registry: Registry
+    discoveries: list[Discovery]
+    replica: Replica | None
+
+
+def _build_cluster(config: RouterConfig, credentials: _Credentials, metrics: ServiceMetrics) -> _Cluster:
+    waiters = Waiters()
+    capacity = InstanceCapacity(
+        replica_name(config),
+        config.max_inflight_per_instance,
+        config.replicas,
+        shared=bool(config.redis),
+        freed=waiters.wake,
+    )
+    token = credentials.token
+    registry = Registry(config, metrics, token=token, tls=credentials.tls, waiters=waiters, limit=capacity.set_limit)
+    replica = Replica(config, registry, capacity, metrics, token=token) if config.redis else None
+    return _Cluster(registry, discoveries(config, registry, token, credentials.tls), replica)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What a request passes through, from text to the instances.
+
+    Attributes:
+        tokenizers: Loaded tokenizers.
+        grammars: Compiled grammars.
+        spans: Exporter of traces; ``None``: they are not exported.
+        decisions: Placements of the latest requests.
+        turns: Joins the output of many requests in one turn of the event loop.
+        dispatcher: Admits, places and sends requests.
+        processor: Turns requests into tokens, and tokens into text.
+        tickets: Places requests whose clients call the decode instance directly.
+    """
+
+    tokenizers: TextModelCache
+    grammars: GrammarCache
+    spans: OtlpExporter | None
+    decisions: DecisionLog
+    turns: TurnBatcher
+    dispatcher: PlacingDispatcher
+    processor: InputProcessor
+    tickets: TicketDesk
+
+
+def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMetrics) -> _Pipeline:
+    spans = open_span_exporter(
+        config.otlp_traces_endpoint, "router", replica_name(config), metrics, config.trace_sample_rate
+    )
+    turns = TurnBatcher()
+    decisions = DecisionLog()
+    dispatcher = PlacingDispatcher(config, cluster.registry, metrics, decisions, turns)
+    tokenizers = TextModelCache(config.model)
+    GaugeFunction(
+        "baton_router_slow_tokenizers",
+        "Loaded tokenizers that run on the library that is ten times slower",
+        metrics,
+        lambda: tokenizers.num_slow,
+    )
+    grammars = GrammarCache(GrammarMetrics(metrics))
+    processor = InputProcessor(
+        dispatcher,
+        tokenizers,
+        GenerationMetrics(metrics),
+        decisions,
+        spans,
+        allow_special_tokens=config.allow_special_tokens,
+        admission=dispatcher.admission,
+        grammars=grammars,
+    )
+    processor.dialects = ModelDialects(config.tool_dialect, config.reasoning_dialect)
+    tickets = TicketDesk(read_ticket_key(config.ticket_key_file), processor, dispatcher, metrics)
+    return _Pipeline(tokenizers, grammars, spans, decisions, turns, dispatcher, processor, tickets)
+
+
+@dataclass(frozen=True)
+class _Web:
+    """The HTTP server.
+
+    Attributes:
+        server: The server.
+        insight: Answers of ``/debug`` and the console, which gRPC gives too.
+    """
+
+    server: _HttpServer
+    insight: DebugEndpoints
+
+
+def _build_web(
+    config: RouterConfig,
+    credentials: _Credentials,
+    cluster: _Cluster,
+    pipeline: _Pipeline,
+    metrics: ServiceMetrics,
+    is_ready: Callable[[], bool],
+) -> _Web:
+    registry = cluster.registry
+    queue = pipeline.dispatcher.admission.queue
+    keyed = credentials.accounts is not None
+    front = create_app(
+        pipeline.processor,
+        pipeline.dispatcher,
+        registry=metrics,
+        options=HttpOptions(
+            accounts=credentials.accounts,
+            strict_fields=config.strict_fields,
+            request_timeout_s=config.request_timeout_s,
+            cors_origins=config.cors_origins,
+            hosts=HostRule.of_server(config.host, config.allowed_hosts, keyed=keyed),
+            metrics_port=config.metrics_port,
+            max_sequences=config.max_request_sequences,
+            max_connections=_max_connections(),
+            access_log=config.access_log,
+        ),
+        ready=is_ready,
+        refused=lambda: Counter(str(x.role) for x in registry.instances() if x.status is Status.REFUSED),
+        steps=pipeline.turns,
+    )
+    insight = watch(
+        front.app,
+        decisions=pipeline.decisions,
+        registry=registry,
+        metrics=metrics,
+        policy=config.policy,
+        replicas=cluster.replica.report if cluster.replica is not None else None,
+        queued=lambda: (len(queue), queue.tokens),
+    )
+    administer(front.app, pipeline.processor, registry)
+    server = _HttpServer(
+        _HttpConfig(
+            front.app,
+            credentials.https,
+            lifespan="off",
+            http=HttpProtocol.serving(front.posts),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # the client's address is not used
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
+        )
+    )
+    return _Web(server, insight)
 
 
 class RouterApp:
     """Everything a router process runs.
 
     Args:
-        config: What to run.
+        config: Configuration of the router.
+
+    Attributes:
+        metrics: Metrics of the process.
+        registry: The instances.
+        dispatcher: Admits, places and sends requests.
+        processor: Turns requests into tokens, and tokens into text.
+        http_port: Port of HTTP, once it is started.
+        grpc_port: Port of gRPC, once it is started.
 
     Raises:
         ConfigError: A file cannot be read, or the address is open to others without authentication.
@@ -74,112 +285,18 @@ class RouterApp:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        token = read_token(config.token_file)
-        self._tls = read_tls(config)
-        require_safe_bind(config.host, token, self._tls)
-        accounts = _accounts(config)
-        if not (accounts or config.open_http or is_loopback(config.host)):
-            raise ConfigError(
-                f"HTTP on {config.host}, which others can reach, needs --api-keys (or --open-http)", field="host"
-            )
-        if accounts and self._tls is None and not is_loopback(config.host):
-            log.warning(
-                "API keys reach %s in the clear: give --tls-cert, or keep all but a proxy with TLS away from this port",
-                config.host,
-            )
-        self._accounts = accounts.accounts if accounts is not None else None
         self.metrics = ServiceMetrics("router")
-        self._spans = open_span_exporter(
-            config.otlp_traces_endpoint, "router", replica_name(config), self.metrics, config.trace_sample_rate
-        )
-        steps = TurnBatcher()
-        waiters = Waiters()
-        capacity = InstanceCapacity(
-            replica_name(config),
-            config.max_inflight_per_instance,
-            config.replicas,
-            shared=bool(config.redis),
-            freed=waiters.wake,
-        )
-        self.registry = Registry(
-            config, self.metrics, token=token, tls=self._tls, waiters=waiters, limit=capacity.admitted
-        )
-        decisions = DecisionLog()
-        self.dispatcher = PlacingDispatcher(config, self.registry, self.metrics, decisions, steps)
-        self.replica = Replica(config, self.registry, capacity, self.metrics, token=token) if config.redis else None
-        self.discoveries = discoveries(config, self.registry, token, self._tls)
-        self._tokenizers = TextModelCache(config.model)
-        GaugeFunction(
-            "baton_router_slow_tokenizers",
-            "Loaded tokenizers that run on the library that is ten times slower",
-            self.metrics,
-            lambda: self._tokenizers.num_slow,
-        )
-        self._preload = _TokenizerPreload(self._tokenizers, self.registry)
-        self._grammars = GrammarCache(GrammarMetrics(self.metrics))
-        self.processor = InputProcessor(
-            self.dispatcher,
-            self._tokenizers,
-            GenerationMetrics(self.metrics),
-            decisions,
-            self._spans,
-            allow_special_tokens=config.allow_special_tokens,
-            admission=self.dispatcher.admission,
-            grammars=self._grammars,
-        )
-        self.processor.dialects = ModelDialects(config.tool_dialect, config.reasoning_dialect)
-        self.tickets = TicketDesk(
-            read_ticket_key(config.ticket_key_file), self.processor, self.dispatcher, self.metrics
-        )
-        self._token = token
+        self._credentials = _read_credentials(config)
+        self._cluster = _build_cluster(config, self._credentials, self.metrics)
+        self._pipeline = _build_pipeline(config, self._cluster, self.metrics)
+        self._web = _build_web(config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready)
+        self.registry = self._cluster.registry
+        self.dispatcher = self._pipeline.dispatcher
+        self.processor = self._pipeline.processor
+        self._http = self._web.server
+        self._reload = CredentialReload(self._credentials.source, self._credentials.tls, self._credentials.https)
+        self._preload = _TokenizerPreload(self._pipeline.tokenizers, self.registry)
         self._grpc: GrpcServer | None = None
-        options = HttpOptions(
-            accounts=self._accounts,
-            strict_fields=config.strict_fields,
-            request_timeout_s=config.request_timeout_s,
-            cors_origins=config.cors_origins,
-            hosts=HostRule.of_server(config.host, config.allowed_hosts, keyed=self._accounts is not None),
-            metrics_port=config.metrics_port,
-            max_sequences=config.max_request_sequences,
-            max_connections=_most_connections(),
-            access_log=config.access_log,
-        )
-        http = create_app(
-            self.processor,
-            self.dispatcher,
-            registry=self.metrics,
-            options=options,
-            ready=self.is_ready,
-            refused=self._refused,
-            steps=steps,
-        )
-        self._insight = watch(
-            http.app,
-            decisions=decisions,
-            registry=self.registry,
-            metrics=self.metrics,
-            policy=config.policy,
-            replicas=self.replica.report if self.replica is not None else None,
-            queued=self._queued,
-        )
-        administer(http.app, self.processor, self.registry)
-        https = self._tls.http_context() if self._tls is not None and config.http_tls else None
-        self._reload = CredentialReload(accounts, self._tls, https)
-        self._http = _HttpServer(
-            _HttpConfig(
-                http.app,
-                https,
-                lifespan="off",
-                http=HttpProtocol.serving(http.posts),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # nothing looks at the client's address
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
-            )
-        )
         self._end_scrapes: Callable[[], None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self.http_port = 0
@@ -187,14 +304,7 @@ class RouterApp:
 
     def is_ready(self) -> bool:
         """Whether requests can be served now."""
-        return not self._http.should_exit and bool(self.registry.ready(Role.DECODE)) and self._preload.over
-
-    def _queued(self) -> tuple[int, int]:
-        queue = self.dispatcher.admission.queue
-        return len(queue), queue.tokens
-
-    def _refused(self) -> dict[str, int]:
-        return dict(Counter(str(x.role) for x in self.registry.instances() if x.status is Status.REFUSED))
+        return not self._http.should_exit and bool(self.registry.ready(Role.DECODE)) and self._preload.done
 
     async def start(self) -> None:
         """Listen, connect to the instances, and answer health checks with SERVING.
@@ -204,7 +314,7 @@ class RouterApp:
         """
         require_free_port(self._config.host, self._config.metrics_port, field="metrics_port")
         if self._config.model:
-            await self._tokenizers.get(self._config.model)
+            await self._pipeline.tokenizers.get(self._config.model)
         await self._reload.start()
         sock = listen(self._config.host, self._config.port)
         self.http_port = sock.getsockname()[1]
@@ -215,11 +325,11 @@ class RouterApp:
             raise
         self.registry.start()
         self._preload.start()
-        self.tickets.start()
-        for discovery in self.discoveries:
+        self._pipeline.tickets.start()
+        for discovery in self._cluster.discoveries:
             discovery.start()
-        if self.replica is not None:
-            self.replica.start()
+        if self._cluster.replica is not None:
+            self._cluster.replica.start()
         if self._config.metrics_port:
             self._end_scrapes = serve_metrics(
                 self._config.host,
@@ -232,7 +342,7 @@ class RouterApp:
         await self._grpc.set_serving(True)
         log.info(
             "serving %s=%s:%d grpc=%s:%d policy=%s prefill=%d decode=%d",
-            "https" if self._tls is not None and self._config.http_tls else "http",
+            "http" if self._credentials.https is None else "https",
             self._config.host,
             self.http_port,
             self._config.host,
@@ -247,20 +357,24 @@ class RouterApp:
             host=self._config.host,
             port=self._config.grpc_port,
             services=[SERVICE],
-            token=self._token,
-            tls=self._tls,
-            admits=admits_clients(self._accounts),
+            token=self._credentials.token,
+            tls=self._credentials.tls,
+            admits=admits_clients(self._credentials.accounts),
         )
         servicer = RouterServicer(
-            self.processor, self.registry, self.tickets, self._accounts, access_log=self._config.access_log
+            self.processor,
+            self.registry,
+            self._pipeline.tickets,
+            self._credentials.accounts,
+            access_log=self._config.access_log,
         )
-        servicer.insight = self._insight
+        servicer.insight = self._web.insight
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server
 
     async def stop(self) -> None:
-        """Stop accepting, let running requests end for ``drain_timeout_s``, then cut them off."""
+        """Stop accepting, let running requests end for ``drain_timeout_s`` seconds, then break them off."""
         self._http.should_exit = True
         time_is_up = asyncio.get_running_loop().call_later(self._config.drain_timeout_s, self.dispatcher.cut_off)
         ends: list[Awaitable[None]] = []
@@ -271,27 +385,27 @@ class RouterApp:
         await asyncio.gather(*ends)
         time_is_up.cancel()
         await self._preload.close()
-        await self.tickets.close()
+        await self._pipeline.tickets.close()
         await self._reload.close()
-        for discovery in self.discoveries:
+        for discovery in self._cluster.discoveries:
             await discovery.close()
-        if self.replica is not None:
-            await self.replica.close()
+        if self._cluster.replica is not None:
+            await self._cluster.replica.close()
         await self.registry.close()
-        await asyncio.to_thread(self._grammars.close)
-        if self._spans is not None:
-            await asyncio.to_thread(self._spans.close)
+        await asyncio.to_thread(self._pipeline.grammars.close)
+        if self._pipeline.spans is not None:
+            await asyncio.to_thread(self._pipeline.spans.close)
         if self._end_scrapes is not None:
             await asyncio.to_thread(self._end_scrapes)
 
 
-def _most_connections() -> int:
-    """How many HTTP connections may be open at once: a part of the descriptors is for instances and files."""
+def _max_connections() -> int:
+    """Return the maximum number of HTTP connections: some descriptors are reserved for instances and files."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if most == resource.RLIM_INFINITY else max(16, most - max(96, most // 4))
 
 
-def _accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
+def _open_accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
     if config.api_keys == IN_REDIS:
         return RedisAccounts(config.redis, config.redis_prefix, config.tenant_secret_file)
     if not config.api_keys:
@@ -300,19 +414,21 @@ def _accounts(config: RouterConfig) -> FileAccounts | RedisAccounts | None:
 
 
 class _TokenizerPreload:
-    """Loads the served model's tokenizer, once, as soon as an instance says which model that is: no request waits.
+    """Loads the served model's tokenizer as soon as an instance reports the model, so that no request waits for it.
 
     Args:
-        tokenizers: Where it is kept.
+        tokenizers: Cache to load it into.
         registry: The instances.
+
+    Attributes:
+        done: Whether it is loaded, cannot be, or takes too long to be waited for.
     """
 
     def __init__(self, tokenizers: TextModelCache, registry: Registry) -> None:
         self._tokenizers = tokenizers
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
-        self.over = False
-        """Whether it is loaded, cannot be, or takes too long to be waited for."""
+        self.done = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="preload of the tokenizer")
@@ -332,14 +448,14 @@ class _TokenizerPreload:
             log.warning("prompts can only be token ids as it is: %s", error)
         finally:
             late.cancel()
-            self.over = True
+            self.done = True
 
     def _give_up(self) -> None:
-        self.over = True
+        self.done = True
 
 
 class _HttpConfig(uvicorn.Config):
-    """uvicorn's configuration with a TLS context of ours, which can be renewed."""
+    """uvicorn's configuration with a given TLS context, which can be renewed."""
 
     def __init__(self, app: Any, context: ssl.SSLContext | None, **options: Any) -> None:
         super().__init__(app, **options)
@@ -347,7 +463,7 @@ class _HttpConfig(uvicorn.Config):
 
     @property
     def is_ssl(self) -> bool:
-        return self._context is not None and self.loaded  # while it loads it would make one of files
+        return self._context is not None and self.loaded  # while loading, uvicorn would make one from files
 
     def load(self) -> None:
         super().load()
@@ -355,7 +471,7 @@ class _HttpConfig(uvicorn.Config):
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn, except that signals belong to the process and not to one of its servers."""
+    """uvicorn's server without its signal handlers: the process handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -365,7 +481,7 @@ class _HttpServer(uvicorn.Server):
         """Wait until requests are answered.
 
         Raises:
-            ConfigError: It ended instead.
+            ConfigError: The server ended instead.
         """
         while not self.started:
             await asyncio.wait([serving], timeout=0.005)
@@ -374,10 +490,10 @@ class _HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket; port 0 takes a free one.
+    """Return a listening TCP socket; for port 0 the system chooses a free one.
 
     Raises:
-        ConfigError: The port is in use, or the address is not ours.
+        ConfigError: The port is in use, or the address is not one of this machine.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(

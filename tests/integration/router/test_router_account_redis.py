@@ -45,7 +45,7 @@ async def test_keys_come_go_and_stay_while_redis_is_away(tmp_path: Path) -> None
         await redis.set(key, tenants(a="one"))
         app = await started(flags)
         try:
-            assert app._accounts is not None
+            assert app._credentials.accounts is not None
             assert await statuses(app, "one", "two") == [503, 401]
             await redis.set(key, tenants(a="one", b="two"))
             await until_statuses(app, 503, 503)

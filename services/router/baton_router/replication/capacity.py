@@ -180,8 +180,8 @@ class InstanceCapacity:
         self._freed = freed
         self.parts: dict[str, CapacityShare] = {}
 
-    def admitted(self, instance: Instance, info: InstanceInfo) -> None:
-        """An instance said who it is: before its first request it gets its limit."""
+    def set_limit(self, instance: Instance, info: InstanceInfo) -> None:
+        """Set an instance's limit, before its first request."""
         if self._per_instance is None or instance.role is not Role.DECODE:
             return
         capacity = self._per_instance or max(1, info.max_num_seqs)
