@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 
+from baton.child_process import die_with_parent
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError, QueueFullError, TransferError
 from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
 from baton.kv_transfer.protocol.deadline import Wait
@@ -31,7 +32,6 @@ from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, 
 from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
 from baton.kv_transfer.protocol.sockets import Stream
 from baton.rpc.service_token import Token, read_token
-from baton.worker.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
-import sys
+import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.child_process import ChildProcess, RunningProcess, start_python
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
-from baton.worker.parent import PARENT
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
 STABLE_S = 60.0
@@ -72,59 +73,23 @@ class DeploymentPlan:
         return [group for group in (first, (self.router,), self.workers) if group]
 
 
-class Child(Protocol):
-    """A started process, as ``asyncio`` has them; ``stdout`` has what it writes, errors too."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or ``None`` while it runs."""
-
-    @property
-    def stdout(self) -> asyncio.StreamReader | None:
-        """What it writes."""
-
-    async def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
-
-    def send_signal(self, signal: int) -> None:
-        """Send it a signal."""
+StartProcess = Callable[[ProcessSpec, dict[str, str]], RunningProcess]
+"""Starts the process of a specification in an environment, with its output in a pipe."""
 
 
-Start = Callable[[ProcessSpec, dict[str, str]], Awaitable[Child]]
-"""Starts what a spec says, in an environment."""
-
-
-async def start_python(spec: ProcessSpec, env: dict[str, str]) -> Child:
-    """Start a Python in a session of its own, so that a terminal's Ctrl-C reaches only us, who then end it in order.
-
-    A service's process ends with this one, and with the thread that started it.
-    """
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",  # no modules of the working directory, where others may have put some
-        "-m",
-        spec.module,
-        *spec.args,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**env, PARENT: str(os.getpid())},
-        start_new_session=True,
-    )
+def start_process(spec: ProcessSpec, env: dict[str, str]) -> RunningProcess:
+    """Start the Python process of a specification; see :func:`baton.child_process.start_python`."""
+    return start_python(spec.module, spec.args, env=env, end_with_thread=True, output=subprocess.PIPE)
 
 
 class ManagedProcess:
-    """A running child.
+    """A supervised process.
 
     Args:
         spec: What to run.
-        emit: Gets each line the child writes.
-        tls: Certificates, if the services use some.
-        start: How it is started.
+        emit: Called with ``(name, line)`` for each line of the process's output.
+        tls: Certificates, if the services use them.
+        start: Starts the process.
     """
 
     def __init__(
@@ -133,36 +98,40 @@ class ManagedProcess:
         emit: Callable[[str, str], None],
         *,
         tls: Tls | None = None,
-        start: Start = start_python,
+        start: StartProcess = start_process,
     ) -> None:
-        self.spec, self._tls = spec, tls
-        self._emit, self._start = emit, start
-        self._process: Child | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._last_line = ""
+        self.spec = spec
+        self._tls = tls
+        self._emit = emit
+        self._start = start
+        self._child: ChildProcess | None = None
 
     @property
     def pid(self) -> int:
         """Process id."""
-        if self._process is None:
-            raise UnavailableError(f"{self.spec.name} was not started")
-        return self._process.pid
+        return self._started().pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, or ``None`` while it runs."""
-        return None if self._process is None else self._process.returncode
+        """Exit status; ``None`` while the process runs."""
+        return None if self._child is None else self._child.returncode
 
     async def start(self, env: dict[str, str]) -> None:
-        """Start it in an environment."""
-        self._process = await self._start(self.spec, {**env, **dict(self.spec.env)})
-        self._reader = asyncio.create_task(self._read(self._process))
+        """Start the process in an environment."""
+        loop = asyncio.get_running_loop()
+        name = self.spec.name
+
+        def emit_in_loop(line: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the log is no longer shown
+                loop.call_soon_threadsafe(self._emit, name, line)
+
+        self._child = ChildProcess(self._start(self.spec, {**env, **dict(self.spec.env)}), emit_in_loop)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until its health check answers SERVING.
+        """Wait until the health check answers SERVING.
 
         Raises:
-            UnavailableError: It ended, or was not ready in time.
+            UnavailableError: The process ended, or was not ready in time.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -173,22 +142,19 @@ class ManagedProcess:
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None
-        if self.returncode is not None:  # whoever answers at its address is not it
-            await self.wait()
-            said = f": {self._last_line}" if self._last_line else ""
-            raise UnavailableError(f"{self.spec.name} ended with status {self.returncode} before it was ready{said}")
+        if self.returncode is not None:  # another process answers at its address
+            code = await self.wait()
+            last_line = self._started().last_line
+            detail = f": {last_line}" if last_line else ""
+            raise UnavailableError(f"{self.spec.name} ended with status {code} before it was ready{detail}")
 
     async def wait(self) -> int:
-        """Wait for its end and for its last line; returns the exit status."""
-        if self._process is None or self._reader is None:
-            raise UnavailableError(f"{self.spec.name} was not started")
-        code = await self._process.wait()
-        await self._reader
-        return code
+        """Wait for the end of the process and of its output; returns the exit status."""
+        return await self._started().wait_closed()
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to drain; kill it when the time is up."""
-        if self._process is None or self._process.returncode is not None:
+        """Ask the process to drain; kill it after ``grace_s`` seconds."""
+        if self._child is None or self._child.returncode is not None:
             return
         self.send(signal.SIGTERM)
         try:
@@ -200,24 +166,14 @@ class ManagedProcess:
             await self.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+        """Send a signal to this process alone, if it still runs."""
+        if self._child is not None:
+            self._child.send_signal(number)
 
-    async def _read(self, process: Child) -> None:
-        stream = process.stdout
-        if stream is None:
-            return
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line longer than the reader's buffer: drop that line, keep reading
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip("\n")
-            self._last_line = text.strip() or self._last_line
-            self._emit(self.spec.name, text)
+    def _started(self) -> ChildProcess:
+        if self._child is None:
+            raise UnavailableError(f"{self.spec.name} was not started")
+        return self._child
 
 
 class Supervisor:
@@ -234,8 +190,9 @@ class Supervisor:
         backoff_s: Pause before the first restart of a process, and the longest pause when it dies again and again.
 
     Attributes:
-        spawn: How a process is started; may be replaced before any is.
-        on_state: Gets ``(name, state)`` when a process ``starts`` and when it is ``ready``; likewise.
+        spawn: Starts a process; may be replaced before :meth:`start`.
+        on_state: Called with ``(name, state)`` when a process ``starts`` and when it is ``ready``; may be replaced,
+            too.
     """
 
     def __init__(
@@ -251,7 +208,7 @@ class Supervisor:
         backoff_s: tuple[float, float] = (FIRST_BACKOFF_S, LAST_BACKOFF_S),
     ) -> None:
         self.plan = plan
-        self.spawn: Start = start_python
+        self.spawn: StartProcess = start_process
         self.on_state: Callable[[str, str], None] = lambda name, state: None
         self._emit = emit
         self._restart, self._token, self._tls = restart, token, tls

@@ -22,6 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, make_wsgi_app
 
+from baton.child_process import end_with_parent
 from baton.config import add_flags, from_flags
 from baton.config.cluster_file import ROLES, ClusterFile
 from baton.config.environment import traces_endpoint
@@ -32,7 +33,6 @@ from baton.logs import set_up_logging
 from baton.rpc.audit import open_audit_log
 from baton.rpc.auth import HostRule
 from baton.version import __version__
-from baton.worker.parent import end_with_parent
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
+from baton.child_process import die_with_parent
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
 from baton.rpc.server import free_port
 from baton.version import __version__
-from baton.worker.parent import die_with_parent
 from baton_bench.agents import Agent, Child, Fields, ask_all, start_agent
 from baton_bench.report import (
     EXIT_FAILED,

@@ -7,7 +7,6 @@ command line, environment and output of its own.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -23,12 +22,12 @@ import threading
 import traceback
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from tests.support.readable import readable
 
+from baton.child_process import die_with_parent
 from baton.cli.supervisor import ProcessSpec
-from baton.worker.parent import die_with_parent
 from baton.worker.process import end_process
 
 log = logging.getLogger(__name__)
@@ -43,11 +42,13 @@ class WarmProcess:
     Attributes:
         pid: Its id.
         status: The pipe that its status comes from; readable from its end on.
+        stdout: The pipe that its output comes from, if it is read here.
     """
 
     def __init__(self, pid: int, status: int) -> None:
         """Know it by its id and by the pipe that its status comes from."""
         self.pid, self.status = pid, status
+        self.stdout: IO[bytes] | None = None
         weakref.finalize(self, os.close, status)
         self._lock = threading.Lock()
         self._code: int | None = None
@@ -145,56 +146,20 @@ class WarmStarter:
         except (BrokenPipeError, ConnectionResetError):
             return 0
 
-    async def spawn(self, spec: ProcessSpec, env: dict[str, str]) -> WarmChild:
+    def spawn(self, spec: ProcessSpec, env: dict[str, str]) -> WarmProcess:
         """Start what a spec says, for :class:`baton.cli.supervisor.Supervisor`."""
         output, theirs = os.pipe()
         try:
-            process = await asyncio.to_thread(self.start, spec.module, spec.args, env=env, output=theirs, errors=theirs)
+            process = self.start(spec.module, spec.args, env=env, output=theirs, errors=theirs)
         finally:
             os.close(theirs)
-        stdout = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(output, "rb"))
-        return WarmChild(process, stdout)
+        process.stdout = os.fdopen(output, "rb")
+        return process
 
     def close(self) -> None:
         """End what was started and still runs, and the process that it was forked from."""
         self._line.close()
         self._server.wait()
-
-
-class WarmChild:
-    """A warm process for ``asyncio``."""
-
-    def __init__(self, process: WarmProcess, stdout: asyncio.StreamReader) -> None:
-        """Wrap a process whose output is read from ``stdout``; in a loop."""
-        self._process, self.stdout = process, stdout
-        loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = loop.create_future()
-
-        def on_end() -> None:
-            loop.remove_reader(process.status)
-            self._ended.set_result(process.wait())
-
-        loop.add_reader(process.status, on_end)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status, or ``None`` while it runs."""
-        return self._ended.result() if self._ended.done() else None
-
-    async def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
-        return await asyncio.shield(self._ended)
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
-        self._process.send_signal(number)
 
 
 def serve(line: socket.socket) -> tuple[dict[str, Any], list[int]]:

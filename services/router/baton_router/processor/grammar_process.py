@@ -14,7 +14,6 @@ import queue
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
+from baton.child_process import ChildProcess, start_python
 from baton.dialects import REASONING_DIALECTS, TOOL_DIALECTS
 from baton.dialects.builtin import Dialects
 from baton.dialects.call_grammar import AnswerGrammar
@@ -94,11 +94,11 @@ class _Process:
     def __init__(self, cpu_s: float, wait_s: float) -> None:
         self._cpu_s = cpu_s
         self._wait_s = wait_s
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._line: Connection | None = None
 
     def ask(self, message: bytes, field: str) -> bytes:
-        if self._child is None or self._child.poll() is not None:  # the first one, or its memory had grown
+        if self._child is None or self._child.returncode is not None:  # the first one, or its memory had grown
             self._start()
         assert self._line is not None
         try:
@@ -121,9 +121,9 @@ class _Process:
         self.end()
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            # -P: no modules of the working directory.
-            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self._cpu_s)]
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            descriptor = theirs.fileno()
+            args = [str(descriptor), str(self._cpu_s)]
+            self._child = ChildProcess(start_python(__name__, args, pass_fds=[descriptor]))
             self._line = Connection(ours.detach())
 
     def end(self, patience_s: float = 0.2) -> int | None:
@@ -136,12 +136,7 @@ class _Process:
             line.close()  # which ends one that has nothing to do
         if child is None:
             return None
-        try:
-            return child.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            return None
+        return child.stop(patience_s, None)
 
 
 def _field(asked: Asked) -> str:

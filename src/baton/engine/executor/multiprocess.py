@@ -13,14 +13,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from baton.child_process import ChildProcess, RunningProcess, start_python
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Rendezvous, is_disconnect
 from baton.engine.executor.base import ExecutorLostError
@@ -49,11 +48,10 @@ END_TIMEOUT_S = 10.0
 """How long (seconds) a process may take to end after its channel was closed."""
 
 
-def start_follower(channel: socket.socket) -> subprocess.Popen[bytes]:
+def start_follower(channel: socket.socket) -> RunningProcess:
     """Start a follower that serves the other end of a channel."""
-    command = [sys.executable, "-P", "-m", "baton.engine.executor.follower", str(channel.fileno())]
-    # A session of its own: a terminal's Ctrl-C reaches the leader alone, which may want to drain.
-    return subprocess.Popen(command, pass_fds=[channel.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    descriptor = channel.fileno()
+    return start_python("baton.engine.executor.follower", [str(descriptor)], pass_fds=[descriptor])
 
 
 class FollowerProcess:
@@ -68,7 +66,7 @@ class FollowerProcess:
         self.spec = spec
         self.channel, theirs = open_channel()
         try:
-            self.process = start_follower(theirs)
+            self.process = ChildProcess(start_follower(theirs))
         except BaseException:
             self.channel.close()
             raise
@@ -92,9 +90,8 @@ class FollowerProcess:
 
     def death_error(self) -> ExecutorLostError:
         """Return an error that says how it ended; a closed channel announces its end."""
-        try:
-            code = self.process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        code = self.process.wait(END_TIMEOUT_S)
+        if code is None:
             return ExecutorLostError(f"{self.name} does not answer")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return ExecutorLostError(f"{self.name} {how}")
@@ -136,7 +133,7 @@ def end_followers(followers: Sequence[FollowerProcess], stop_watching: int | Non
         os.close(stop_watching)
     for follower in followers:
         follower.channel.close()
-        follower.process.kill()
+        follower.process.send_signal(signal.SIGKILL)
     for follower in followers:
         follower.process.wait()
 
