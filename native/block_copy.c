@@ -1,4 +1,4 @@
-/* Batched block copies for baton.kv_transfer.copy.block_copy: one call without the interpreter lock for many blocks.
+/* Batched block copies for baton.kv_transfer.native_copy: one call without the interpreter lock for many blocks.
  *
  * Big batches go past the cache (non-temporal stores: the target lines need not be read first), four pages in turn, so
  * that several memory rows and page walks are under way at once. memcpy of the C library does so only from the size of a

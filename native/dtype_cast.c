@@ -1,4 +1,4 @@
-/* Conversion of KV between formats for baton.kv_transfer.copy.block_copy, block by block, fenced as copies are.
+/* Conversion of KV between formats for baton.kv_transfer.native_copy, block by block, fenced as copies are.
  *
  * Floats: all go through binary32, which holds every number of the others exactly, and round to nearest, ties to even. A finite
  * number that the target's format could only hold as infinity is told; what is infinite or no number stays so.

@@ -1,4 +1,4 @@
-/* Scatter and gather over a stream socket for baton.kv_transfer.copy.socket_mover: thousands of spans of memory without a
+/* Scatter and gather over a stream socket for baton.kv_transfer.native_copy: thousands of spans of memory without a
  * Python object for each, and without the interpreter lock; checksums (XXH3, 64 bits) while the bytes are in the cache.
  */
 #include <errno.h>
@@ -18,7 +18,7 @@ struct xxh3 {
     uint64_t (*digest)(const void *);
 };
 
-static struct xxh3 xxh3; /* set once, while baton.kv_transfer.copy.socket_mover is imported */
+static struct xxh3 xxh3; /* set once, while baton.kv_transfer.native_copy is imported */
 
 void baton_use_xxh3(const struct xxh3 *functions)
 {

@@ -26,11 +26,16 @@ import msgspec
 
 from baton.child_process import die_with_parent
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError, QueueFullError, TransferError
-from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, error_from_fields, parse_object
-from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, greet_as_client, greet_or_refuse
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait, accept_stream, bind_tcp, close_listener, connect_tcp, join_address
+from baton.kv_transfer.wire import (
+    HANDSHAKE_S,
+    PURPOSE_MESSAGES,
+    BadFrameError,
+    error_from_fields,
+    greet_as_client,
+    greet_or_refuse,
+    parse_object,
+)
 from baton.rpc.service_token import Token, read_token
 
 log = logging.getLogger(__name__)

@@ -139,7 +139,7 @@ def _measure_kv(args: argparse.Namespace) -> int:
 
 def _serve_kv_sources(args: argparse.Namespace) -> int:
     from baton.errors import ConfigError, PipeClosedError
-    from baton.kv_transfer.protocol.connect import split_address
+    from baton.kv_transfer.streams import split_address
     from baton.rpc.service_token import read_token
     from baton_bench.agents import Listener
     from baton_bench.kv.driver import AGENT_MODULE

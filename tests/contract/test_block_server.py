@@ -45,15 +45,20 @@ from baton.kv_transfer.blocks import (
     ServerOptions,
     TcpOptions,
 )
-from baton.kv_transfer.pipes import read_room, read_server
+from baton.kv_transfer.pipes import read_server
 from baton.kv_transfer.pipes.base import ServeLimits
-from baton.kv_transfer.pipes.read_room import ReadRoom
+from baton.kv_transfer.pipes.read_server import ReadRoom
 from baton.kv_transfer.pipes.tcp import TcpReadPipe, request_blocks
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.kv_transfer.protocol.read_wire import pack_request
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
+from baton.kv_transfer.wire import (
+    PURPOSE_READ,
+    Facts,
+    FrameKind,
+    greet_as_client,
+    pack_header,
+    pack_request,
+    recv_control,
+)
 from baton.rpc.service_token import Token
 from baton.types import InstanceId
 
@@ -343,7 +348,7 @@ def test_blocks_times_segments_of_all_requests_are_bounded_together(
     tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_server, "SPANS", ReadRoom(4, "blocks times segments"))
-    monkeypatch.setattr(read_room, "WAIT_S", 0.1)
+    monkeypatch.setattr(read_server, "ROOM_WAIT_S", 0.1)
     ids = np.arange(3)
     reads = BlockReads(
         ids,
@@ -371,7 +376,7 @@ def test_requests_that_come_together_are_bounded_before_they_are_read(
     tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_server, "REQUESTS", ReadRoom(100_000, "bytes of requests"))
-    monkeypatch.setattr(read_room, "WAIT_S", 0.1)
+    monkeypatch.setattr(read_server, "ROOM_WAIT_S", 0.1)
     slow, late = BadRequest(tcp_rig), BadRequest(tcp_rig)
     slow.stream.send_all([pack_header(FrameKind.READ, 70_000)], Wait(soon()), "the head alone")
     until(lambda: read_server.REQUESTS.taken == 70_000)

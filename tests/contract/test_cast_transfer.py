@@ -20,7 +20,7 @@ from tests.support.transport.transport_rig import HOST_KINDS, in_thread, soon
 from baton.errors import BatonError, CancelledError, DeadlineError, FingerprintMismatchError
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks.staging import MAX_AREAS, Staging
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.streams import Wait
 
 MIXED = "int8;bfloat16@0,2"
 PAIRS = [(a, b) for a in KV_TYPES for b in KV_TYPES if a != b]

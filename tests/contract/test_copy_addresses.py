@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from baton.kv_transfer.copy.block_copy import BlockReader
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.native_copy import BlockReader
+from baton.kv_transfer.streams import Wait
 from baton.kv_transfer.types import BlockReads
 
 

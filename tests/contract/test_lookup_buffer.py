@@ -21,9 +21,8 @@ from baton.errors import (
     PipeClosedError,
     QueueFullError,
 )
-from baton.kv_transfer.lookup_buffer import buffer as lookup_buffer
-from baton.kv_transfer.lookup_buffer import index
-from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
+from baton.kv_transfer import lookup_buffer
+from baton.kv_transfer.lookup_buffer import LookupBuffer
 from baton.types import RequestId
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -382,14 +381,13 @@ def test_every_entry_is_consumed_exactly_once_under_contention() -> None:
 
 async def test_look_up_by_tokens_does_not_compare_with_every_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer: LookupBuffer[int] = LookupBuffer(1 << 30)
-    compared, matches = [0], index.matches
+    compared, matches = [0], lookup_buffer.matches
 
     def counted(*args: Any) -> bool:
         compared[0] += 1
         return matches(*args)
 
-    for module in (index, lookup_buffer):
-        monkeypatch.setattr(module, "matches", counted)
+    monkeypatch.setattr(lookup_buffer, "matches", counted)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 50_000, (2000, 2048), dtype=np.uint32)
     for i, prompt in enumerate(prompts):

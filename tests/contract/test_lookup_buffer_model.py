@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from baton.errors import (
     QueueFullError,
 )
-from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
+from baton.kv_transfer.lookup_buffer import LookupBuffer
 from baton.types import RequestId
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")

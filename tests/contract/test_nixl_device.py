@@ -17,9 +17,9 @@ from baton.errors import ConfigError
 from baton.kv_cache.arena import MemoryRange
 from baton.kv_cache.layout import LayerShape
 from baton.kv_transfer.blocks import BlockServer
-from baton.kv_transfer.pipes import nixl, nixl_agent, nixl_rows, registry
+from baton.kv_transfer.pipes import nixl, nixl_agent, registry
 from baton.kv_transfer.pipes.base import PipeOptions
-from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.wire import BadFrameError
 from baton.types import InstanceId
 
 pytest.importorskip("nixl_cu12")
@@ -55,7 +55,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arenas that say they are a GPU's, and agents that register them as what they are."""
     monkeypatch.setattr(nixl_agent, "_REFUSED_DEVICES", {})
     monkeypatch.setattr("tests.support.transport.kv_pair.StandInArena", OnGpu)
-    for module in (nixl_agent, nixl_rows):
+    for module in (nixl_agent, nixl):
         monkeypatch.setattr(module, "segment_type", lambda where: "DRAM")
 
 
@@ -143,7 +143,7 @@ def test_memory_that_nixl_cannot_register_is_refused_by_name_and_left_out_of_aut
 @pytest.mark.parametrize("devices", [7, [], [0, 0, 0], ["0", 0], [-1, 0], [True, 0]])
 def test_malformed_devices_are_refused_by_their_field(devices: object) -> None:
     with pytest.raises(BadFrameError) as caught:
-        nixl_rows.parse_arenas([[1, 4096], [8192, 4096]], devices)
+        nixl.parse_arenas([[1, 4096], [8192, 4096]], devices)
     assert caught.value.field == "devices"
 
 

@@ -14,12 +14,9 @@ from baton.kv_transfer.pipes import nixl
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead
 from baton.kv_transfer.pipes.nixl_agent import NixlAgent, describe_agent
 from baton.kv_transfer.pipes.tcp import dial_reader
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_control, recv_header
-from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.protocol.read_wire import pack_request
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads
+from baton.kv_transfer.wire import BadFrameError, Facts, FrameKind, pack_header, pack_request, recv_control, recv_header
 
 
 @pytest.fixture

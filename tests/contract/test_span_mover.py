@@ -12,10 +12,9 @@ import xxhash
 from tests.support.transport.transport_rig import in_thread, soon
 
 from baton.errors import DeadlineError, PipeClosedError
-from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans, send_spans
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.read_wire import Spans
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.native_copy import PieceHasher, recv_spans, send_spans
+from baton.kv_transfer.streams import Stream, Wait
+from baton.kv_transfer.wire import Spans
 from baton.native import address_of
 
 MEBIBYTES = np.full(4, 1 << 20, np.uint64)

@@ -14,7 +14,7 @@ from tests.support.transport.transport_rig import PRINT, Rig, certificates, conn
 from baton.errors import BatonError, ConfigError, PipeClosedError, UnauthenticatedError
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, Endpoint, LinkOptions
 from baton.kv_transfer.pipes.registry import resolve_kinds
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.streams import Wait
 from baton.rpc.tls import Tls
 
 

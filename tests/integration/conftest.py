@@ -12,7 +12,7 @@ from tests.support.equality import References
 from tests.support.servers.warm import WarmProcess, WarmStarter
 
 from baton.engine.executor import multiprocess
-from baton.kv_transfer.connector.p2p import candidate_watch
+from baton.kv_transfer.connector.p2p import consumer
 from baton.kv_transfer.connector.store.backend import StoreOptions
 from baton.rpc.redis import open_redis
 from baton.worker import connectors
@@ -26,7 +26,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Those who want to see somebody given up say so themselves.
     """
-    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", PATIENCE_S)
+    monkeypatch.setattr(consumer, "ACKNOWLEDGE_S", PATIENCE_S)
     times = dict.fromkeys(("call_timeout_s", "load_timeout_s", "save_timeout_s"), PATIENCE_S)
     monkeypatch.setattr(connectors, "StoreOptions", functools.partial(StoreOptions, **times))
     monkeypatch.setitem(open_redis.__kwdefaults__, "timeout_s", PATIENCE_S)

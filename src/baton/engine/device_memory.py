@@ -35,8 +35,17 @@ import torch
 
 from baton.engine.device import ComputeDevice
 from baton.errors import ConfigError, InternalError, PipeClosedError
-from baton.kv_cache.arena import Arena, ArenaState, HostArena, MemoryRange, Spans
-from baton.kv_cache.arena.base import Bytes, read_header, require_spans, state_bytes
+from baton.kv_cache.arena import (
+    Arena,
+    ArenaState,
+    Bytes,
+    HostArena,
+    MemoryRange,
+    Spans,
+    read_header,
+    require_spans,
+    state_bytes,
+)
 from baton.types import Epoch
 
 HANDLE_BYTES = 64
@@ -279,7 +288,7 @@ STAGING_BYTES = 1 << 25
 
 
 class DeviceArena:
-    """Implements :class:`~baton.kv_cache.arena.base.SharedDeviceArena`.
+    """Implements :class:`~baton.kv_cache.arena.SharedDeviceArena`.
 
     Args:
         device: Where the blocks lie.
@@ -339,7 +348,7 @@ class DeviceArena:
         raise OSError("device memory has no file descriptor")
 
     def read_into(self, target: Bytes, spans: Spans) -> None:
-        """Copy spans of blocks to host memory; see :meth:`~baton.kv_cache.arena.base.Arena.read_into`."""
+        """Copy spans of blocks to host memory; see :meth:`~baton.kv_cache.arena.Arena.read_into`."""
         self._check(len(target), spans)
         at = 0
         for part in self._parts(spans):

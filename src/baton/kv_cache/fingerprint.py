@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.hashing import HASH_SCHEME
-from baton.kv_cache.kv_types import can_convert, layer_types, type_name
-from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape, layout_name
+from baton.kv_cache.layout import LAYOUT_NAME, KVLayout, LayerShape, can_convert, layer_types, layout_name, type_name
 from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
 from baton.kv_cache.shards import KVGeometry
 
@@ -29,7 +28,7 @@ class Fingerprint:
 
     Attributes:
         layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
-        kv_dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
+        kv_dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
         kv_scales: Digest of the checkpoint's scales, where the KV type has such.
         unsplit_layers: Layers whose heads every rank holds, in rising order.
         layer_groups: Per layer the number of the group whose blocks it lies in; empty: a block holds all layers.

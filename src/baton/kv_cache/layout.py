@@ -12,12 +12,72 @@ int8 KV has scales behind K and V of each layer: those of K (kv_head, token), th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from baton.errors import ConfigError
-from baton.kv_cache.kv_types import DTYPE_BYTES, SCALE_BYTES, SCALED, layer_types
+
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of what is kept as it was computed."""
+DTYPE_BYTES = {**FLOAT_BYTES, "int8": 1, "fp8_e4m3": 1}
+"""Bytes per element."""
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+"""Of those that can be converted, as ``native/dtype_cast.c`` numbers them."""
+SCALED = frozenset({"int8"})
+"""What has a scale per token and KV head in the block."""
+SCALE_BYTES = 2
+"""Of a scale, bfloat16."""
+MOST_LAYERS = 4096
+"""A name that tells of more is malformed."""
+
+
+@functools.lru_cache(maxsize=256)
+def layer_types(name: str, num_layers: int) -> tuple[str, ...]:
+    """Return the dtype of each layer.
+
+    Args:
+        name: Of the type, as :func:`type_name` makes it.
+        num_layers: Layers that there are.
+
+    Raises:
+        ConfigError: It is no such name; names ``kv_dtype``.
+    """
+    base, _, rest = name.partition(";")
+    kept, _, numbers = rest.partition("@")
+    found = [base] * num_layers
+    if rest and num_layers <= MOST_LAYERS:
+        for number in numbers.split(",", MOST_LAYERS):
+            if number.isascii() and number.isdigit() and len(number) <= 4 and int(number) < num_layers:
+                found[int(number)] = kept
+    types = tuple(found)
+    if not set(types) <= DTYPE_BYTES.keys() or type_name(types) != name:
+        raise ConfigError(
+            f"KV dtype must be one of {sorted(DTYPE_BYTES)}, or one with layers left out, got {name!r:.80}",
+            field="kv_dtype",
+        )
+    return types
+
+
+def type_name(types: Sequence[str]) -> str:
+    """Return the name of KV whose layers have these dtypes: at most one that is quantized, and one float."""
+    if len(set(types)) <= 1:
+        return next(iter(types), "")
+    base = next((each for each in types if each not in FLOAT_BYTES), types[0])
+    kept = next(each for each in types if each != base)
+    return f"{base};{kept}@{','.join(str(layer) for layer, each in enumerate(types) if each != base)}"
+
+
+def is_quantized(name: str) -> bool:
+    """Whether some of a type's layers are not kept as they were computed."""
+    return name.partition(";")[0] not in FLOAT_BYTES
+
+
+def can_convert(source: str, target: str) -> bool:
+    """Whether KV of one type can be made of another's blocks alone; fp8 needs the checkpoint's scales beside them."""
+    return "fp8_e4m3" not in (source.partition(";")[0], target.partition(";")[0])
+
 
 LAYOUT_NAME = "block-layer-kv-head-token-dim-v1"
 SCALED_LAYOUT_NAME = "block-layer-kv-head-token-dim-scales-v2"
@@ -88,7 +148,7 @@ class KVLayout:
     """Geometry of a block.
 
     Attributes:
-        dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
+        dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
         groups: Empty: a block holds all layers. Otherwise one group's, all of which have one shape; a group with fewer
             layers than the largest leaves the end of its blocks empty.
     """
@@ -171,3 +231,48 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
+
+
+MAX_GROUPS = 8
+"""Each costs every sequence a block table."""
+LONG = 8
+"""Sequences are taken to be so many times as long as windows: so much more costs an empty place of full attention."""
+
+
+def group_layers(windows: Sequence[int], shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
+    """Divide a model's layers into groups, those of full attention first.
+
+    The number of layers per group is the one with which long sequences take the least memory, empty places included:
+    Gemma 3's 5 : 1 gives 6 groups, or 7 where some places stay empty.
+
+    Args:
+        windows: Of each layer; 0: it sees everything.
+        shapes: Of each layer.
+
+    Returns:
+        At least two groups; none where all layers see the same, or differ in shape.
+    """
+    kinds: dict[int, list[int]] = {0: []}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    if not kinds[0] or len(kinds) == 1 or len(set(shapes)) > 1:
+        return ()
+
+    def counts(size: int) -> tuple[int, int]:
+        """Groups of full attention, and of windows."""
+        each = [-(-len(layers) // size) for layers in kinds.values()]
+        return each[0], sum(each[1:])
+
+    def cost(size: int) -> tuple[int, int]:
+        full, others = counts(size)
+        return size * (LONG * full + others), -size
+
+    sizes = [size for size in range(1, len(windows) + 1) if sum(counts(size)) <= MAX_GROUPS]
+    if not sizes:
+        return ()
+    size = min(sizes, key=cost)
+    return tuple(
+        LayerGroup(tuple(layers[at : at + size]), window)
+        for window, layers in kinds.items()
+        for at in range(0, len(layers), size)
+    )

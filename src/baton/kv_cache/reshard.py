@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import FingerprintMismatchError
-from baton.kv_cache.kv_types import CODES, DTYPE_BYTES, SCALE_BYTES, layer_types
-from baton.kv_cache.layout import LayerPlace, groups_of
+from baton.kv_cache.layout import CODES, DTYPE_BYTES, SCALE_BYTES, LayerPlace, groups_of, layer_types
 from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
 
 MAX_TP = 256

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.kv_types import layer_types, type_name
-from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
+from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape, layer_types, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class KVGeometry:
 
     Attributes:
         layers: Shape of every layer.
-        dtype: KV type of all layers, see :mod:`baton.kv_cache.kv_types`.
+        dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
         unsplit: Layers whose heads are not divided over tensor parallelism: every rank holds all of them (a latent as
             MLA's belongs to all heads).
     """

@@ -19,11 +19,11 @@ from baton.kv_transfer.connector.p2p.prefill_stream import (
     Accepted,
     Acknowledged,
     Finished,
+    HeldBlocks,
     Offer,
     PrefillEvent,
     Queued,
 )
-from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import (

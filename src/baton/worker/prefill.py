@@ -16,10 +16,9 @@ from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import DeadlineError, InternalError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.multi import MultiConnector
-from baton.kv_transfer.connector.p2p.prefill_stream import Offer
-from baton.kv_transfer.connector.p2p.producer import Lease, P2PProducer, UnclaimedPrompts
-from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
-from baton.kv_transfer.lookup_buffer.buffer import LookupBuffer
+from baton.kv_transfer.connector.p2p.prefill_stream import HeldBlocks, Offer
+from baton.kv_transfer.connector.p2p.producer import Lease, P2PProducer, P2PReuser, UnclaimedPrompts
+from baton.kv_transfer.lookup_buffer import LookupBuffer
 from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
 from baton.token_ids import unpack_ids

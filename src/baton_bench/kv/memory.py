@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from baton.errors import ConfigError
 from baton.kv_cache.arena import Arena, HostArena, whole_blocks
-from baton.kv_cache.kv_types import FLOAT_BYTES
-from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.layout import FLOAT_BYTES, KVLayout
 from baton.kv_cache.shards import KVShards, ShardSpec, layer_range, shard_heads, shard_layout, shard_specs
-from baton.kv_transfer.copy.block_copy import convert
+from baton.kv_transfer.native_copy import convert
 from baton_bench.kv.plan import HOST, Ids, Shape
 
 if TYPE_CHECKING:

@@ -32,14 +32,20 @@ from baton.kv_transfer.blocks import (
     SequenceBlocks,
     TcpOptions,
 )
-from baton.kv_transfer.blocks.links import PipeDialer
+from baton.kv_transfer.blocks.fetcher import PipeDialer
 from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.protocol.connect import accept_stream, bind_tcp, close_listener, connect_tcp, join_address
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_MESSAGES, Facts, greet_as_client, greet_or_refuse
-from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.streams import (
+    Buffer,
+    Stream,
+    Wait,
+    accept_stream,
+    bind_tcp,
+    close_listener,
+    connect_tcp,
+    join_address,
+)
 from baton.kv_transfer.types import Bytes
+from baton.kv_transfer.wire import HANDSHAKE_S, PURPOSE_MESSAGES, BadFrameError, Facts, greet_as_client, greet_or_refuse
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId
 from baton_bench.kv.memory import device_of, new_shards

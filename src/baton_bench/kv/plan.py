@@ -15,10 +15,9 @@ from baton.config.pipes import BUILT_IN
 from baton.errors import ConfigError, shown
 from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.kv_types import FLOAT_BYTES
-from baton.kv_cache.layout import BLOCK_ALIGNMENT, KVLayout, LayerShape
+from baton.kv_cache.layout import BLOCK_ALIGNMENT, FLOAT_BYTES, KVLayout, LayerShape
 from baton.kv_cache.shards import KVGeometry, shard_layout, shard_specs
-from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.wire import BadFrameError
 from baton_bench.agents import Message
 from baton_bench.geometries import model_geometry, named_geometry
 from baton_bench.report import check_positive, check_ranges, numbers, words

@@ -19,7 +19,7 @@ from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest
 from baton.errors import ConfigError, UnavailableError, shown
-from baton.kv_cache.kv_types import FLOAT_BYTES
+from baton.kv_cache.layout import FLOAT_BYTES
 from baton.types import RequestId, SamplingParams
 from baton_bench.geometries import model_geometry, named_geometry
 from baton_bench.kv.driver import Driver

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError, shown
-from baton.kv_cache.kv_types import DTYPE_BYTES
+from baton.kv_cache.layout import DTYPE_BYTES
 from baton.kv_transfer.types import Bytes
 from baton.types import BlockHash
 from baton_bench.agents import Message

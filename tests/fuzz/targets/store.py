@@ -15,7 +15,7 @@ from tests.fuzz.targets.requests import filled
 from baton.api.v1 import common_pb2, kvstore_pb2
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import BatonError
-from baton.kv_cache.arena.host import HostArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer

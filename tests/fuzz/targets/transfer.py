@@ -15,32 +15,30 @@ import xxhash
 from tests.fuzz.choices import Choices
 
 from baton.errors import BatonError
-from baton.kv_cache.arena.host import HostArena
+from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.pipes import nixl_agent, nixl_rows, torch_distributed
+from baton.kv_transfer import wire
+from baton.kv_transfer.pipes import nixl, nixl_agent, torch_distributed
 from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.read_server import serve_reads
-from baton.kv_transfer.protocol import handshake as protocol
-from baton.kv_transfer.protocol import read_wire
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import FrameKind, pack_header
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads
+from baton.kv_transfer.wire import FrameKind, pack_header
 from baton.rpc.service_token import Token
 
 LAYOUT = KVLayout((LayerShape(2, 4, 6), LayerShape(1, 8, 0)), 4, "float32")
 KIND = Fingerprint.of(model="m", model_digest="d", rope="", layout=LAYOUT)
 EPOCH = b"e" * 16
-FACTS = protocol.Facts(EPOCH, KIND, 4)
+FACTS = wire.Facts(EPOCH, KIND, 4)
 TOKEN = Token("token-of-this-target")
-_KEY = protocol._keys(TOKEN)[0]
-_NONCE = b"\1" * protocol.NONCE_BYTES
+_KEY = wire._keys(TOKEN)[0]
+_NONCE = b"\1" * wire.NONCE_BYTES
 _NAMES = list(KIND.__dataclass_fields__)
 _SHARDS = KVShards([HostArena(4, KIND.block_bytes, private=True)])
 _LIMITS = ServeLimits(frame_s=2.0, idle_s=2.0)
-protocol.secrets = SimpleNamespace(token_bytes=lambda size: b"\1" * size)  # type: ignore[attr-defined]
+wire.secrets = SimpleNamespace(token_bytes=lambda size: b"\1" * size)  # type: ignore[attr-defined]
 """The nonce is known, so that right proofs can be made and what stands behind them is reached."""
 
 
@@ -70,8 +68,8 @@ def handshake(data: bytes) -> None:
     with theirs:
         server = choices.flag()
         role = b"client" if server else b"server"
-        proof = protocol._proof(_KEY, role, _NONCE, _NONCE) if choices.number(0, 3) else choices.text()
-        word = {"nonce": _NONCE.hex(), "proof": proof, "purpose": protocol.PURPOSE_READ, **_facts(choices)}
+        proof = wire._proof(_KEY, role, _NONCE, _NONCE) if choices.number(0, 3) else choices.text()
+        word = {"nonce": _NONCE.hex(), "proof": proof, "purpose": wire.PURPOSE_READ, **_facts(choices)}
         word.update(choices.fields(["nonce", "proof", "purpose"], 1))
         said = b"" if server else _frame(choices, FrameKind.CHALLENGE, {"nonce": _NONCE.hex()})
         said += _frame(choices, FrameKind.HELLO if server else FrameKind.WELCOME, word)
@@ -79,10 +77,10 @@ def handshake(data: bytes) -> None:
             said = choices.rest()
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_WR)
-        greet = protocol.greet_as_server if server else protocol.greet_as_client
+        greet = wire.greet_as_server if server else wire.greet_as_client
         with contextlib.suppress(BatonError):
-            greet(stream, TOKEN, Wait(time.monotonic() + 5), purpose=protocol.PURPOSE_READ, facts=FACTS)
-            assert word["proof"] == protocol._proof(_KEY, role, _NONCE, _NONCE)
+            greet(stream, TOKEN, Wait(time.monotonic() + 5), purpose=wire.PURPOSE_READ, facts=FACTS)
+            assert word["proof"] == wire._proof(_KEY, role, _NONCE, _NONCE)
         stream.close()
 
 
@@ -127,12 +125,12 @@ def reads(data: bytes) -> None:
     ids = np.arange(choices.number(1, 40))
     asked = BlockReads(ids, ids.astype(np.uint64), ids)
     checksums, sent = choices.flag(), choices.number(0, len(ids))
-    size = read_wire.tail_bytes(asked, sent, checksums=checksums)
+    size = wire.tail_bytes(asked, sent, checksums=checksums)
     tail = choices.rest().ljust(size, b"\0")[:size]
     if checksums and size % 2:
         tail = tail[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(b"sent" + tail[:-8]))
     with contextlib.suppress(BatonError):
-        assert len(read_wire.parse_tail(asked, b"sent", tail, checksums=checksums).unchanged) == len(ids)
+        assert len(wire.parse_tail(asked, b"sent", tail, checksums=checksums).unchanged) == len(ids)
 
 
 def layouts(data: bytes) -> None:
@@ -140,7 +138,7 @@ def layouts(data: bytes) -> None:
     choices = Choices(data)
     fields = _facts(choices)["fingerprint"]
     with contextlib.suppress(BatonError):
-        found = protocol.fingerprint_from_fields(fields)
+        found = wire.fingerprint_from_fields(fields)
         found.digest()
         found.content_key()
         KIND.require_source(found, who="peer")
@@ -148,7 +146,7 @@ def layouts(data: bytes) -> None:
     entry = choices.fields(["agent", "metadata", "digest", "arenas", "devices", "key", "value"], 5)
     for parse in (
         nixl_agent.parse_agent,
-        lambda value: nixl_rows.parse_arenas(value.get("arenas"), value.get("devices")),
+        lambda value: nixl.parse_arenas(value.get("arenas"), value.get("devices")),
         torch_distributed._parse_entry,
     ):
         with contextlib.suppress(BatonError):

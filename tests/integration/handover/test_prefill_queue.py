@@ -19,7 +19,7 @@ from tests.support.standstills import take_standstills_out
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
-from baton.kv_transfer.connector.p2p import candidate_watch
+from baton.kv_transfer.connector.p2p import consumer
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
 from baton.token_ids import pack_ids
@@ -166,8 +166,8 @@ async def test_a_silent_instance_is_left_when_a_router_says_so_and_one_that_is_h
 async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_later_ones_go_there_first(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidate_watch, "REST_S", 3600.0)
-    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 1.0)
+    monkeypatch.setattr(consumer, "REST_S", 3600.0)
+    monkeypatch.setattr(consumer, "ACKNOWLEDGE_S", 1.0)
     async with busy_cluster(path) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]
         role: Any = decode._role
@@ -178,7 +178,7 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
             async with asyncio.timeout(240):
                 both = [address, prefill.address]
                 traces = [(await cluster.generate(decode, prompt(0), GREEDY, candidates=both)).trace]
-                monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 3600.0)  # the one that lives has its time
+                monkeypatch.setattr(consumer, "ACKNOWLEDGE_S", 3600.0)  # the one that lives has its time
                 traces.append((await cluster.generate(decode, prompt(1), GREEDY, candidates=both)).trace)
                 assert {trace.path for trace in traces} == {common_pb2.PREFILL_PATH_REMOTE}
                 late = f"{address}: it did not acknowledge the call within 1 s"
@@ -195,7 +195,7 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
 async def test_an_instance_in_the_middle_of_a_step_acknowledges_a_call(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidate_watch, "ACKNOWLEDGE_S", 240.0)
+    monkeypatch.setattr(consumer, "ACKNOWLEDGE_S", 240.0)
     async with busy_cluster(path) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]
         role: Any = decode._role

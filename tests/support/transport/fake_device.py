@@ -8,13 +8,12 @@ import torch
 from baton.engine.device import ComputeDevice
 from baton.engine.device_memory import DeviceArena
 from baton.errors import InternalError
-from baton.kv_cache.arena import ArenaState, Spans
-from baton.kv_cache.arena.base import Bytes, checked_spans, state_bytes
+from baton.kv_cache.arena import ArenaState, Bytes, Spans, checked_spans, state_bytes
 from baton.types import Epoch
 
 
 class FakeDeviceArena:
-    """Implements :class:`baton.kv_cache.arena.base.Arena`.
+    """Implements :class:`baton.kv_cache.arena.Arena`.
 
     Attributes:
         device_memory: The blocks, uint8 [num_blocks, block_bytes]: for the computation on the "device" and for checks.

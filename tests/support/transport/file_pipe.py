@@ -6,17 +6,25 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from baton.kv_transfer.copy.block_copy import fence
+from baton.kv_transfer.native_copy import fence
 from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served
 from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import FrameKind, pack_header, recv_control, send_control
-from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.protocol.read_wire import pack_bits, pack_request, source_views, target_views, unpack_bits
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, current
+from baton.kv_transfer.wire import (
+    Facts,
+    FrameKind,
+    pack_bits,
+    pack_header,
+    pack_request,
+    recv_control,
+    send_control,
+    source_views,
+    target_views,
+    unpack_bits,
+)
 
 ENTRY_POINTS = "[baton.pipes]\nfile = tests.support.transport.file_pipe:FileKind\n"
 

@@ -12,8 +12,7 @@ from tests.support.transport.transport_rig import in_thread, soon, tls_of
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.kv_types import layer_types
-from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.layout import KVLayout, LayerShape, layer_types
 from baton.kv_cache.shards import KVGeometry, KVShards, shard_layout, shard_specs
 from baton.kv_transfer.blocks import (
     BlockFetcher,

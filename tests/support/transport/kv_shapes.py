@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from baton.kv_cache.kv_types import DTYPE_BYTES, SCALED, layer_types
+from baton.kv_cache.layout import DTYPE_BYTES, SCALED, layer_types
 from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_heads, shard_layout
 
 

@@ -31,8 +31,7 @@ from baton.kv_transfer.blocks import (
     TcpOptions,
 )
 from baton.kv_transfer.pipes.base import MemoryNetwork
-from baton.kv_transfer.protocol.connect import connect_tcp, connect_unix
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.streams import Wait, connect_tcp, connect_unix
 from baton.rpc.tls import Tls
 from baton.types import InstanceId
 

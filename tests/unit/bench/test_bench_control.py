@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, InvalidRequestError, PipeClosedError, TransferError
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
+from baton.kv_transfer.wire import BadFrameError
 from baton.rpc.service_token import Token
 from baton_bench.agents import MAX_CONTROL_BYTES, Agent, Line, Order, serve_orders
 from baton_bench.kv.methods import MessageServer, MessageStream, recv_step, round_trips, send_schedule

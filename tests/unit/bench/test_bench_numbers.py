@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
-from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.wire import BadFrameError
 from baton_bench import commands
 from baton_bench.agents import parse
 from baton_bench.kv import records

@@ -10,7 +10,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv_cache.shards import shard_specs
-from baton.kv_transfer.protocol.frames import BadFrameError
+from baton.kv_transfer.wire import BadFrameError
 from baton_bench.geometries import named_geometry
 from baton_bench.kv.memory import ShardPattern, shard_patterns, source_tokens
 from baton_bench.kv.plan import RunSpec, Shape, chosen, round_up_block

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, FingerprintMismatchError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.kv_types import DTYPE_BYTES, is_quantized, layer_types, type_name
-from baton.kv_cache.layout import KVLayout, LayerShape
+from baton.kv_cache.layout import DTYPE_BYTES, KVLayout, LayerShape, is_quantized, layer_types, type_name
 
 shapes = st.builds(LayerShape, st.integers(1, 8), st.integers(1, 96), st.integers(1, 96))
 

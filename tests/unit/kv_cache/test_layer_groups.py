@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.kv_cache.layer_groups import MAX_GROUPS, group_layers
-from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
+from baton.kv_cache.layout import MAX_GROUPS, KVLayout, LayerGroup, LayerShape, group_layers
 
 SHAPE = LayerShape(2, 16, 16)
 

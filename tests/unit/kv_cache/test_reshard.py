@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.support.transport.kv_shapes import pool_of, whole_kv
 
 from baton.errors import ConfigError, FingerprintMismatchError
-from baton.kv_cache.kv_types import CODES
-from baton.kv_cache.layout import LayerShape
+from baton.kv_cache.layout import CODES, LayerShape
 from baton.kv_cache.reshard import (
     ShardGrid,
     cast_rows,

@@ -29,13 +29,20 @@ from baton.api.v1 import common_pb2, kvstore_pb2, router_pb2, worker_pb2
 from baton.errors import BatonError, PermissionDeniedError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.pipes import nixl_agent, nixl_rows, torch_distributed
-from baton.kv_transfer.protocol import read_wire
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import FrameKind, error_from_fields, pack_header, parse_header, parse_object
-from baton.kv_transfer.protocol.handshake import Facts, fingerprint_from_fields, greet_as_server
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer import wire
+from baton.kv_transfer.pipes import nixl, nixl_agent, torch_distributed
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import MAX_BLOCKS_PER_READ, BlockReads, source_from_pb
+from baton.kv_transfer.wire import (
+    Facts,
+    FrameKind,
+    error_from_fields,
+    fingerprint_from_fields,
+    greet_as_server,
+    pack_header,
+    parse_header,
+    parse_object,
+)
 from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.service_token import Token
@@ -106,7 +113,7 @@ def test_read_requests(
         body += b"".join(struct.pack("<QQ", *pair) for pair in (*segments, *steps)) + (more if made_up else b"")
         body += struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
         with contextlib.suppress(BatonError):
-            request = read_wire.parse_request(bytearray(body))
+            request = wire.parse_request(bytearray(body))
             reads = request.reads
             assert len(reads) == len(blocks)
             if reads.steps is not None:
@@ -120,11 +127,11 @@ def test_read_requests(
 def test_tails_of_answers(data: bytes, count: int, checksums: bool) -> None:
     ids = np.arange(count)
     reads = BlockReads(ids, ids.astype(np.uint64), ids)
-    size = read_wire.tail_bytes(reads, 1, checksums=checksums)
+    size = wire.tail_bytes(reads, 1, checksums=checksums)
     body = data.ljust(size, b"\0")[:size]
     if checksums:
         body = body[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(b"sent" + body[:-8]))
-    tail = read_wire.parse_tail(reads, b"sent", body, checksums=checksums)
+    tail = wire.parse_tail(reads, b"sent", body, checksums=checksums)
     assert len(tail.unchanged) == count <= MAX_BLOCKS_PER_READ
 
 
@@ -133,7 +140,7 @@ def test_tails_of_answers(data: bytes, count: int, checksums: bool) -> None:
 def test_introductions_of_pipes(fields: dict[str, Any]) -> None:
     for parse in (
         nixl_agent.parse_agent,
-        lambda x: nixl_rows.parse_arenas(x.get("arenas"), x.get("devices")),
+        lambda x: nixl.parse_arenas(x.get("arenas"), x.get("devices")),
         torch_distributed._parse_entry,
     ):
         with contextlib.suppress(TransferError):

@@ -26,9 +26,8 @@ from baton.kv_transfer.pipes.nixl_agent import (
     progress_until_readable,
 )
 from baton.kv_transfer.pipes.registry import obstacle, resolve_kinds
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
+from baton.kv_transfer.wire import BadFrameError
 
 
 def streams() -> tuple[Stream, Stream]:

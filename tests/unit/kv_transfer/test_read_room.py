@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.errors import QueueFullError
-from baton.kv_transfer.pipes import read_room
-from baton.kv_transfer.pipes.read_room import ReadRoom
+from baton.kv_transfer.pipes import read_server
+from baton.kv_transfer.pipes.read_server import ReadRoom
 
 
 def test_no_more_is_taken_than_there_is() -> None:
@@ -43,7 +43,7 @@ def test_who_waits_too_long_or_has_left_is_refused_and_leaves_its_turn(monkeypat
         with pytest.raises(QueueFullError, match="too many spans") as refused, room.take(5, lambda: True):
             raise AssertionError("there is no room")
         assert refused.value.retry_after_s == 1.0
-        monkeypatch.setattr(read_room, "WAIT_S", 0.05)
+        monkeypatch.setattr(read_server, "ROOM_WAIT_S", 0.05)
         with pytest.raises(QueueFullError), room.take(5):
             raise AssertionError("there is no room")
         with room.take(2):

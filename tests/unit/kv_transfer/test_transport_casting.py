@@ -10,9 +10,9 @@ import torch
 from tests.support.transport.transport_rig import soon
 
 from baton.errors import CancelledError, ConfigError
-from baton.kv_cache.kv_types import CODES, FLOAT_BYTES
-from baton.kv_transfer.copy.block_copy import Cast, convert, read_casting
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_cache.layout import CODES, FLOAT_BYTES
+from baton.kv_transfer.native_copy import Cast, convert, read_casting
+from baton.kv_transfer.streams import Wait
 from baton.kv_transfer.types import BlockReads
 from baton_kernels.paged_attention.quantized import quantize_rows
 

@@ -15,9 +15,8 @@ from tests.support.transport.transport_rig import open_fds
 
 from baton.errors import CancelledError, DeadlineError, PipeClosedError
 from baton.kv_cache.reshard import Segments
-from baton.kv_transfer.copy.block_copy import BATCH_BYTES, BlockReader, Line, fence, merge_runs
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.native_copy import COPY_BATCH_BYTES, BlockReader, Line, fence, merge_runs
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Ids
 
 
@@ -85,7 +84,7 @@ def test_blocks_of_another_generation_are_not_copied() -> None:
 
 
 def test_a_block_that_changes_during_the_copy_is_not_valid() -> None:
-    size, blocks = 1 << 20, 3 * BATCH_BYTES // (1 << 20)
+    size, blocks = 1 << 20, 3 * COPY_BATCH_BYTES // (1 << 20)
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     generations, ids = np.zeros(blocks, dtype=np.uint64), np.arange(blocks)
 
@@ -151,7 +150,7 @@ class Countdown:
 
 def test_long_copies_look_at_the_flag_and_the_clock() -> None:
     size = 1 << 20
-    blocks = 3 * BATCH_BYTES // size
+    blocks = 3 * COPY_BATCH_BYTES // size
     remote, local = np.ones((blocks, size), dtype=np.uint8), np.zeros((blocks, size), dtype=np.uint8)
     ids = np.arange(blocks)
     with pytest.raises(CancelledError):

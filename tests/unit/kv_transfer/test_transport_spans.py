@@ -16,10 +16,9 @@ from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.pipes.base import ServeLimits, TcpOptions
 from baton.kv_transfer.pipes.read_server import serve_reads
 from baton.kv_transfer.pipes.tcp import request_blocks
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.read_wire import source_spans, target_spans
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads
+from baton.kv_transfer.wire import source_spans, target_spans
 from baton.native import address_of
 
 BLOCK = 64

@@ -27,17 +27,17 @@ from baton.errors import (
 )
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
-from baton.kv_transfer.protocol.connect import join_address, split_address
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import (
+from baton.kv_transfer.streams import Wait, join_address, split_address
+from baton.kv_transfer.wire import (
     BadFrameError,
+    Facts,
     FrameKind,
     error_from_fields,
+    fingerprint_from_fields,
     pack_header,
     parse_header,
     parse_object,
 )
-from baton.kv_transfer.protocol.handshake import Facts, fingerprint_from_fields
 
 LAYOUT = KVLayout((LayerShape(2, 16, 16), LayerShape(1, 8, 24)), 16, "bfloat16")
 PRINT = Fingerprint.of(model="m", model_digest="d", rope="r", layout=LAYOUT)
@@ -172,7 +172,7 @@ def test_the_transport_does_not_import_torch() -> None:
     modules = [
         "blocks",
         "lookup_buffer",
-        "protocol.sockets",
+        "wire",
         *(f"pipes.{x}" for x in ("memory", "shm", "tcp", "nixl")),
     ]
     code = "import sys\n" + "".join(f"import baton.kv_transfer.{name}\n" for name in modules)

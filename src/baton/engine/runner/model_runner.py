@@ -32,9 +32,7 @@ from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.arena import Arena
-from baton.kv_cache.kv_types import layer_types
-from baton.kv_cache.layer_groups import group_layers
-from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape
+from baton.kv_cache.layout import KVLayout, LayerGroup, LayerShape, group_layers, layer_types
 from baton.kv_cache.shards import KVGeometry, layer_range, shard_heads, shard_layout
 from baton_kernels.linear import PlainLinear
 from baton_kernels.paged_attention import (

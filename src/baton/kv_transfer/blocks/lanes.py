@@ -19,7 +19,7 @@ from functools import partial
 
 from baton.errors import BatonError, CancelledError, PipeClosedError, QueueFullError
 from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.streams import Wait
 from baton.kv_transfer.types import FetchResult
 
 log = logging.getLogger(__name__)

@@ -36,11 +36,9 @@ from baton.kv_transfer.pipes.base import (
     SocketPipeServer,
 )
 from baton.kv_transfer.pipes.registry import load_kind, resolve_kinds
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import send_error
-from baton.kv_transfer.protocol.handshake import HANDSHAKE_S, PURPOSE_READ, Facts, greet_as_server
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockSource, Endpoint
+from baton.kv_transfer.wire import HANDSHAKE_S, PURPOSE_READ, Facts, greet_as_server, send_error
 from baton.rpc.audit import Event, audit
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls

@@ -19,12 +19,11 @@ import numpy.typing as npt
 
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.kv_types import SCALE_BYTES
-from baton.kv_cache.layout import BLOCK_ALIGNMENT
+from baton.kv_cache.layout import BLOCK_ALIGNMENT, SCALE_BYTES
 from baton.kv_cache.reshard import CODE_BYTES, Casts, Segments, Spans, cast_rows, cast_spans
-from baton.kv_transfer.copy.block_copy import Cast, read_casting
+from baton.kv_transfer.native_copy import Cast, read_casting
 from baton.kv_transfer.pipes.base import CastingReadPipe, DeviceReadPipe, ReadPipe
-from baton.kv_transfer.protocol.deadline import Wait
+from baton.kv_transfer.streams import Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, block_spans
 
 AREA_BYTES = 8 << 20

@@ -18,11 +18,10 @@ from typing import ClassVar
 from baton.errors import PipeClosedError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.copy.block_copy import Cast
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.native_copy import Cast
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.wire import Facts
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 

@@ -21,7 +21,7 @@ import numpy as np
 from baton.errors import ConfigError, DeadlineError, FingerprintMismatchError, InternalError, PipeClosedError
 from baton.kv_cache.arena import Arena, SharedDeviceArena
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.copy.block_copy import fence
+from baton.kv_transfer.native_copy import fence
 from baton.kv_transfer.pipes.base import DeviceReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
 from baton.kv_transfer.pipes.pool import WORD, Connection, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress
@@ -33,12 +33,9 @@ from baton.kv_transfer.pipes.shm import (
     send_descriptors,
     socket_name,
 )
-from baton.kv_transfer.protocol.connect import connect_unix
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_header
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait, connect_unix
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, block_spans, current
+from baton.kv_transfer.wire import PURPOSE_READ, BadFrameError, Facts, FrameKind, greet_as_client, recv_header
 
 HANDLE_BYTES = 64
 _CONNECTIONS = 8

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_transfer.copy.block_copy import BlockReader, Cast, fence, read_casting
+from baton.kv_transfer.native_copy import BlockReader, Cast, fence, read_casting
 from baton.kv_transfer.pipes.base import (
     CastingReadPipe,
     MemoryNetwork,
@@ -18,9 +18,9 @@ from baton.kv_transfer.pipes.base import (
     ReadPipe,
     Served,
 )
-from baton.kv_transfer.protocol.deadline import TICK_S, Wait
-from baton.kv_transfer.protocol.handshake import Facts
+from baton.kv_transfer.streams import TICK_S, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, block_spans, current
+from baton.kv_transfer.wire import Facts
 
 
 class MemoryReadPipe(ReadPipe):

@@ -26,10 +26,9 @@ import numpy.typing as npt
 from baton.config.environment import set_nixl_log_level, set_ucx_environment
 from baton.errors import ConfigError, DeadlineError, PipeClosedError
 from baton.kv_cache.arena import Arena, MemoryRange, SharedDeviceArena
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import Bytes
+from baton.kv_transfer.wire import BadFrameError
 
 log = logging.getLogger(__name__)
 Rows = npt.NDArray[np.uint64]

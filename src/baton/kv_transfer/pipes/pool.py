@@ -13,10 +13,9 @@ import numpy as np
 
 from baton.errors import InvalidRequestError, PipeClosedError
 from baton.kv_transfer.pipes.base import ReadPipe
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.wire import BadFrameError, FrameKind, pack_header, recv_header
 
 WORD = struct.Struct("<Q")
 """A progress, in WAIT and PROGRESS frames."""

@@ -1,7 +1,7 @@
 """The serving end of block reads on a byte stream: a thread per connection sends blocks out of the arenas.
 
 No byte is copied in Python: ``sendmsg`` takes views of the arena. Requests and answers are those of
-``baton.kv_transfer.protocol.read_wire``.
+``baton.kv_transfer.wire``.
 """
 
 from __future__ import annotations
@@ -9,37 +9,97 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import DeadlineError, InvalidRequestError, PipeClosedError, QueueFullError
 from baton.kv_cache.shards import KVShards
-from baton.kv_transfer.copy.block_copy import fence
-from baton.kv_transfer.copy.socket_mover import PieceHasher, send_spans
+from baton.kv_transfer.native_copy import PieceHasher, fence, send_spans
 from baton.kv_transfer.pipes.base import ServeLimits
 from baton.kv_transfer.pipes.pool import WORD
-from baton.kv_transfer.pipes.read_room import ReadRoom
-from baton.kv_transfer.protocol.deadline import TICK_S, Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
-from baton.kv_transfer.protocol.read_wire import (
+from baton.kv_transfer.streams import TICK_S, Buffer, Stream, Wait
+from baton.kv_transfer.types import MAX_SPANS_PER_READ, BlockReads, block_spans, current
+from baton.kv_transfer.wire import (
     MAX_READ_BYTES,
+    BadFrameError,
     Checksums,
+    FrameKind,
     Tail,
     check_request,
     checksums_of,
     pack_bits,
+    pack_header,
     pack_tail,
     parse_request,
+    recv_header,
+    send_error,
     source_spans,
     source_views,
     step_sizes,
     tail_bytes,
 )
-from baton.kv_transfer.protocol.sockets import Buffer, Stream
-from baton.kv_transfer.types import MAX_SPANS_PER_READ, BlockReads, block_spans, current
+
+ROOM_WAIT_S = 10.0
+"""How long a read waits for room."""
+
+
+class ReadRoom:
+    """Room for so many units; for any thread.
+
+    Args:
+        most: Units that may be taken at once. One taker alone may take more: else it would wait for ever.
+        what: Of what there is too much, for errors.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
+        self._taken = 0
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def taken(self) -> int:
+        """Units that are taken now."""
+        return self._taken
+
+    @contextlib.contextmanager
+    def take(self, units: int, hung_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Hold room while the block runs.
+
+        Args:
+            units: How much.
+            hung_up: Whether nobody waits any more: asked now and then, and the room is given up.
+
+        Raises:
+            QueueFullError: There was none within ``ROOM_WAIT_S``, or nobody waits any more.
+        """
+        self._enter(units, hung_up)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= units
+                self._changed.notify_all()
+
+    def _enter(self, units: int, hung_up: Callable[[], bool]) -> None:
+        turn, deadline = object(), time.monotonic() + ROOM_WAIT_S
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                while self._waiting[0] is not turn or (self._taken and self._taken + units > self._most):
+                    if time.monotonic() >= deadline or hung_up():
+                        raise QueueFullError(f"too many {self._what} are read at once", retry_after_s=1.0)
+                    self._changed.wait(TICK_S)
+                self._taken += units
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
 
 _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10

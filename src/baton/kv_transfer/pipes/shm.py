@@ -20,14 +20,11 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import groups_of
 from baton.kv_cache.shards import KVShards, shard_layout, shard_specs
-from baton.kv_transfer.copy.block_copy import BlockReader, Cast, Line, read_casting
+from baton.kv_transfer.native_copy import BlockReader, Cast, Line, read_casting
 from baton.kv_transfer.pipes.base import CastingReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
-from baton.kv_transfer.protocol.connect import connect_unix
-from baton.kv_transfer.protocol.deadline import TICK_S, Wait
-from baton.kv_transfer.protocol.frames import BadFrameError
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_transfer.streams import TICK_S, Stream, Wait, connect_unix
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.wire import PURPOSE_READ, BadFrameError, Facts, greet_as_client
 from baton.rpc.service_token import Token
 
 MAX_DESCRIPTORS = 253

@@ -1,6 +1,6 @@
 """One-sided reads over TCP: a server thread per connection sends blocks out of the arenas (``read_server``).
 
-Requests and answers are those of ``baton.kv_transfer.protocol.read_wire``, and::
+Requests and answers are those of ``baton.kv_transfer.wire``, and::
 
     WAIT      value u64        wait until the source's progress has reached the value
     PROGRESS  progress u64     it has
@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from baton.errors import BatonError, ConfigError, InternalError, InvalidRequestError, PermissionDeniedError
-from baton.kv_transfer.copy.socket_mover import PieceHasher, recv_spans
+from baton.kv_transfer.native_copy import PieceHasher, recv_spans
 from baton.kv_transfer.pipes.base import (
     FollowingReadPipe,
     LayerRead,
@@ -34,23 +34,38 @@ from baton.kv_transfer.pipes.base import (
 )
 from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import serve_reads
-from baton.kv_transfer.protocol.connect import bind_tcp, connect_tcp, join_address, split_address
-from baton.kv_transfer.protocol.deadline import EitherFlag, Wait, run_together
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, pack_header, recv_header, send_error
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.kv_transfer.protocol.read_wire import (
+from baton.kv_transfer.streams import (
+    EitherFlag,
+    Stream,
+    Wait,
+    bind_tcp,
+    connect_tcp,
+    join_address,
+    run_together,
+    split_address,
+    tls_from,
+    tls_to,
+)
+from baton.kv_transfer.types import BlockReads, Bytes, Ids, Valid
+from baton.kv_transfer.wire import (
+    PURPOSE_READ,
+    BadFrameError,
     Checksums,
+    Facts,
+    FrameKind,
     checksums_of,
+    greet_as_client,
+    pack_header,
     pack_request,
     parse_tail,
+    recv_header,
+    send_error,
     step_sizes,
     tail_bytes,
     target_spans,
     target_views,
     unpack_bits,
 )
-from baton.kv_transfer.protocol.sockets import Stream, tls_from, tls_to
-from baton.kv_transfer.types import BlockReads, Bytes, Ids, Valid
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 

@@ -33,11 +33,9 @@ from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served, TcpOptio
 from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
 from baton.kv_transfer.pipes.read_server import send_blocks, serve_reads
 from baton.kv_transfer.pipes.tcp import TcpServer, dial_reader, request_blocks
-from baton.kv_transfer.protocol.deadline import TICK_S, Wait
-from baton.kv_transfer.protocol.frames import BadFrameError, FrameKind, recv_control, send_control
-from baton.kv_transfer.protocol.handshake import Facts
-from baton.kv_transfer.protocol.sockets import Buffer, Stream
+from baton.kv_transfer.streams import TICK_S, Buffer, Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid
+from baton.kv_transfer.wire import BadFrameError, Facts, FrameKind, recv_control, send_control
 
 KV_RANKS = {"prefill": 0, "decode": 1}
 """Ranks by role: the listener, whose KV is asked for, is 0; the caller is 1."""

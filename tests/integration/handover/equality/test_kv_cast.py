@@ -32,7 +32,8 @@ from baton.config import EngineConfig
 from baton.config.kvstore import KVStoreConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.models.loader import quiet_transformers
-from baton.kv_transfer.connector.p2p.reuse import HeldBlocks, P2PReuser
+from baton.kv_transfer.connector.p2p.prefill_stream import HeldBlocks
+from baton.kv_transfer.connector.p2p.producer import P2PReuser
 from baton.types import PrefillPath, RequestId, SamplingParams
 from baton_kvstore.server import KVStoreServer
 

@@ -27,11 +27,8 @@ from baton.kv_transfer.blocks import (
     LinkOptions,
     TcpOptions,
 )
-from baton.kv_transfer.protocol.connect import connect_tcp
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.frames import HEADER
-from baton.kv_transfer.protocol.handshake import PURPOSE_READ, Facts, greet_as_client
-from baton.kv_transfer.protocol.read_wire import tail_bytes
+from baton.kv_transfer.streams import Wait, connect_tcp
+from baton.kv_transfer.wire import HEADER, PURPOSE_READ, Facts, greet_as_client, tail_bytes
 from baton.types import InstanceId
 
 

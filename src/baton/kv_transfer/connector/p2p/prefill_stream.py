@@ -9,8 +9,26 @@ from typing import Protocol
 
 from baton.kv_cache.connector import LoadRequest
 from baton.kv_transfer.blocks import BlockSource
-from baton.kv_transfer.connector.p2p.reuse import HeldBlocks
 from baton.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """The leading blocks of a request as its caller holds them, all full.
+
+    Attributes:
+        block_ids: In the caller's pool, from the first token on.
+        generations: Parallel to ``block_ids``.
+    """
+
+    source: BlockSource
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV they hold."""
+        return len(self.block_ids) * self.source.fingerprint.block_size
 
 
 @dataclass(frozen=True, slots=True)

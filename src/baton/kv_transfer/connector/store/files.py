@@ -38,8 +38,7 @@ import xxhash
 from baton.config.secrets import require_own_folder
 from baton.errors import ConfigError, DeadlineError, PipeClosedError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.kv_cache.kv_types import DTYPE_BYTES, SCALE_BYTES
-from baton.kv_cache.layout import KVLayout
+from baton.kv_cache.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import FetchResult
 from baton.kv_transfer.connector.background import settle

@@ -12,24 +12,27 @@ would be another one.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash._xxhash
 
 from baton.errors import ConfigError, PipeClosedError
-from baton.kv_cache.kv_types import CODES, FLOAT_BYTES
-from baton.kv_transfer.protocol.deadline import Wait
-from baton.kv_transfer.protocol.sockets import Stream
+from baton.kv_cache.layout import CODES, FLOAT_BYTES
+from baton.kv_transfer.streams import BATCH_BYTES, TICK_S, Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, Valid
+from baton.kv_transfer.wire import Checksums, Spans
 from baton.native import address_of, function
 
-BATCH_BYTES = 32 << 20
+COPY_BATCH_BYTES = 32 << 20
 """Bytes between two looks at the cancel flag (a few milliseconds)."""
 SMALL_READ_BYTES = 64 << 10
 """Reads of up to so many bytes keep the interpreter lock (a few microseconds)."""
@@ -127,7 +130,7 @@ class BlockReader:
         Args:
             local: uint8 [blocks, block_bytes], C-contiguous, writable, with its own number and size of blocks.
             reads: In range; the caller has checked.
-            wait: Looked at every ``BATCH_BYTES``.
+            wait: Looked at every ``COPY_BATCH_BYTES``.
 
         Returns:
             bool [n].
@@ -139,9 +142,9 @@ class BlockReader:
         wait.check("copying blocks")
         count = len(reads.remote_ids)
         each = reads.bytes_per_block(local.shape[1])
-        if count * each <= BATCH_BYTES or count <= 1:
+        if count * each <= COPY_BATCH_BYTES or count <= 1:
             return self._copy(local, reads, count * each)
-        batch = max(1, BATCH_BYTES // each)
+        batch = max(1, COPY_BATCH_BYTES // each)
         parts: list[Valid] = []
         for at in range(0, count, batch):
             part = reads.take(slice(at, at + batch))
@@ -210,7 +213,7 @@ def read_casting(
         remote: The same with its own number and size of blocks.
         generations: Of the remote blocks, [blocks]; may change at any time.
         reads: In range, with ``casts``.
-        wait: Looked at every ``BATCH_BYTES``.
+        wait: Looked at every ``COPY_BATCH_BYTES``.
         vector_bits: Bound on the vector registers that are used.
 
     Raises:
@@ -219,7 +222,7 @@ def read_casting(
     pieces = np.ascontiguousarray(reads.casts, dtype=np.int64)
     states = np.full(len(reads), _STALE, dtype=np.uint8)
     sides = tuple(ctypes.byref(_Side(address_of(pool), pool.shape[1])) for pool in (local, remote))
-    batch = max(1, BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
+    batch = max(1, COPY_BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
     for at in range(0, len(reads), batch):
         wait.check("converting blocks")
         some = reads.take(slice(at, at + batch))
@@ -250,3 +253,128 @@ def convert(rows: Bytes, source: str, target: str) -> tuple[Bytes, Valid]:
     reads = BlockReads(ids, np.zeros(len(rows), np.uint64), ids, np.array([[0, 0, rows.shape[1]]]), casts=casts)
     cast = read_casting(made, rows, reads.generations, reads, Wait(time.monotonic() + _CONVERT_S))
     return made, cast.out_of_range
+
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_uint64
+_hasher_new = function("hasher_new", _pointer, _pointer, _pointer, _number, keep_lock=True)
+_hasher_free = function("hasher_free", None, _pointer, keep_lock=True)
+_send_spans = function("send_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, _pointer)
+_recv_spans = function(
+    *("recv_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, ctypes.c_int, _pointer)
+)
+
+
+def _use_xxh3() -> None:
+    """Hand xxHash's own functions to the C helpers, so that Baton carries no copy of it.
+
+    Raises:
+        ImportError: The xxhash package is built without xxHash's public C functions.
+    """
+    # On x86 those that end in "dispatch" use the processor's widest vectors; in some builds all of them do.
+    wanted = [
+        ("XXH3_createState",),
+        ("XXH3_freeState",),
+        ("XXH3_64bits_reset",),
+        ("XXH3_64bits_update_dispatch", "XXH3_64bits_update"),
+        ("XXH3_64bits_digest",),
+    ]
+    library = ctypes.CDLL(xxhash._xxhash.__file__)
+    addresses = []
+    for names in wanted:
+        symbol = next((name for name in names if hasattr(library, name)), None)
+        if symbol is None:
+            raise ImportError(f"the xxhash package ({xxhash._xxhash.__file__}) lacks the C function {names[-1]}")
+        addresses.append(ctypes.cast(library[symbol], ctypes.c_void_p).value)
+    function("use_xxh3", None)((ctypes.c_void_p * len(wanted))(*addresses))
+
+
+_use_xxh3()
+
+
+class PieceHasher:
+    """Checksums (XXH3, 64 bits) of a stream of pieces, however it is cut up on its way.
+
+    Args:
+        sizes: Bytes of each piece, none of them empty, uint64 [pieces].
+
+    Attributes:
+        sums: uint64 [pieces]; complete once all their bytes have been seen.
+    """
+
+    def __init__(self, sizes: npt.NDArray[np.uint64]) -> None:
+        self.sums: Checksums = np.zeros(len(sizes), np.uint64)
+        self._sizes = sizes  # kept: C has its address
+        self.address: int | None = _hasher_new(address_of(sizes), address_of(self.sums), len(sizes))
+        if self.address is None:
+            raise MemoryError("no memory for checksums")
+
+    def __del__(self) -> None:
+        _hasher_free(getattr(self, "address", None))
+
+
+def send_spans(
+    stream: Stream,
+    spans: Spans,
+    wait: Wait,
+    hasher: PieceHasher | None,
+    *,
+    stall_s: float,
+    gate: Callable[[int], int] | None = None,
+) -> None:
+    """Send spans one after the other; see :meth:`Stream.send_all`.
+
+    Args:
+        stream: Where to.
+        spans: Of this process's memory.
+        wait: Deadline and cancel flag.
+        hasher: For their checksums.
+        stall_s: Every bit of progress moves the deadline to this many seconds from then.
+        gate: Given how many bytes have gone, returns how many may go in all, at least one more; it may wait.
+    """
+    place = address_of(spans)
+    gone = open_to = 0
+
+    def once(fd: int, state: int, code: int) -> int:
+        nonlocal gone, open_to
+        if gate is not None and gone >= open_to:
+            open_to = gate(gone)
+        limit = BATCH_BYTES if gate is None else min(BATCH_BYTES, open_to - gone)
+        moved = int(_send_spans(fd, place, state, _address(hasher), limit, code))
+        gone += moved
+        return moved
+
+    _until_done(once, stream, spans, wait, "sending blocks", stall_s)
+
+
+def recv_spans(stream: Stream, spans: Spans, wait: Wait, hasher: PieceHasher | None) -> None:
+    """Fill spans one after the other; see :meth:`Stream.recv_into`."""
+    place, tick_ms = address_of(spans), int(TICK_S * 1000)
+
+    def once(fd: int, state: int, code: int) -> int:
+        return int(_recv_spans(fd, place, state, _address(hasher), BATCH_BYTES, tick_ms, code))
+
+    _until_done(once, stream, spans, wait, "receiving blocks", None)
+
+
+def _address(hasher: PieceHasher | None) -> int | None:
+    return None if hasher is None else hasher.address
+
+
+def _until_done(
+    once: Callable[[int, int, int], int], stream: Stream, spans: Spans, wait: Wait, what: str, stall_s: float | None
+) -> None:
+    """Call with a descriptor, a state and a place for an error number until no bytes are left."""
+    state, code = np.array([0, 0, spans[:, 1].sum(), 0], np.uint64), ctypes.c_int()
+    places = address_of(state), ctypes.addressof(code)
+    with stream.in_use():
+        fd = stream.sock.fileno()
+        while int(state[2]):
+            moved = once(fd, *places)
+            if code.value == errno.EPIPE:
+                raise stream.gone(what)
+            if code.value not in (0, errno.EAGAIN):
+                raise stream.gone(what, OSError(code.value, os.strerror(code.value)))
+            if stall_s is not None and moved:
+                wait = Wait(time.monotonic() + stall_s, wait.cancelled)
+            elif int(state[2]):
+                wait.check(what)

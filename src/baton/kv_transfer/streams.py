@@ -10,7 +10,11 @@ kernel, so it carries about a quarter of what plain TCP does.
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
+import itertools
 import math
+import os
 import select
 import socket
 import ssl
@@ -18,11 +22,109 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from baton.errors import PipeClosedError, UnauthenticatedError
-from baton.kv_transfer.protocol.deadline import TICK_S, Wait
+from baton.errors import CancelledError, ConfigError, DeadlineError, PipeClosedError, UnauthenticatedError
+from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
+
+T = TypeVar("T")
+TICK_S = 0.02
+"""Longest time (seconds) between two looks at a cancel flag while blocked in the kernel."""
+
+
+class Flag(Protocol):
+    """What can be asked whether to stop, e.g. a ``threading.Event``."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        ...
+
+
+class EitherFlag:
+    """An event, or another flag.
+
+    Args:
+        other: The other flag; ``None``: there is none.
+        event: The event; default: a new one.
+    """
+
+    def __init__(self, other: Flag | None, event: threading.Event | None = None) -> None:
+        self._other, self._mine = other, event or threading.Event()
+
+    def is_set(self) -> bool:
+        """Whether either is set."""
+        return self._mine.is_set() or (self._other is not None and self._other.is_set())
+
+    def set(self) -> None:
+        """Set the event."""
+        self._mine.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A deadline and a cancel flag.
+
+    Attributes:
+        deadline: ``time.monotonic()`` seconds; ``None``: no limit, for servers that wait for their
+            peer's next word.
+        cancelled: Set by another thread to end the wait.
+    """
+
+    deadline: float | None = None
+    cancelled: Flag | None = None
+
+    def check(self, what: str) -> None:
+        """Raise if the wait is over.
+
+        Raises:
+            DeadlineError: The deadline has passed.
+            CancelledError: The flag is set.
+        """
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise CancelledError(f"cancelled while {what}")
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise DeadlineError(f"deadline passed while {what}")
+
+    def remaining(self) -> float | None:
+        """Seconds to the deadline, at least 0; ``None`` without one."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def nap(self) -> float | None:
+        """Seconds to block before looking again: to the deadline, and at most a tick where there is a flag."""
+        left = self.remaining()
+        if self.cancelled is None:
+            return left
+        return TICK_S if left is None else min(TICK_S, left)
+
+
+def run_together(mine: Callable[[], T], others: Sequence[Future[T]], siblings: EitherFlag) -> list[T]:
+    """Run one share of a work here, and wait for the others; afterwards none runs any more.
+
+    Args:
+        mine: The share for this thread.
+        others: Shares that were given to other threads; those that are cancelled by the end of ``mine`` are left out.
+        siblings: Set if one of them fails.
+
+    Raises:
+        BaseException: The failure that came first.
+    """
+    results: list[T] = []
+    failure: BaseException | None = None
+    for result in itertools.chain((mine,), (other.result for other in others if not other.cancelled())):
+        try:
+            results.append(result())
+        except BaseException as error:
+            siblings.set()
+            # A sibling that was told to stop says "cancelled"; the reason is the other's.
+            if failure is None or isinstance(failure, CancelledError):
+                failure = error
+    if failure is not None:
+        raise failure
+    return results
+
 
 IOV_MAX = 512
 """Buffers per system call (Linux allows 1024)."""
@@ -406,3 +508,149 @@ def tls_from(stream: Stream, tls: Tls, wait: Wait) -> TlsStream:
     """Make a connection that a client made an encrypted one; errors are those of :class:`TlsStream`."""
     context = tls.pipe_context(server_side=True)
     return TlsStream(stream.detach(), context, peer=stream.peer, server_name=None, wait=wait)
+
+
+_FULL_S = 0.01
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``host:port``.
+
+    Raises:
+        PipeClosedError: It is not such an address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise PipeClosedError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Write ``host:port``, IPv6 hosts in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind_tcp(host: str, port: int, token: Token | None, *, safe: bool = False) -> socket.socket:
+    """Bind a TCP socket; ``safe``: peers show a certificate.
+
+    Raises:
+        ConfigError: No token off loopback, or the address cannot be bound.
+    """
+    if token is None and not safe and not _is_loopback(host):
+        raise ConfigError(f"listening on {host} needs a shared token: only loopback goes without", field="token")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error}", field="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+    return listener
+
+
+def accept_stream(listener: socket.socket, wait: Wait, peer: str) -> Stream:
+    """Accept a connection.
+
+    Raises:
+        DeadlineError, CancelledError: As their names say.
+        PipeClosedError: The listener was closed.
+    """
+    while True:
+        try:
+            listener.settimeout(wait.nap())
+            return Stream(listener.accept()[0], peer=peer)
+        except (TimeoutError, BlockingIOError):  # the latter: a time-out of 0
+            wait.check("waiting for a pipe")
+        except OSError as error:
+            raise PipeClosedError(f"the listener was closed ({error.strerror or error})") from error
+
+
+def close_listener(listener: socket.socket) -> None:
+    """Stop listening and wake a blocked ``accept``."""
+    with contextlib.suppress(OSError):  # Linux wakes accept(), and then says that the socket was not connected
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def connect_tcp(address: str, wait: Wait) -> Stream:
+    """Connect to ``host:port`` (IPv6 hosts in brackets).
+
+    Raises:
+        PipeClosedError: Nothing listens there.
+        DeadlineError: It took too long.
+    """
+    host, port = split_address(address)
+    wait.check(f"connecting to {address}")
+    reason = "it has no address"
+    try:
+        for family, kind, proto, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, proto)
+            try:
+                code = _connect(sock, target, wait)
+            except BaseException:
+                sock.close()
+                raise
+            if code == 0:
+                return Stream(sock, peer=address)
+            sock.close()
+            reason = os.strerror(code)
+    except OSError as error:
+        reason = str(error.strerror or error)
+    raise PipeClosedError(f"cannot connect to {address}: {reason}")
+
+
+def _connect(sock: socket.socket, target: Any, wait: Wait) -> int:
+    """Connect without blocking past the wait; returns the error number, 0 for success."""
+    sock.setblocking(False)
+    code = sock.connect_ex(target)
+    if code != errno.EINPROGRESS:
+        return code
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    while True:
+        nap = wait.nap()
+        if poller.poll(None if nap is None else math.ceil(nap * 1000)):
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        wait.check("connecting")
+
+
+def connect_unix(name: str, wait: Wait) -> Stream:
+    """Connect to an abstract Unix socket (without its leading NUL).
+
+    Raises:
+        PipeClosedError: Nothing listens there.
+        DeadlineError: It took too long.
+    """
+    wait.check(f"connecting to @{name}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        while True:
+            sock.settimeout(wait.remaining())
+            try:
+                sock.connect("\0" + name)
+                break
+            except BlockingIOError:  # more wait to be accepted than may: it soon takes more
+                time.sleep(_FULL_S)
+                wait.check(f"connecting to @{name}")
+    except BaseException as error:
+        sock.close()
+        if not isinstance(error, OSError):
+            raise
+        if isinstance(error, TimeoutError):
+            wait.check(f"connecting to @{name}")
+            raise PipeClosedError(f"@{name} did not answer") from error
+        raise PipeClosedError(f"cannot connect to @{name}: {error.strerror or error}") from error
+    return Stream(sock, peer=f"@{name}")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,1 +1,0 @@
-"""Moving and converting bytes: copies between mappings, over sockets, between dtypes."""

@@ -1,1 +1,0 @@
-"""Where KV waits for its consumer, matched by key or by tokens."""
