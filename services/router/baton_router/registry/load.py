@@ -36,7 +36,7 @@ RECENT_S = 300.0
 """Work done this long ago counts 1/e as much as work done now."""
 NO_LIMIT = 2**62
 _RECENT_SHARE = 0.2
-"""What a token of work done just now counts beside one in flight. In replays (docs/bench/router.md) more of it gave
+"""What a token of work done just now counts beside one in flight. In replays (docs/benchmarks.md) more of it gave
 more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
 layout_of = function("placement_layout", ctypes.c_int64, ctypes.c_char_p)
 """Returns offsets and sizes of the structures of ``native/placement.c``."""

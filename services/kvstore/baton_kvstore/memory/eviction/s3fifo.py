@@ -2,7 +2,7 @@
 
 Two of its numbers differ from the paper's: the small queue has 60 % of the bytes instead of 10 %, and one use in it is
 enough for the main queue, not two. A prompt's blocks come back minutes later, with the conversation's next turn, not at
-once as hot objects do: of the paper's small queue they would be gone by then. docs/bench/store.md has both on a trace.
+once as hot objects do: of the paper's small queue they would be gone by then. docs/benchmarks.md has both on a trace.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _STALL_SHARE = 0.1
 carry the prompt's chunks, so they are all delayed."""
 _EVEN_SHARE = 0.1
 """Maximum cost of an uneven load as a share of the shortest prefill: about the error of a prediction. In replays
-(docs/bench/router.md) 0.02 to 0.2 gave the same time to first token."""
+(docs/benchmarks.md) 0.02 to 0.2 gave the same time to first token."""
 
 
 class CostMs(BuiltInPolicy):
