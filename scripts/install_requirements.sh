@@ -23,7 +23,9 @@ install_torch() {
 sys.exit(not any(each.startswith("nvidia-") for each in m.requires("torch")))'; then install ${PIP_ARGS:-} -r "$folder/cuda.txt"; fi
 }
 
+files=
 for name in "$@"; do
-    # shellcheck disable=SC2086
-    if [ "$name" = torch ]; then install_torch; else install ${PIP_ARGS:-} -r "$folder/$name.txt"; fi
+    if [ "$name" = torch ]; then install_torch; else files="$files -r $folder/$name.txt"; fi
 done
+# shellcheck disable=SC2086
+test -z "$files" || install ${PIP_ARGS:-} $files
