@@ -1,1 +1,1 @@
-"""KV memory: its layout, the arena it lies in, the block pool and the prefix cache, and the connector's contract."""
+"""KV memory: layout of blocks, arenas, the block pool with its prefix cache, and the interface of KV connectors."""

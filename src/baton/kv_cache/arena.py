@@ -1,16 +1,21 @@
-"""What a KV pool's memory offers, wherever it lies, and what is shared of it apart from its blocks.
+"""Memory of a KV pool, on the host or on a device, and the state that it shares with readers beside its blocks.
 
-Epoch, a generation per block, and progress are always in host memory (:class:`ArenaState`). The blocks' bytes need not
-be: memory of a device is reached by explicit copies alone, :meth:`Arena.read_into` and :meth:`Arena.write_from`.
+Epoch, generations and progress are always in host memory (:class:`ArenaState`). The blocks' bytes may be in device
+memory, which only explicit copies reach: :meth:`Arena.read_into` and :meth:`Arena.write_from`.
 
 Generations fence one-sided reads. The owner raises a block's generation before it hands the block to a new user,
-so a reader who finds the generation unchanged *after* its copy knows that the block was not written meanwhile.
+so a reader that finds the generation unchanged *after* its copy knows that the block was not written meanwhile.
 
 Progress is a counter that the owner raises and readers wait for: the layers of a running step, as they are computed.
-A reader that was told "block 7 is complete at 1234" waits for 1234 and copies, while the owner computes the next
-layer. Waiting is the kernel's futex on the mapping itself: no message, no polling, and the owner's cost without a
-waiter is one system call. A waiter for a value is woken by the values up to it that are congruent to it modulo 32,
-so as a rule once, and not for every layer.
+A reader of "block 7 is complete at 1234" waits for 1234 and copies, while the owner computes the next layer. Waiting
+is the kernel's futex on the mapping itself: no message, no polling, and the owner's cost without a waiter is one
+system call. A waiter for a value is woken by the values up to it that are congruent to it modulo 32, so usually once,
+and not for every layer.
+
+Host memory (:class:`HostArena`) is one mapping of anonymous shared memory (``memfd_create``): another process on the
+host maps it from a passed file descriptor and copies blocks from pool to pool, and the kernel frees it with its last
+user, also after SIGKILL. A pool that no other process will read can be private memory instead, which the kernel backs
+with large pages more readily: attention then reads it up to a fifth faster.
 """
 
 from __future__ import annotations
@@ -42,17 +47,18 @@ MAGIC = b"BATONKV1"
 _HEADER_BYTES = 4096
 _FIELDS_BYTES = 40
 _PROGRESS_AT = 64  # a cache line of its own
-_FUTEX_WAIT_BITSET, _FUTEX_WAKE_BITSET = 9, 10
+_FUTEX_WAIT_BITSET = 9
+_FUTEX_WAKE_BITSET = 10
 _BITS = 32
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
 _POLL_S = 0.0005
 
 
 class Progress:
-    """The counter.
+    """A counter in shared memory that its owner raises and readers wait for.
 
     Args:
-        word: uint64 [1], aligned to 8 bytes, in memory that all parties map; readers may map it read-only.
+        word: The counter, uint64 [1], aligned to 8 bytes, in memory that all parties map; readers may map it read-only.
     """
 
     def __init__(self, word: npt.NDArray[np.uint64]) -> None:
@@ -64,11 +70,11 @@ class Progress:
 
     @property
     def value(self) -> int:
-        """The counter now."""
+        """Current value of the counter."""
         return int(self._word[0])
 
     def advance(self, value: int) -> None:
-        """Raise the counter and wake waiting readers; a value not above the present one changes nothing."""
+        """Raise the counter and wake waiting readers; a value that is not higher changes nothing."""
         before = int(self._word[0])
         if value > before:
             self._word[0] = value
@@ -83,7 +89,7 @@ class Progress:
             if left <= 0:
                 break
             if self._futex is None:
-                time.sleep(min(left, _POLL_S))  # a machine whose number of the system call is not known here
+                time.sleep(min(left, _POLL_S))  # a machine whose system call number is not known here
                 continue
             self._futex(self._address, _FUTEX_WAIT_BITSET, now & 0xFFFFFFFF, deadline, _bits(value, value))
         return now
@@ -93,10 +99,12 @@ class Arena(Protocol):
     """Memory of ``num_blocks`` blocks of ``block_bytes`` bytes.
 
     Attributes:
-        epoch: 16 random bytes of this arena; a restarted process has another.
-        generations: uint64 [num_blocks] in host memory, shared with readers.
-        progress: How far the owner's computation is, in host memory, shared with readers.
-        mapped: Whether the host addresses the blocks, so that :attr:`blocks` works.
+        num_blocks: Number of blocks.
+        block_bytes: Size of a block in bytes.
+        epoch: 16 random bytes of this arena; a restarted process has others.
+        generations: Generation of each block, uint64 [num_blocks], in host memory, shared with readers.
+        progress: Progress of the owner's computation, in host memory, shared with readers.
+        mapped: Whether the host can address the blocks, so that :attr:`blocks` works.
     """
 
     num_blocks: int
@@ -129,15 +137,15 @@ class Arena(Protocol):
         """Copy spans of blocks to host memory, one after the other; returns when the bytes are there.
 
         Args:
-            target: uint8 [the spans' bytes], contiguous.
-            spans: What to copy.
+            target: Buffer to fill, uint8 [total bytes of the spans], contiguous.
+            spans: Spans of the arena's blocks, int64 [m, 3].
 
         Raises:
             InternalError: A span is not within a block, or ``target`` has another size.
         """
 
     def write_from(self, source: Bytes, spans: Spans) -> None:
-        """Copy host memory to spans of blocks: :meth:`read_into` the other way round."""
+        """Copy host memory to spans of blocks, the reverse of :meth:`read_into`."""
 
     def touch(self) -> None:
         """Make the memory ready, so that no first transfer pays for it."""
@@ -148,12 +156,12 @@ class Arena(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """Where an arena's blocks lie, for what addresses memory by itself, as network cards do.
+    """Address range of an arena's blocks, for hardware that addresses memory itself, as network cards do.
 
     Attributes:
-        address: Of the first, as this process sees it.
-        size: Bytes of all.
-        device: Index of the GPU that has them; ``None``: the host, also where its memory stands in for a device's.
+        address: Address of the first block in this process.
+        size: Size of all blocks in bytes.
+        device: Index of the GPU that holds the blocks; ``None``: host memory, also if that stands in for a device's.
     """
 
     address: int
@@ -167,42 +175,42 @@ class MemoryRange:
 
 @runtime_checkable
 class SharedDeviceArena(Protocol):
-    """What an :class:`Arena` in device memory has that other processes on this host can open, to copy on the device.
+    """An :class:`Arena` in device memory that other processes on this host can open, to copy on the device.
 
     Attributes:
-        block_bytes: Of each block.
+        block_bytes: Size of a block in bytes.
     """
 
     block_bytes: int
 
     def memory_range(self) -> MemoryRange:
-        """Return where the blocks lie."""
+        """Return the address range of the blocks."""
 
     def export(self) -> tuple[bytes, int]:
-        """Return the handle of the blocks, and a new read-only descriptor of the state, which the caller closes.
+        """Return a handle of the blocks, and a new read-only descriptor of the state, which the caller closes.
 
         Raises:
             OSError: No other process can open the memory.
         """
 
     def settle(self) -> None:
-        """Wait until all is done that the owner has queued on the device by now."""
+        """Wait until the device has completed the work that the owner has queued so far."""
 
     def open_peer(self, handle: bytes, fd: int) -> Arena:
-        """Open another process's arena, to read it alone; ``fd`` is closed.
+        """Open another process's arena read-only; ``fd`` is closed.
 
         Raises:
-            PipeClosedError: It cannot be reached from here.
-            ConfigError: What was passed is no arena.
+            PipeClosedError: The arena cannot be reached from this process.
+            ConfigError: Handle and descriptor are not those of an arena.
         """
 
     def copy_from(self, peer: Any, taken: Spans, into: Spans) -> None:
         """Copy spans of a peer's blocks to spans of these, on the device; returns when the bytes are there.
 
         Args:
-            peer: What :meth:`open_peer` returned.
-            taken: Of the peer's.
-            into: Parallel, of the same sizes.
+            peer: An arena that :meth:`open_peer` returned.
+            taken: Spans of the peer's blocks.
+            into: Spans of these blocks, parallel to ``taken`` and of the same sizes.
 
         Raises:
             InternalError: A span is not within a block, or sizes differ.
@@ -210,10 +218,10 @@ class SharedDeviceArena(Protocol):
 
 
 def memory_range(arena: Arena) -> MemoryRange:
-    """Return where an arena's blocks lie.
+    """Return the address range of an arena's blocks.
 
     Raises:
-        InternalError: Nothing but the arena itself reaches them.
+        InternalError: Only the arena itself reaches them.
     """
     if isinstance(arena, SharedDeviceArena):
         return arena.memory_range()
@@ -227,12 +235,12 @@ def whole_blocks(block_ids: npt.ArrayLike | list[BlockId], block_bytes: int) -> 
 
 
 def require_spans(spans: Spans, num_bytes: int, num_blocks: int, block_bytes: int) -> None:
-    """Refuse spans beyond blocks, or of another size together than their buffer.
+    """Check that spans are within blocks and as large as their buffer.
 
     Raises:
-        InternalError: As it says.
+        InternalError: They are not.
     """
-    ids, starts, sizes = spans[:, 0], spans[:, 1], spans[:, 2]
+    ids, starts, sizes = spans.T
     inside = (ids >= 0) & (ids < num_blocks) & (starts >= 0) & (sizes >= 0) & (starts + sizes <= block_bytes)
     if not inside.all() or int(sizes.sum()) != num_bytes:
         raise InternalError(f"spans of {int(sizes.sum())} bytes do not fit a buffer of {num_bytes}, or the blocks")
@@ -241,11 +249,10 @@ def require_spans(spans: Spans, num_bytes: int, num_blocks: int, block_bytes: in
 def checked_spans(
     spans: Spans, num_bytes: int, num_blocks: int, block_bytes: int
 ) -> Iterator[tuple[slice, int, slice]]:
-    """Yield each span as its place in the host buffer, its block and its bytes there.
+    """Yield, per span, its slice of the host buffer, its block and its slice of that block.
 
     Raises:
-        InternalError: A span is not within a block, or the buffer has another size than all of them; before any
-            is yielded.
+        InternalError: A span is not within a block, or the buffer has another size; before any is yielded.
     """
     require_spans(spans, num_bytes, num_blocks, block_bytes)
     at = 0
@@ -262,7 +269,11 @@ class ArenaState:
     """The shared state of an arena: a header page (magic, epoch, sizes, progress), then the generations.
 
     Attributes:
-        generations: uint64 [num_blocks].
+        epoch: Epoch of the arena.
+        num_blocks: Number of blocks.
+        block_bytes: Size of a block in bytes.
+        generations: Generation of each block, uint64 [num_blocks].
+        progress: Progress of the owner's computation.
     """
 
     epoch: Epoch
@@ -275,13 +286,13 @@ class ArenaState:
     def create(
         cls, memory: npt.NDArray[np.uint8], num_blocks: int, block_bytes: int, epoch: Epoch | None = None
     ) -> ArenaState:
-        """Lay the state of a new arena into zeroed memory.
+        """Create the state of a new arena in zeroed memory.
 
         Args:
             memory: uint8, at least ``state_bytes(num_blocks)``, aligned to 8 bytes.
-            num_blocks: Of the arena.
-            block_bytes: Size of each.
-            epoch: Default: a new one.
+            num_blocks: Number of blocks in the arena.
+            block_bytes: Size of a block in bytes.
+            epoch: Epoch of the arena; default: a new one.
         """
         epoch = epoch or Epoch(secrets.token_bytes(16))
         header = MAGIC + epoch + num_blocks.to_bytes(8, "little") + block_bytes.to_bytes(8, "little")
@@ -290,7 +301,7 @@ class ArenaState:
 
     @classmethod
     def at(cls, memory: npt.NDArray[np.uint8], header: bytes) -> ArenaState:
-        """Return the state that lies in memory under a header that :func:`read_header` accepts."""
+        """Return the state in memory that begins with a header that :func:`read_header` accepts."""
         epoch, num_blocks, block_bytes = read_header(header)
         generations = memory[_HEADER_BYTES : _HEADER_BYTES + 8 * num_blocks].view(np.uint64)
         progress = Progress(memory[_PROGRESS_AT : _PROGRESS_AT + 8].view(np.uint64))
@@ -301,7 +312,7 @@ def read_header(header: bytes) -> tuple[Epoch, int, int]:
     """Return epoch, number of blocks and bytes per block from the beginning of an arena's state.
 
     Raises:
-        ConfigError: It is no arena's.
+        ConfigError: The bytes are not the header of an arena.
     """
     if len(header) < _FIELDS_BYTES or header[:8] != MAGIC:
         raise ConfigError("the memory received is not a KV arena")
@@ -309,7 +320,7 @@ def read_header(header: bytes) -> tuple[Epoch, int, int]:
 
 
 def state_bytes(num_blocks: int) -> int:
-    """Bytes of the state, in whole pages."""
+    """Return the size of the state in bytes, in whole pages."""
     return _HEADER_BYTES + page_up(8 * num_blocks)
 
 
@@ -319,7 +330,7 @@ def page_up(size: int) -> int:
 
 
 def _bits(first: int, last: int) -> int:
-    """The set of bits that stands for the values from the first to the last."""
+    """Return the futex bits of the values from the first to the last."""
     run = (1 << min(last - first + 1, _BITS)) - 1 << first % _BITS
     return (run | run >> _BITS) & 0xFFFFFFFF
 
@@ -334,7 +345,7 @@ def _futex_call(number: int) -> Any:
 
     def call(address: int, operation: int, value: int, deadline: float | None, bits: int) -> int:
         limit = None
-        if deadline is not None:  # that of ``time.monotonic``, the clock of this operation
+        if deadline is not None:  # in seconds of ``time.monotonic``, the clock of this operation
             seconds = int(deadline)
             limit = ctypes.byref(Timespec(seconds, int((deadline - seconds) * 1e9)))
         result = syscall(
@@ -354,16 +365,16 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class HostArena:
-    """Implements :class:`~baton.kv_cache.arena.Arena`; the mapping is its state, then the blocks.
+    """An :class:`Arena` in host memory; the mapping is its state, then the blocks.
 
     Args:
-        num_blocks: Of the pool.
-        block_bytes: Size of each.
-        epoch: Of this arena; default: a new one.
-        private: Never to be mapped by another process.
+        num_blocks: Number of blocks in the pool, at least 1.
+        block_bytes: Size of a block in bytes.
+        epoch: Epoch of the arena; default: a new one.
+        private: Whether no other process may map the memory.
 
     Attributes:
-        blocks: uint8 array [num_blocks, block_bytes].
+        blocks: The blocks, uint8 [num_blocks, block_bytes].
 
     Raises:
         ConfigError: No blocks, or no bytes.
@@ -385,7 +396,7 @@ class HostArena:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = mmap.mmap(self._fd, size, access=mmap.ACCESS_WRITE)
         self._discard = mmap.MADV_DONTNEED if private else mmap.MADV_REMOVE
-        with contextlib.suppress(OSError):  # a kernel without large pages, or none for shared memory: small ones do
+        with contextlib.suppress(OSError):  # a kernel without large pages, or without them for shared memory
             mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(mapping, np.uint8)
         self._use(mapping, whole, ArenaState.create(whole, num_blocks, block_bytes, epoch))
@@ -395,8 +406,8 @@ class HostArena:
         """Map another process's arena from a file descriptor, which this object then owns.
 
         Args:
-            fd: Of the arena's memory.
-            writable: For a rank of the instance that the arena belongs to; others only read.
+            fd: File descriptor of the arena's memory.
+            writable: Map for writing, for a rank of the instance that owns the arena.
 
         Raises:
             ConfigError: The descriptor is not an arena.
@@ -416,28 +427,27 @@ class HostArena:
 
     def _use(self, mapping: mmap.mmap, whole: Bytes, state: ArenaState) -> None:
         self._mapping = mapping
-        self.num_blocks, self.block_bytes, self.epoch = state.num_blocks, state.block_bytes, state.epoch
-        self.generations, self.progress = state.generations, state.progress
+        self.num_blocks = state.num_blocks
+        self.block_bytes = state.block_bytes
+        self.epoch = state.epoch
+        self.generations = state.generations
+        self.progress = state.progress
         self._start = state_bytes(state.num_blocks)
         used = whole[self._start : self._start + state.num_blocks * state.block_bytes]
         self.blocks: Bytes = used.reshape(state.num_blocks, state.block_bytes)
 
     def open_read_only(self) -> int:
-        """Return a new file descriptor of the memory that cannot be written through; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def fd(self) -> int:
-        """The memory's file descriptor, to be passed to readers on the same host; -1 if it is private."""
         return self._fd
 
     def read_into(self, target: Bytes, spans: Spans) -> None:
-        """Copy spans of blocks to ``target``; see :meth:`~baton.kv_cache.arena.Arena.read_into`."""
         for at, block, span in checked_spans(spans, len(target), self.num_blocks, self.block_bytes):
             target[at] = self.blocks[block, span]
 
     def write_from(self, source: Bytes, spans: Spans) -> None:
-        """Copy ``source`` to spans of blocks."""
         for at, block, span in checked_spans(spans, len(source), self.num_blocks, self.block_bytes):
             self.blocks[block, span] = source[at]
 
@@ -446,7 +456,7 @@ class HostArena:
         self.blocks[:, ::4096] = 0
 
     def discard(self, first: int, stop: int) -> None:
-        """Give the memory of the blocks ``[first, stop)`` back to the kernel, whole pages only; they read as zeros."""
+        """Return the memory of the blocks ``[first, stop)`` to the kernel, in whole pages; they read as zeros."""
         start = self._start + page_up(first * self.block_bytes)
         end = self._start + stop * self.block_bytes // 4096 * 4096
         if stop == self.num_blocks:
@@ -457,7 +467,7 @@ class HostArena:
     def close(self) -> None:
         """Release the file descriptor; the mapping goes with the last array that refers to it.
 
-        The blocks of private memory, which nobody else reads, are given back at once: they read as zeros then.
+        The blocks of private memory, which has no other readers, are freed at once: they read as zeros then.
         """
         if self._fd >= 0:
             os.close(self._fd)
@@ -467,5 +477,5 @@ class HostArena:
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Bytes of the whole mapping."""
+    """Return the size of the whole mapping in bytes."""
     return state_bytes(num_blocks) + page_up(num_blocks * block_bytes)

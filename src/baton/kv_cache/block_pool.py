@@ -1,4 +1,4 @@
-"""Ownership of the blocks of a KV pool, and the prefix cache: which of them holds the KV of which hash.
+"""Ownership of the blocks of a KV pool, the prefix cache (which block holds the KV of which hash), and eviction.
 
 A block is in one of three states::
 
@@ -7,8 +7,11 @@ A block is in one of three states::
                             |  +--acquire-- cached --allocate--> active (evicted: its hash is forgotten)
                             +----release----> ^                  (registered by ``commit``)
 
-Blank blocks are handed out before cached ones, cached ones least recently used first, with a part for each tenant
-(:mod:`baton.kv_cache.block_pool`).
+Blank blocks are allocated before cached ones, cached ones least recently used first, with a fair share for each tenant:
+part of the pool (``share``) is divided equally among the tenants that have cached blocks and used them lately. A
+tenant's blocks beyond its part compete with all others' by recency; those within it are evicted only when there are no
+others. So a tenant's new prompts evict its own blocks before the few of another one. With one tenant, or a share of 0,
+this is plain LRU.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVE
 from baton.types import BlockHash, BlockId
 
 IDLE_S = 600.0
-"""A tenant that has used nothing for so long has no part of its own any more."""
+"""Seconds without use after which a tenant has no part of its own."""
 _MAX_IDLE = 1024
-"""Tenants from which on those without blocks are forgotten."""
+"""Number of tenants from which on those without blocks are removed."""
 
 
 class _Tenant:
+    # An ``OrderedDict`` is a linked list with a hash index in C: to remove the oldest entry, to add the youngest and to
+    # remove one from the middle (a prefix hit) are each O(1) and about 0.1 us.
     __slots__ = ("blocks", "used_at")
 
     def __init__(self) -> None:
@@ -44,18 +49,20 @@ class EvictionQueue:
     """The free cached blocks of a pool.
 
     Args:
-        num_blocks: Blocks in the pool.
+        num_blocks: Number of blocks in the pool.
         share: Part of the pool that is divided among tenants, 0 to 1.
-        clock: Seconds, monotonic.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, num_blocks: int, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share, self._room, self._clock = share, int(share * num_blocks), clock
-        nobody = _Tenant()
-        self._tenants = {"": nobody}
-        self._of = [nobody] * num_blocks
+        self._share = share
+        self._num_shared = int(share * num_blocks)
+        self._clock = clock
+        no_tenant = _Tenant()
+        self._tenants = {"": no_tenant}
+        self._owner_of = [no_tenant] * num_blocks
         self._num = self._releases = 0
-        self._most = _MAX_IDLE
+        self._max_tenants = _MAX_IDLE
 
     def __len__(self) -> int:
         return self._num
@@ -63,33 +70,33 @@ class EvictionQueue:
     def __iter__(self) -> Iterator[BlockId]:
         return (block_id for tenant in self._tenants.values() for block_id in tenant.blocks)
 
-    def own(self, block_id: BlockId, tenant: str) -> None:
-        """Say whose a block is that is in use."""
-        found = self._tenants.get(tenant if self._share else "")
-        if found is None:
-            if len(self._tenants) >= self._most:
-                self._forget_idle()
-            found = self._tenants[tenant] = _Tenant()
-        self._of[block_id] = found
+    def set_owner(self, block_id: BlockId, tenant: str) -> None:
+        """Set the tenant that owns a block in use."""
+        owner = self._tenants.get(tenant if self._share else "")
+        if owner is None:
+            if len(self._tenants) >= self._max_tenants:
+                self._remove_idle_tenants()
+            owner = self._tenants[tenant] = _Tenant()
+        self._owner_of[block_id] = owner
 
     def add(self, block_ids: Sequence[BlockId]) -> None:
-        """Take blocks that are not in use any more, the one that goes first in front."""
+        """Add blocks that are not in use any more, the one to evict first in front."""
         if not block_ids:
             return
         self._releases = now = self._releases + 1
-        of = self._of
+        owner_of = self._owner_of
         for block_id in block_ids:
-            of[block_id].blocks[block_id] = now
-        of[block_ids[0]].used_at = self._clock()
+            owner_of[block_id].blocks[block_id] = now
+        owner_of[block_ids[0]].used_at = self._clock()
         self._num += len(block_ids)
 
     def remove(self, block_id: BlockId) -> None:
-        """Give back a block that is used again."""
-        del self._of[block_id].blocks[block_id]
+        """Remove a block that is used again."""
+        del self._owner_of[block_id].blocks[block_id]
         self._num -= 1
 
     def pop(self, count: int) -> list[BlockId]:
-        """Take out those that go first; there must be so many."""
+        """Remove and return the ``count`` blocks to evict first; there must be that many."""
         if len(self._tenants) == 1:
             popitem = self._tenants[""].blocks.popitem
             out = [popitem(last=False)[0] for _ in range(count)]
@@ -97,39 +104,39 @@ class EvictionQueue:
             return out
         out = []
         while len(out) < count:
-            taken = self._pop_beyond_parts(count - len(out))
-            self._num -= len(taken)
-            out += taken
+            popped = self._pop_beyond_parts(count - len(out))
+            self._num -= len(popped)
+            out += popped
         return out
 
     def _pop_beyond_parts(self, count: int) -> list[BlockId]:
-        """Take out the oldest of those that are beyond their tenants' parts: one at least, ``count`` at most."""
+        """Remove and return the oldest blocks beyond their tenants' parts, between 1 and ``count``; O(tenants)."""
         lately = self._clock() - IDLE_S
-        having = [tenant for tenant in self._tenants.values() if tenant.blocks]
-        num_active = sum(tenant.used_at > lately for tenant in having)
-        part = self._room // num_active if num_active > 1 else 0
+        tenants = [tenant for tenant in self._tenants.values() if tenant.blocks]
+        num_active = sum(tenant.used_at > lately for tenant in tenants)
+        part = self._num_shared // num_active if num_active > 1 else 0
         heap = []
-        for at, tenant in enumerate(having):
-            kept = part if tenant.used_at > lately else 0
-            if len(tenant.blocks) > kept:
-                heap.append((_oldest(tenant), at, kept))
-        if not heap:  # none is beyond its part: who has most gives one, of several the one that was here last
-            most = max(having, key=lambda tenant: (len(tenant.blocks), next(reversed(tenant.blocks.values()))))
+        for index, tenant in enumerate(tenants):
+            protected = part if tenant.used_at > lately else 0
+            if len(tenant.blocks) > protected:
+                heap.append((_oldest(tenant), index, protected))
+        if not heap:  # none is beyond its part: evict from the tenant with most blocks, of several the latest user
+            most = max(tenants, key=lambda tenant: (len(tenant.blocks), next(reversed(tenant.blocks.values()))))
             return [most.blocks.popitem(last=False)[0]]
         heapq.heapify(heap)
         out: list[BlockId] = []
         while heap and len(out) < count:
-            _, at, kept = heap[0]
-            blocks = having[at].blocks
+            _, index, protected = heap[0]
+            blocks = tenants[index].blocks
             out.append(blocks.popitem(last=False)[0])
-            if len(blocks) > kept:
-                heapq.heapreplace(heap, (_oldest(having[at]), at, kept))
+            if len(blocks) > protected:
+                heapq.heapreplace(heap, (_oldest(tenants[index]), index, protected))
             else:
                 heapq.heappop(heap)
         return out
 
     def clear(self) -> list[BlockId]:
-        """Take out all."""
+        """Remove and return all blocks."""
         everything = list(self)
         for tenant in self._tenants.values():
             tenant.blocks.clear()
@@ -137,7 +144,7 @@ class EvictionQueue:
         return everything
 
     def check_integrity(self) -> None:
-        """Check that counts add up and every block lies with its tenant.
+        """Check that counts add up and every block is in its tenant's queue.
 
         Raises:
             AssertionError: They don't.
@@ -145,14 +152,14 @@ class EvictionQueue:
         if self._num != sum(1 for _ in self):
             raise AssertionError("the free cached blocks are counted wrongly")
         for tenant in self._tenants.values():
-            if any(self._of[block_id] is not tenant for block_id in tenant.blocks):
+            if any(self._owner_of[block_id] is not tenant for block_id in tenant.blocks):
                 raise AssertionError("a cached block lies with another tenant")
 
-    def _forget_idle(self) -> None:
-        """Forget tenants that have no blocks, cached or in use, so that names alone cannot fill the memory."""
-        used = {id(tenant) for tenant in self._of}
+    def _remove_idle_tenants(self) -> None:
+        """Remove tenants that have no blocks, cached or in use, so that names alone cannot fill the memory."""
+        used = {id(tenant) for tenant in self._owner_of}
         self._tenants = {name: each for name, each in self._tenants.items() if not name or id(each) in used}
-        self._most = max(_MAX_IDLE, 2 * len(self._tenants))
+        self._max_tenants = max(_MAX_IDLE, 2 * len(self._tenants))
 
 
 def _oldest(tenant: _Tenant) -> int:
@@ -162,7 +169,7 @@ def _oldest(tenant: _Tenant) -> int:
 class PrefixCache:
     """A map between block hashes and the blocks that hold their KV, one block per hash.
 
-    It owns no memory: :class:`BlockPool` decides when a block's content goes.
+    It owns no memory: :class:`BlockPool` decides when a block's content is dropped.
     """
 
     def __init__(self, num_blocks: int, on_event: Callable[[KVEvent], None] | None = None) -> None:
@@ -178,7 +185,7 @@ class PrefixCache:
         """Return the hash under which a block is found, or ``None``."""
         return self._hash_of[block_id]
 
-    def put(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> bool:
+    def register(self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> bool:
         """Register a full block; returns ``False`` if another block already holds that hash (the first one stays)."""
         if self._block_of.setdefault(block_hash, block_id) != block_id:
             return False
@@ -194,20 +201,20 @@ class PrefixCache:
 
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Return the blocks of the longest known prefix of a chain."""
-        found: list[BlockId] = []
+        block_ids: list[BlockId] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            block_ids.append(block_id)
+        return block_ids
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """Return the block that holds a hash's KV, or ``None``."""
         return self._block_of.get(block_hash)
 
     def drop(self, block_ids: Iterable[BlockId]) -> None:
-        """Forget blocks whose memory gets another user; those that have no hash are skipped."""
+        """Remove blocks whose memory gets another user; those without a hash are skipped."""
         gone: list[BlockHash] = []
         for block_id in block_ids:
             block_hash = self._hash_of[block_id]
@@ -220,7 +227,7 @@ class PrefixCache:
             self._on_event(BlocksRemoved(tuple(gone)))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         for block_id in self._block_of.values():
             self._hash_of[block_id] = self._parent_of[block_id] = None
         self._block_of.clear()
@@ -228,9 +235,9 @@ class PrefixCache:
             self._on_event(CacheCleared())
 
     def snapshot(self) -> list[BlocksStored]:
-        """Return what is cached as if it had just been stored: every run comes after the one that holds its parent.
+        """Return the cached blocks as if they had just been stored, every run after the one that holds its parent.
 
-        A chain whose beginning is gone starts with the hash of a parent that isn't cached.
+        A chain whose beginning was evicted starts with a parent that is not cached.
         """
         children: dict[BlockHash | None, list[BlockHash]] = {}
         for block_hash, block_id in self._block_of.items():
@@ -240,13 +247,13 @@ class PrefixCache:
         runs: list[BlocksStored] = []
         todo = starts[::-1]
         while todo:
-            parent, at = todo.pop()
-            run = [at]
-            while len(below := children.get(at, [])) == 1:
-                at = below[0]
-                run.append(at)
+            parent, last = todo.pop()
+            run = [last]
+            while len(below := children.get(last, [])) == 1:
+                last = below[0]
+                run.append(last)
             runs.append(BlocksStored(parent, tuple(run)))
-            todo.extend((at, child) for child in reversed(below))
+            todo.extend((last, child) for child in reversed(below))
         return runs
 
     def check_integrity(self) -> None:
@@ -255,8 +262,8 @@ class PrefixCache:
         Raises:
             AssertionError: They do not.
         """
-        there = {block_hash: BlockId(i) for i, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        if there != self._block_of:
+        reverse = {block_hash: BlockId(i) for i, block_hash in enumerate(self._hash_of) if block_hash is not None}
+        if reverse != self._block_of:
             raise AssertionError("prefix cache: the two directions of the map differ")
 
 
@@ -266,7 +273,7 @@ class BlockPool:
     Not thread-safe: one engine thread owns it.
 
     Attributes:
-        num_blocks: Blocks in all.
+        num_blocks: Number of blocks in the pool.
     """
 
     def __init__(
@@ -280,11 +287,12 @@ class BlockPool:
         """Begin with all blocks blank.
 
         Args:
-            num_blocks: Blocks in the pool, ids 0 to ``num_blocks - 1``.
-            generations: uint64 [num_blocks], shared with one-sided readers: raised before a block changes hands.
-            on_event: Called with every change of the prefix cache.
-            tenant_share: Part of them that is divided among tenants with cached blocks, 0 to 1.
-            groups: Layer groups that have blocks of their own for the same hash. Events tell of the first one's.
+            num_blocks: Number of blocks in the pool, with ids 0 to ``num_blocks - 1``.
+            generations: Generation of each block, uint64 [num_blocks], shared with one-sided readers: raised before a
+                block gets another user.
+            on_event: Called with every change of the prefix cache of the first layer group.
+            tenant_share: Part of the pool that is divided among tenants with cached blocks, 0 to 1.
+            groups: Number of layer groups that have blocks of their own for the same hash.
         """
         if len(generations) != num_blocks:
             raise InternalError(f"{len(generations)} generations for {num_blocks} blocks")
@@ -298,28 +306,28 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without references, cached ones included."""
+        """Number of blocks without references, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_active(self) -> int:
-        """Blocks with references."""
+        """Number of blocks with references."""
         return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their hash, held ones included."""
+        """Number of blocks that can be found by their hash, those in use included."""
         return len(self._cache)
 
     def num_free_without(self, block_ids: Sequence[BlockId]) -> int:
-        """Free blocks that would be left if these (a prefix hit) were held."""
+        """Return the number of free blocks that would be left if these (a prefix hit) were acquired."""
         refs = self._refs
         return self.num_free - sum(1 for i in block_ids if refs[i] == 0)
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Hand out ``count`` blocks with one reference each, or ``None`` (and nothing is changed) if there are fewer.
+        """Allocate ``count`` blocks with one reference each; ``None``, without any change, if there are fewer.
 
-        Generations are raised, and cached content is forgotten, before this returns.
+        Generations are raised, and cached content is dropped, before this returns.
         """
         if count > self.num_free:
             return None
@@ -347,14 +355,15 @@ class BlockPool:
             refs[block_id] += 1
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Take one reference from each block.
+        """Remove one reference from each block.
 
-        Goes from the last to the first, so that of a chain the tail is evicted before what it needs to be found.
+        Proceeds from the last block to the first, so that the tail of a chain is evicted before its head.
 
         Args:
-            block_ids: A sequence's blocks in its order.
+            block_ids: Blocks of a sequence, in its order.
         """
-        refs, hash_of = self._refs, self._cache.hash_of if len(self._caches) == 1 else self._hash_of
+        refs = self._refs
+        hash_of = self._cache.hash_of if len(self._caches) == 1 else self._hash_of
         cached: list[BlockId] = []
         for block_id in reversed(block_ids):
             count = refs[block_id] - 1
@@ -375,18 +384,18 @@ class BlockPool:
 
         Args:
             block_id: The block, whose KV is complete.
-            block_hash: Its chained hash.
-            parent: Hash of the block before it, ``None`` for the first of a chain.
-            tenant: Whose it is; empty: nobody's.
-            group: Of the layers whose KV it has.
+            block_hash: Chained hash of the block.
+            parent: Hash of the block before it; ``None`` for the first of a chain.
+            tenant: Tenant that owns the block; empty: no tenant.
+            group: Index of the layer group whose KV the block holds.
         """
         if self._refs[block_id] == 0:
             raise InternalError(f"block {block_id} is committed without being held")
-        if self._caches[group].put(block_id, block_hash, parent):
-            self._cached.own(block_id, tenant)
+        if self._caches[group].register(block_id, block_hash, parent):
+            self._cached.set_owner(block_id, tenant)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
-        """Take blocks that the caller holds out of the prefix cache: their KV is wrong. Who else holds them keeps them.
+        """Remove blocks that the caller holds from the prefix cache because their KV is wrong; other users keep them.
 
         Args:
             block_ids: The blocks; those that are not registered are skipped.
@@ -400,17 +409,17 @@ class BlockPool:
         return self._cache.match(hashes)
 
     def find(self, hashes: Sequence[BlockHash], group: int) -> list[BlockId | None]:
-        """Return for each hash the block of a group, or ``None``; acquire what is used as after :meth:`match`."""
+        """Return for each hash the block of a group, or ``None``; acquire the blocks as after :meth:`match`."""
         return [self._caches[group].find(block_hash) for block_hash in hashes]
 
     def clear(self) -> None:
-        """Forget all cached content; blocks in use stay with their holders."""
+        """Drop all cached content; blocks in use stay with their users."""
         for cache in self._caches:
             cache.clear()
         self._blank.extend(self._cached.clear())
 
     def clear_unused(self) -> int:
-        """Forget the cached content that nobody holds; return how many blocks had some."""
+        """Drop the cached content of blocks without references; return the number of these blocks."""
         unused = self._cached.clear()
         self._drop(unused)
         self._blank.extend(unused)
@@ -445,7 +454,8 @@ class BlockPool:
             raise AssertionError(f"{self.num_active} blocks are held although nothing runs")
 
     def _hash_of(self, block_id: BlockId) -> BlockHash | None:
-        return next((found for cache in self._caches if (found := cache.hash_of(block_id)) is not None), None)
+        hashes = (cache.hash_of(block_id) for cache in self._caches)
+        return next((block_hash for block_hash in hashes if block_hash is not None), None)
 
     def _drop(self, block_ids: Sequence[BlockId]) -> None:
         for cache in self._caches:

@@ -1,25 +1,24 @@
-"""The contract between the engine and KV from outside: where more of a prompt may come from, and which readers want it.
+"""The interface between the engine and KV from outside: loading KV of a prompt, and keeping KV for other readers.
 
-The engine's scheduler calls a connector; transports implement it; services put the two together.
+The engine's scheduler calls a connector; transports implement it; services connect the two.
 
 Life of a load (decode): ``plan_load`` says how many tokens could come from outside -> the scheduler reserves blocks
 -> ``start_load`` -> the connector writes into those blocks and reports through ``poll_loads`` -> the request runs.
 A load that failed reports how many leading tokens are valid; the engine computes the rest.
 
-Life of a save (prefill): ``step_begins`` tells what a step is going to compute -> ``layer_computed`` as each layer's KV
-is in the pool -> after the step ``blocks_computed`` tells which blocks are complete -> at the end ``request_finished``
-returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` gives them back. That is told of requests
-that are prefilled for others, and of all if ``follows_all`` says so: of those that generate, the KV of their output is
-told of at their end.
+Life of a save (prefill): ``step_begins`` before a step, with the blocks that it will compute -> ``layer_computed`` when
+each layer's KV is in the pool -> after the step ``blocks_computed``, with the complete blocks -> at the end
+``request_finished`` returns ``True`` if the connector wants the blocks kept -> ``poll_releases`` releases them. These
+are called for requests that are prefilled for other instances, and for all requests if ``follows_all`` is set: the KV
+of generated tokens is then reported at the end of their request.
 
 A connector has two sides: :class:`SchedulerSide` decides what is loaded and what is kept, :class:`WorkerSide` follows
-the computation. Everything has a default that does nothing, so a connector says only what it does: one that saves
+the computation. Everything has a default that does nothing, so a connector overrides only what it uses: one that saves
 overrides ``blocks_computed``, one that loads the five methods from ``plan_load`` to ``has_pending``.
 
-A method that raises is logged and costs what it was called for: ``plan_load`` and ``start_load`` a prefill here, all
-others a save, or a word that the connector did not hear. No request fails for it, and the engine goes on
-(:class:`GuardedConnector`). A load that was begun ends with its ``LoadUpdate`` all
-the same, and with nothing else: its blocks stay where they are until it comes.
+A method that raises is logged and costs only what it was called for: ``plan_load`` and ``start_load`` a local prefill,
+the others a save or a notification. No request fails for it, and the engine goes on (:class:`GuardedConnector`). A load
+that was started still ends with its ``LoadUpdate``, and only with that: its blocks are kept until then.
 
 Every method is called in the engine's thread and must not block. ``wake`` (given to the connector at its
 construction) may be called from any thread to make the engine poll.
@@ -39,46 +38,46 @@ from baton.types import BlockHash, BlockId, PrefillPath, RequestId, SamplingPara
 log = logging.getLogger(__name__)
 
 _TRACE_EVERY_S = 10.0
-"""A hook that fails is called again for the next layer or step: its trace once in so many seconds is enough."""
+"""A hook that fails is called again for the next layer or step: its trace is logged once in this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What moving one request's KV took."""
+    """Statistics of moving one request's KV."""
 
     path: PrefillPath = PrefillPath.LOCAL
     source: str = ""
-    """Instance the KV came from."""
+    """Instance that the KV came from."""
     pipe: str = ""
     pipe_fallback: str = ""
-    """Why a pipe preferred over ``pipe`` was not used."""
+    """Why a kind of pipe preferred over ``pipe`` was not used."""
     kv_bytes: int = 0
     transfer_us: int = 0
     transferred_tokens: int = 0
     source_cached_tokens: int = 0
-    """Prefix hits at the source."""
+    """Tokens that the source found in its prefix cache."""
     exposed_us: int = 0
-    """From the end of the computation to the last byte: what the transfer added to the time to first token."""
+    """Time from the end of the computation to the last byte, which the transfer added to the time to first token."""
     failures: tuple[str, ...] = ()
-    """Sources that were tried in vain: ``"instance: reason"``."""
+    """Sources that failed: ``"instance: reason"``."""
     local_reason: str = ""
     """Why nothing came from outside."""
     kind: str = ""
-    """What brought it, or tried to: ``kv_transfer`` from an instance, ``kv_store``; empty: nothing was tried."""
+    """Kind of transfer, successful or not: ``kv_transfer`` from an instance, ``kv_store``; empty: none was tried."""
     began_ns: int = 0
-    """When the first fetch, or the question to a store, began; ``time.perf_counter_ns``."""
+    """Begin of the first fetch, or of the query to a store; ``time.perf_counter_ns``."""
     ended_ns: int = 0
-    """When the last byte was there, or nothing more was to come."""
+    """End of the last fetch."""
     parts: tuple[TransferStats, ...] = ()
-    """The loads that these are the sum of, in order; empty: there was one."""
+    """The loads that these statistics are the sum of, in order; empty: there was one."""
 
     @property
     def loads(self) -> tuple[TransferStats, ...]:
-        """Every load, in order."""
+        """All loads of the request, in order."""
         return self.parts or (self,)
 
     def then(self, later: TransferStats) -> TransferStats:
-        """Return these with what a later load of the same request took; how its prompt came stays as it was."""
+        """Return the sum with a later load of the same request; path, source and pipe stay those of this one."""
         return replace(
             self,
             kv_bytes=self.kv_bytes + later.kv_bytes,
@@ -90,11 +89,11 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class PrefilledPrompt:
-    """Where a prompt's KV waits that was computed beforehand.
+    """A prompt whose KV was computed beforehand and waits at a prefill instance.
 
     Attributes:
-        address: host:port of the prefill instance.
-        key: Names it there; empty: it is found by its tokens.
+        address: ``host:port`` of the prefill instance.
+        key: Key of the prompt there; empty: it is found by its tokens.
     """
 
     address: str
@@ -103,18 +102,22 @@ class PrefilledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a connector needs to know of a request.
+    """A request, as a connector sees it.
 
     Attributes:
+        request_id: Id of the request.
         token_ids: Prompt and resumed output: all tokens whose KV is wanted.
-        num_output_tokens: How many of them were generated before.
-        hashes: Chained hashes of its full blocks.
-        candidates: Addresses of instances to ask, best first.
-        threshold: Missing tokens from which a remote prefill pays; ``None``: the connector's own.
-        tenant: Whose blocks these are; ``None``: no tenant's.
-        prefilled: Where the KV waits already; ``None``: nowhere.
+        num_output_tokens: Number of these tokens that were generated before.
+        sampling: Sampling parameters of the request.
+        hashes: Chained hashes of the full blocks.
+        candidates: Addresses of prefill instances to ask, best first.
+        threshold: Smallest number of missing tokens for a remote prefill; ``None``: the connector's own.
+        cache_salt: Salt that separates the request's KV from that of other requests.
+        priority: Priority of the request.
+        tenant: Tenant that owns the blocks; ``None``: no tenant.
+        prefilled: Where the prompt's KV waits; ``None``: it was not computed beforehand.
         adapter: Id of the adapter whose KV is wanted; ``hashes`` begin with it. ``None``: the model's own.
-        traceparent: W3C trace context that the load is part of; empty: it is not traced.
+        traceparent: W3C trace context of the load; empty: not traced.
     """
 
     request_id: RequestId
@@ -137,9 +140,9 @@ class LoadPlan:
     """Tokens that may come from outside.
 
     Attributes:
-        num_tokens: Leading tokens of the request whose KV will be there when the load has ended well, those found
-            locally included; blocks for all of them are reserved before ``start_load``.
-        with_first_token: Whether the load brings the next token too.
+        num_tokens: Number of leading tokens of the request whose KV will be in the pool after a successful load, local
+            ones included; blocks for all of them are reserved before ``start_load``.
+        with_first_token: Whether the load also brings the next token.
     """
 
     num_tokens: int
@@ -151,8 +154,10 @@ class LoadUpdate:
     """The end of a load, good or bad.
 
     Attributes:
-        num_valid_tokens: Leading tokens whose KV is in the pool now, the local ones included.
+        request_id: Id of the request.
+        num_valid_tokens: Number of leading tokens whose KV is in the pool now, local ones included.
         first_token: The next token, if the source sampled it.
+        stats: Statistics of the load.
         error: Why the load fell short, for log and metrics; ``None`` if it did not.
     """
 
@@ -165,14 +170,15 @@ class LoadUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """What a step will have computed of one request.
+    """Blocks of one request that a step is going to compute.
 
     Attributes:
+        request_id: Id of the request.
         block_ids: All blocks of the request, from its first token on.
-        num_tokens: Leading tokens whose KV will be complete after the step.
-        num_computed: Those of them whose KV is complete before it.
-        hashes: Of the blocks that will be complete.
-        tenant: Owner of the request's blocks; ``None``: none.
+        num_tokens: Number of leading tokens whose KV will be complete after the step.
+        num_computed: Number of leading tokens whose KV is complete before the step.
+        hashes: Hashes of the leading blocks that will be complete.
+        tenant: Tenant that owns the blocks; ``None``: no tenant.
     """
 
     request_id: RequestId
@@ -184,14 +190,14 @@ class PlannedSave:
 
 
 class SchedulerSide:
-    """What the scheduler asks: where KV may come from, and which blocks must stay."""
+    """Calls of the scheduler: loads, and which blocks must be kept."""
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
-        """Say how much could come from outside, or ``None`` if nothing should.
+        """Return how much could be loaded; ``None``: nothing should be.
 
         Args:
             request: The request.
-            num_local_tokens: Leading tokens found in the engine's own prefix cache.
+            num_local_tokens: Number of leading tokens in the engine's own prefix cache.
         """
         return None
 
@@ -200,11 +206,11 @@ class SchedulerSide:
 
         Args:
             request: The request.
-            num_local_tokens: Leading tokens already there; blocks before them must not be written.
-            block_ids: All blocks of the request, from its first token on; for each layer group, one after the other,
-                where -1 stands for blocks that no later token will see.
+            num_local_tokens: Number of leading tokens already in the pool; their blocks must not be written.
+            block_ids: All blocks of the request, from its first token on; with layer groups, those of each group one
+                after the other, with -1 for blocks that no later token will see.
         """
-        raise InternalError(f"{type(self).__name__} plans loads and does not say how one starts")
+        raise InternalError(f"{type(self).__name__} plans loads but does not implement start_load")
 
     def cancel_load(self, request_id: RequestId) -> None:
         """Stop a load. Its ``LoadUpdate`` still comes, once the last write into the blocks has ended."""
@@ -214,75 +220,75 @@ class SchedulerSide:
         return []
 
     def request_finished(self, request_id: RequestId) -> bool:
-        """Tell that a request ended; ``True``: keep its blocks until ``poll_releases`` names it."""
+        """Handle the end of a request; ``True``: keep its blocks until ``poll_releases`` returns it."""
         return False
 
     def poll_releases(self) -> list[RequestId]:
-        """Return finished requests whose blocks are not needed any more."""
+        """Return finished requests whose blocks need not be kept any more."""
         return []
 
     def has_pending(self) -> bool:
-        """Whether loads or held blocks are outstanding."""
+        """Return whether loads or kept blocks are outstanding."""
         return False
 
 
 class WorkerSide:
-    """What the computation tells.
+    """Notifications of the computation.
 
     Attributes:
-        follows_all: Whether to tell of every request, and not only of those that are prefilled for others. Beside a
-            connector that wants that, others are told too.
+        follows_all: Whether to be called for every request, instead of only for those that are prefilled for other
+            instances. If one of several connectors sets it, all of them are called.
     """
 
     follows_all: bool = False
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
-        """Tell what a step is about to compute of prompts. A step that fails is not followed by ``blocks_computed``.
+        """Handle the begin of a step that computes prompts. A step that fails is not followed by ``blocks_computed``.
 
         Args:
-            saves: One entry per request whose prompt makes progress; not empty.
+            saves: Blocks of each request whose prompt makes progress; not empty.
         """
 
     def layer_computed(self, layer: int) -> None:
-        """Tell that one layer's KV of the running step is in the pool, on every rank.
+        """Handle the completion of one layer's KV of the running step, on every rank.
 
-        Layers come in order. Some may be left out (those of later pipeline stages, for one): the next step, or
-        ``blocks_computed``, says that they are done too.
+        Layers are reported in order. Some may be left out, for example those of later pipeline stages: the next step,
+        or ``blocks_computed``, implies that they are complete too.
         """
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
-        """Tell whose blocks the next call of :meth:`blocks_computed` is about; without it they have none."""
+        """Set the tenant of the blocks in the next call of :meth:`blocks_computed`; without it they have none."""
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
-        """Tell that KV is complete up to a token.
+        """Handle the completion of KV up to a token.
 
         Called after each step in which a prompt made progress, and at the end of a request that generated.
 
         Args:
-            request_id: The request; of its ``n`` sequences beyond the first, with ``#`` and the sequence's number.
+            request_id: Id of the request; for its sequences beyond the first, followed by ``#`` and their number.
             block_ids: All blocks of the request, from its first token on.
-            hashes: Hashes of its full blocks, as far as they are complete.
-            num_tokens: Leading tokens whose KV is complete.
+            hashes: Hashes of the leading complete blocks.
+            num_tokens: Number of leading tokens whose KV is complete.
         """
 
 
 class KVConnector(SchedulerSide, WorkerSide):
-    """Moves KV between an engine's pool and the outside."""
+    """Moves KV between an engine's pool and other instances, stores or files."""
 
     def close(self) -> None:
-        """End all loads and give everything back."""
+        """Cancel all loads and release all blocks."""
 
 
 class GuardedConnector(KVConnector):
     """Calls another connector and isolates its failures: they do not reach the engine, or connectors beside it.
 
-    A hook that raises is logged, and counts as one that did nothing or had nothing to say. ``plan_load`` and
-    ``start_load`` alone raise, since their caller has to tell the request why nothing was loaded.
+    A hook that raises is logged, and counts as one that did nothing. Only ``plan_load`` and ``start_load`` raise, since
+    their caller reports to the request why nothing was loaded.
 
     Args:
-        connector: Belongs to this object from now on.
+        connector: The connector; closed with this object.
     """
 
     def __init__(self, connector: KVConnector) -> None:
@@ -293,10 +299,10 @@ class GuardedConnector(KVConnector):
         self.follows_all = connector.follows_all
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
-        """Pass on; see :meth:`SchedulerSide.plan_load`.
+        """Call the connector.
 
         Raises:
-            Exception: Whatever the connector raised; InternalError if its answer is no plan.
+            Exception: The connector's own; InternalError if its answer is no plan.
         """
         plan: object = self._connector.plan_load(request, num_local_tokens)
         if plan is None or isinstance(plan, LoadPlan):
@@ -304,60 +310,58 @@ class GuardedConnector(KVConnector):
         raise InternalError(f"{self.name} planned a load with a {type(plan).__name__}")
 
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """Pass on; see :meth:`SchedulerSide.start_load`.
+        """Call the connector.
 
         Raises:
-            Exception: Whatever the connector raised.
+            Exception: The connector's own.
         """
         self._connector.start_load(request, num_local_tokens, block_ids)
 
     def cancel_load(self, request_id: RequestId) -> None:
-        """Pass on. The load's update is waited for all the same: only it says when the last write has ended."""
+        """Call the connector. The load's update is still waited for: only it says when the last write has ended."""
         with self._guard("cancel_load"):
             self._connector.cancel_load(request_id)
 
     def poll_loads(self) -> list[LoadUpdate]:
-        """Return the loads that ended; entries that are no updates are left out."""
-        found: list[LoadUpdate] = []
+        """Return the loads that ended; entries of another type are left out."""
+        updates: list[LoadUpdate] = []
         with self._guard("poll_loads"):
-            found = [update for update in self._connector.poll_loads() if self._is(update, LoadUpdate, "poll_loads")]
-        return found
+            updates = [update for update in self._connector.poll_loads() if self._is(update, LoadUpdate, "poll_loads")]
+        return updates
 
     def request_finished(self, request_id: RequestId) -> bool:
-        """Whether the blocks are to be kept; ``False`` where the connector could not say."""
+        """Return whether the blocks are to be kept; ``False`` if the connector failed."""
         answer = False
         with self._guard("request_finished"):
             answer = bool(self._connector.request_finished(request_id))
         return answer
 
     def poll_releases(self) -> list[RequestId]:
-        """Return requests that were let go; entries that are no names are left out."""
-        found: list[RequestId] = []
+        """Return requests whose blocks are released; entries of another type are left out."""
+        released: list[RequestId] = []
         with self._guard("poll_releases"):
-            found = [name for name in self._connector.poll_releases() if self._is(name, str, "poll_releases")]
-        return found
+            released = [name for name in self._connector.poll_releases() if self._is(name, str, "poll_releases")]
+        return released
 
     def has_pending(self) -> bool:
-        """Whether something is outstanding; ``False`` where the connector could not say."""
+        """Return whether something is outstanding; ``False`` if the connector failed."""
         answer = False
         with self._guard("has_pending"):
             answer = bool(self._connector.has_pending())
         return answer
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
-        """Pass on; errors are logged."""
         with self._guard("step_begins"):
             self._connector.step_begins(saves)
 
     def layer_computed(self, layer: int) -> None:
-        """Pass on; errors are logged."""
         try:  # not the guard: this is called for every layer of every step
             self._connector.layer_computed(layer)
         except Exception as error:
             self._note("layer_computed", error)
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
-        """Pass on; if that fails, what the next call is about is not saved: it would be saved without an owner."""
+        """Call the connector; if that fails, the next blocks are not saved: they would have no owner."""
         self._ownerless = request_id
         with self._guard("blocks_belong"):
             self._connector.blocks_belong(request_id, tenant)
@@ -366,15 +370,14 @@ class GuardedConnector(KVConnector):
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
-        """Pass on; errors are logged."""
-        ownerless, self._ownerless = self._ownerless, None
+        ownerless = self._ownerless
+        self._ownerless = None
         if ownerless == request_id:
             return
         with self._guard("blocks_computed"):
             self._connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
 
     def close(self) -> None:
-        """Pass on; errors are logged."""
         with self._guard("close"):
             self._connector.close()
 

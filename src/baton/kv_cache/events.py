@@ -1,4 +1,4 @@
-"""KV events: what happened to the blocks of a prefix cache, or of a tier behind it."""
+"""KV events: changes of the blocks in a prefix cache, or in a tier behind it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import compress, groupby
 from baton.types import BlockHash
 
 DEVICE = "device"
-"""The tier of an engine's own pool."""
+"""Tier of an engine's own pool."""
 HOST = "host"
-"""Host memory beside the pool, or a KV store's memory."""
+"""Tier of host memory beside the pool, or of a KV store's memory."""
 DISK = "disk"
 REMOTE = "remote"
 
@@ -20,7 +20,7 @@ REMOTE = "remote"
 class BlocksStored:
     """A run of blocks, each the child of the one before; ``parent`` is ``None`` for the first block of a chain.
 
-    In lower tiers neither is known: ``parent`` is ``None``, and the blocks are in no order.
+    In lower tiers the order is not known: ``parent`` is ``None``, and the blocks are in no order.
     """
 
     parent: BlockHash | None
@@ -30,7 +30,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks whose content is gone from a tier."""
+    """Blocks that were removed from a tier."""
 
     hashes: tuple[BlockHash, ...]
     tier: str = DEVICE
@@ -38,7 +38,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Nothing is cached in a tier any more."""
+    """All blocks of a tier were removed."""
 
     tier: str = DEVICE
 
@@ -47,7 +47,7 @@ KVEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 
 def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
-    """Join neighbours: a run and its continuation, removals that follow one another. Order is kept."""
+    """Join neighbouring events: a run and its continuation, consecutive removals. Order is kept."""
     merged: list[KVEvent] = []
     stored: list[BlockHash] = []
     removed: list[BlockHash] = []
@@ -84,12 +84,12 @@ def merge_events(events: Iterable[KVEvent]) -> list[KVEvent]:
 
 
 def net_events(events: Sequence[KVEvent]) -> list[KVEvent]:
-    """Return the fewest events that lead to the same: what was cleared, then what is gone, then what was stored.
+    """Return the fewest events with the same effect: clears, then removals, then stored blocks.
 
-    Only the last that happened to a block of a tier is told.
+    Only the last event of each block in a tier is kept.
     """
     cleared: set[str] = set()
-    told: dict[str, set[BlockHash]] = {}
+    seen: dict[str, set[BlockHash]] = {}
     removed: list[KVEvent] = []
     stored: list[KVEvent] = []
     for event in reversed(events):
@@ -99,7 +99,7 @@ def net_events(events: Sequence[KVEvent]) -> list[KVEvent]:
         if isinstance(event, CacheCleared):
             cleared.add(tier)
             continue
-        later = told.setdefault(tier, set())
+        later = seen.setdefault(tier, set())
         fresh = [name not in later for name in event.hashes]
         later.update(event.hashes)
         if isinstance(event, BlocksRemoved):
@@ -113,11 +113,11 @@ def net_events(events: Sequence[KVEvent]) -> list[KVEvent]:
 
 
 def _runs(event: BlocksStored, wanted: Sequence[bool]) -> Iterator[BlocksStored]:
-    """Cut a run where blocks are not wanted."""
-    at = 0
+    """Yield the parts of a run whose blocks are wanted."""
+    start = 0
     for want, group in groupby(wanted):
-        end = at + len(list(group))
+        end = start + len(list(group))
         if want:
-            parent = event.parent if at == 0 or event.tier != DEVICE else event.hashes[at - 1]
-            yield BlocksStored(parent, event.hashes[at:end], event.tier)
-        at = end
+            parent = event.parent if start == 0 or event.tier != DEVICE else event.hashes[start - 1]
+            yield BlocksStored(parent, event.hashes[start:end], event.tier)
+        start = end

@@ -15,9 +15,9 @@ from baton.kv_cache.reshard import ReshardPlan, ShardGrid, reshard
 from baton.kv_cache.shards import KVGeometry
 
 SHAPE_FIELDS = frozenset({"tp_size", "pp_size", "block_size", "block_bytes", "layer_groups"})
-"""What may differ between instances that exchange blocks: how the same KV is cut up."""
+"""Fields that may differ between instances that exchange blocks: how the same KV is divided."""
 DTYPE_FIELDS = frozenset({"kv_dtype", "kv_cast", "layout"})
-"""What may differ too where the reader converts."""
+"""Fields that may also differ if the reader converts."""
 _TIER = "kv_tier_dtype"
 _HOW_TO_CAST = "; an instance with --kv-cast takes KV of another dtype, and converts it"
 
@@ -27,16 +27,17 @@ class Fingerprint:
     """Identity of an instance's KV, all ranks together. ``model`` is a label.
 
     Attributes:
-        layer_shapes: Of the whole model, undivided; so are ``block_bytes``.
-        kv_dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
-        kv_scales: Digest of the checkpoint's scales, where the KV type has such.
+        layer_shapes: Shape of each layer of the whole model, undivided.
+        block_bytes: Size of an undivided block.
+        kv_dtype: KV type of all layers, see :func:`baton.kv_cache.layout.type_name`.
+        kv_scales: Digest of the checkpoint's scales, if the KV type has some.
         unsplit_layers: Layers whose heads every rank holds, in rising order.
-        layer_groups: Per layer the number of the group whose blocks it lies in; empty: a block holds all layers.
-        kv_cast: Whether the instance takes KV of other dtypes and converts it. What it holds may then have been
-            computed in another dtype, so it is not the KV of instances that hold their own alone.
-        draft: Whose KV the last ``draft_layers`` layers are, a drafter's name and digest; empty: they are all the
-            model's. Blocks have the same names with it and without, and instances exchange what they have in common.
-        draft_layers: How many these are.
+        layer_groups: Group number of each layer; empty: a block holds all layers.
+        kv_cast: Whether the instance accepts KV of other dtypes and converts it. Its blocks may then have been
+            computed in another dtype, so instances without ``kv_cast`` do not accept them.
+        draft: Name and digest of the drafter that the last ``draft_layers`` layers belong to; empty: all layers are the
+            model's. Block hashes do not depend on it, and instances exchange the layers that they have in common.
+        draft_layers: Number of the drafter's layers.
     """
 
     model: str
@@ -59,7 +60,7 @@ class Fingerprint:
     draft_layers: int = 0
 
     def __hash__(self) -> int:
-        # Looked up with every call of a store: the layers, which are most of it, are left to the comparison.
+        # Hashed with every call of a store: the layers, which are most of it, are left to the comparison.
         return hash((self.model_digest, self.kv_dtype, self.block_size, self.block_bytes, self.adapter, self.tp_size))
 
     @classmethod
@@ -77,14 +78,14 @@ class Fingerprint:
         )
 
     def content_key(self) -> bytes:
-        """Digest (32 bytes) of what decides the numbers in a block: the root of its hash chain.
+        """Return a digest (32 bytes) of all that decides the numbers in a block: the root of its hash chain.
 
-        The parallel shape is left out: a block hash names the tokens' KV, however it is divided.
+        The parallel shape is left out: a block hash identifies the tokens' KV, however it is divided.
         """
         return _content_key(self)
 
     def digest(self) -> bytes:
-        """Digest (32 bytes) of every field but the label: equal digests mean that blocks are cut up alike."""
+        """Return a digest (32 bytes) of every field but the label: equal digests mean equally divided blocks."""
         return _digest(self)
 
     def undivided(self) -> Fingerprint:
@@ -113,11 +114,12 @@ class Fingerprint:
         """Return the fingerprint with a drafter's layers behind the model's, each whole on every rank.
 
         Args:
-            draft: See the attributes.
-            shapes: Of its layers.
-            dtype: Of all of them.
+            draft: Name and digest of the drafter.
+            shapes: Shape of each of the drafter's layers.
+            dtype: Dtype of all of the drafter's layers.
         """
-        every, count = (*self.layer_shapes, *shapes), len(self.layer_shapes)
+        every = (*self.layer_shapes, *shapes)
+        count = len(self.layer_shapes)
         kinds = type_name((*layer_types(self.kv_dtype, count), *(dtype for _ in shapes)))
         return dataclasses.replace(
             self,
@@ -131,12 +133,12 @@ class Fingerprint:
         )
 
     def kept_as(self, kv_dtype: str) -> Fingerprint:
-        """Return the fingerprint of this KV, undivided, as stores and files keep it in a type of their own.
+        """Return the fingerprint of this KV as stores and files hold it: undivided, and of another KV type if wanted.
 
-        It says ``kv_cast``: whoever loads such KV has it converted, and declares so.
+        It has ``kv_cast`` set if the type differs: an instance that loads such KV converts it.
 
         Args:
-            kv_dtype: Their type; ``auto``: the instance's.
+            kv_dtype: KV type of the stored blocks; ``auto``: the instance's.
 
         Raises:
             ConfigError: This instance does not convert, or not to that type; names ``kv_tier_dtype``.
@@ -150,7 +152,7 @@ class Fingerprint:
             raise ConfigError(
                 f"KV of {self.kv_dtype} is not kept as {kv_dtype}: fp8_e4m3 is not converted", field=_TIER
             )
-        whole = whole.without_draft()  # which nobody converts
+        whole = whole.without_draft()  # its KV is never converted
         layout = KVLayout(whole.layer_shapes, self.block_size, kv_dtype)
         return dataclasses.replace(
             whole, kv_dtype=kv_dtype, layout=layout_name(kv_dtype), block_bytes=layout.block_bytes
@@ -158,22 +160,22 @@ class Fingerprint:
 
     @property
     def geometry(self) -> KVGeometry:
-        """The whole model's KV."""
+        """Geometry of the whole model's KV."""
         return KVGeometry(self.layer_shapes, self.kv_dtype, frozenset(self.unsplit_layers))
 
     @property
     def grid(self) -> ShardGrid:
-        """How it is cut up."""
+        """Parallel shape and block size of the instance."""
         return ShardGrid(self.tp_size, self.pp_size, self.block_size, self.layer_groups)
 
     def plan_from(self, source: Fingerprint, *, who: str = "source") -> ReshardPlan:
         """Map another instance's blocks to this one's; bytes are those of the source's dtype on both sides.
 
-        Of layers of drafts those are mapped that are of the same drafter and dtype.
+        A drafter's layers are mapped if both sides have the same drafter and dtype.
 
         Raises:
-            FingerprintMismatchError: Its KV is not what this instance takes, or one of the shapes does not fit the
-                model; names the field.
+            FingerprintMismatchError: This instance does not accept the source's KV, or one of the shapes does not fit
+                the model; names the field.
         """
         self.require_source(source, who=who)
         common = len(self.layer_shapes)
@@ -183,57 +185,57 @@ class Fingerprint:
 
     @property
     def kind(self) -> str:
-        """What decides who takes whose KV among instances of one model: dtype, and whether others are taken."""
+        """What decides which instances of one model accept each other's KV: dtype, and whether others are accepted."""
         dtype = self.without_draft().kv_dtype
         return f"{dtype}, cast" if self.kv_cast else dtype
 
     def takes(self, source: Fingerprint) -> bool:
-        """Whether this instance takes KV of a source's dtype, all else being equal."""
-        mine, theirs = _in_common(self, source)
-        if mine.kv_dtype == theirs.kv_dtype:
+        """Return whether this instance accepts KV of a source's dtype, all else being equal."""
+        own, other = _in_common(self, source)
+        if own.kv_dtype == other.kv_dtype:
             return self.kv_cast or not source.kv_cast
-        return self.kv_cast and can_convert(theirs.kv_dtype, mine.kv_dtype)
+        return self.kv_cast and can_convert(other.kv_dtype, own.kv_dtype)
 
     def require_source(self, source: Fingerprint, *, who: str = "source") -> None:
-        """Refuse to read from a peer whose KV is not the same thing; it may be cut up otherwise.
+        """Check that this instance can read a source's KV: the same KV, possibly divided in another way.
 
-        With ``kv_cast`` it may be of another dtype, or have been.
+        With ``kv_cast`` it may be, or may have been, of another dtype.
 
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        mine, theirs = _in_common(self, source)
+        own, other = _in_common(self, source)
         if self.kv_cast:
-            _require_convertible(mine, theirs, who)
-        mine._require(theirs, who, _free_for(self))
+            _require_convertible(own, other, who)
+        own._require(other, who, _free_for(self))
         if source.kv_cast and not self.kv_cast:
             raise _may_be_cast(f"of the {who}")
 
     def require_reader(self, reader: Fingerprint, *, who: str = "reader") -> None:
-        """Refuse to be read by a peer that does not take this KV: :meth:`require_source` from the other side.
+        """Check that a reader accepts this KV: :meth:`require_source` from the other side.
 
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        mine, theirs = _in_common(self, reader)
+        own, other = _in_common(self, reader)
         if reader.kv_cast:
-            _require_convertible(mine, theirs, who)
-        mine._require(theirs, who, _free_for(reader))
+            _require_convertible(own, other, who)
+        own._require(other, who, _free_for(reader))
         if self.kv_cast and not reader.kv_cast:
             raise _may_be_cast("here")
 
     def require_akin(self, other: Fingerprint, *, who: str = "peer") -> None:
-        """Refuse a peer whose KV is of another model; it may be cut up otherwise, and of another dtype with scales.
+        """Check that a peer's KV is of the same model; it may be divided in another way, and of another dtype.
 
         Raises:
             FingerprintMismatchError: Names the first field that differs.
         """
-        mine, theirs = _in_common(self, other)
-        scales = frozenset() if mine.kv_dtype == theirs.kv_dtype else {"kv_scales"}
-        mine._require(theirs, who, SHAPE_FIELDS | DTYPE_FIELDS | scales)
+        own, peer = _in_common(self, other)
+        scales = frozenset() if own.kv_dtype == peer.kv_dtype else {"kv_scales"}
+        own._require(peer, who, SHAPE_FIELDS | DTYPE_FIELDS | scales)
 
     def require_equal(self, other: Fingerprint, *, who: str = "peer") -> None:
-        """Refuse a peer whose blocks are not the same thing.
+        """Check that a peer's blocks are the same, divided in the same way.
 
         Raises:
             FingerprintMismatchError: Names the first field that differs.
@@ -244,43 +246,45 @@ class Fingerprint:
         for item in dataclasses.fields(self):
             if item.name == "model" or item.name in free:
                 continue
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if mine != theirs:
+            own_value = getattr(self, item.name)
+            other_value = getattr(other, item.name)
+            if own_value != other_value:
                 hint = _HOW_TO_CAST if free and item.name == "kv_dtype" else ""
                 raise FingerprintMismatchError(
-                    f"KV of the {who} differs in {item.name}: {_short(mine)} here, {_short(theirs)} there{hint}",
+                    f"KV of the {who} differs in {item.name}: {_short(own_value)} here, "
+                    f"{_short(other_value)} there{hint}",
                     field=item.name,
                 )
 
 
-def _in_common(mine: Fingerprint, theirs: Fingerprint) -> tuple[Fingerprint, Fingerprint]:
-    """Return two fingerprints as they are, or those of the models' layers if the drafters' differ."""
-    if (mine.draft, mine.draft_layers) == (theirs.draft, theirs.draft_layers) and mine.kv_dtype == theirs.kv_dtype:
-        return mine, theirs
+def _in_common(own: Fingerprint, other: Fingerprint) -> tuple[Fingerprint, Fingerprint]:
+    """Return two fingerprints as they are, or those of the models' layers alone if the drafters differ."""
+    if (own.draft, own.draft_layers) == (other.draft, other.draft_layers) and own.kv_dtype == other.kv_dtype:
+        return own, other
     try:
-        return mine.without_draft(), theirs.without_draft()
-    except ConfigError as error:  # of what came over a network
+        return own.without_draft(), other.without_draft()
+    except ConfigError as error:  # a fingerprint that came over the network
         raise FingerprintMismatchError(error.message, field="kv_dtype") from error
 
 
 def _free_for(reader: Fingerprint) -> frozenset[str]:
-    """Which fields of a source a reader may differ in and still make its own KV of the source's."""
+    """Return the fields in which a reader may differ from a source whose KV it can use."""
     return SHAPE_FIELDS | (DTYPE_FIELDS if reader.kv_cast else {"kv_cast"})
 
 
-def _require_convertible(mine: Fingerprint, theirs: Fingerprint, who: str) -> None:
-    """Refuse KV that no conversion makes what is here, or whose bytes lie in an order of their own."""
-    if mine.kv_dtype == theirs.kv_dtype and mine.layout == theirs.layout:
+def _require_convertible(own: Fingerprint, other: Fingerprint, who: str) -> None:
+    """Check that KV can be converted to this instance's type, and that its byte order is known."""
+    if own.kv_dtype == other.kv_dtype and own.layout == other.layout:
         return
-    if not can_convert(mine.kv_dtype, theirs.kv_dtype):
+    if not can_convert(own.kv_dtype, other.kv_dtype):
         raise FingerprintMismatchError(
-            f"KV of the {who} differs in kv_dtype: {mine.kv_dtype} here, {theirs.kv_dtype:.80} there; fp8_e4m3 is not "
+            f"KV of the {who} differs in kv_dtype: {own.kv_dtype} here, {other.kv_dtype:.80} there; fp8_e4m3 is not "
             "converted: its scales are the checkpoint's, not the blocks'",
             field="kv_dtype",
         )
-    if theirs.layout != layout_name(theirs.kv_dtype):
+    if other.layout != layout_name(other.kv_dtype):
         raise FingerprintMismatchError(
-            f"KV of the {who} has a layout that is not known here: {_short(theirs.layout)}", field="layout"
+            f"KV of the {who} has a layout that is not known here: {_short(other.layout)}", field="layout"
         )
 
 
@@ -296,12 +300,12 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-@functools.lru_cache(maxsize=256)  # asked for with every call of a store, of a few fingerprints over and over
+@functools.lru_cache(maxsize=256)  # called for every call of a store, with few different fingerprints
 def _digest(fingerprint: Fingerprint) -> bytes:
     values = dataclasses.asdict(fingerprint)
     del values["model"]
     if not values["kv_cast"]:
-        del values["kv_cast"]  # what was stored before there was such a thing keeps its name
+        del values["kv_cast"]  # blocks that were stored before this field existed keep their digest
     for name in ("layer_groups", "draft", "draft_layers"):
         if not values[name]:
             del values[name]
@@ -316,6 +320,6 @@ def _content_key(fingerprint: Fingerprint) -> bytes:
     if fingerprint.kv_cast:
         values["kv_cast"] = True
     if fingerprint.unsplit_layers:
-        values["unsplit_layers"] = fingerprint.unsplit_layers  # a latent is other KV than what it expands to
+        values["unsplit_layers"] = fingerprint.unsplit_layers  # a latent is different KV from what it expands to
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).digest()

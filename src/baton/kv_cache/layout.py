@@ -6,8 +6,16 @@ contiguous (layer-wise transfer), and so is one head's slice of it (tensor-paral
 in shape (some models vary heads per layer): each has its own offset. Where the KV is a latent that all query heads
 share (MLA), its layer has one head whose K is the latent and the rotary key, and no V.
 
-int8 KV has scales behind K and V of each layer: those of K (kv_head, token), then those of V, bfloat16. That is version
-2; without them the bytes of both versions are the same ones.
+The KV type says how elements are stored: floats, int8 or fp8. int8 has a bfloat16 scale per token and KV head for K
+and another for V, in the block itself, so that a block can be moved, stored and cut by heads without anything beside
+it: behind K and V of each layer the scales of K (kv_head, token), then those of V. That is version 2 of the layout;
+    without
+scales the bytes of both versions are the same. A number is ``scale * q`` with q in -127 .. 127;
+:mod:`baton_kernels.paged_attention.quantized` defines how scale and q are made. fp8_e4m3 (OCP 8-bit floating point,
+E4M3 without infinities) has a scale per layer and KV head that belongs to the checkpoint.
+
+Layers may be left out of quantization. The name of the type then lists them: ``int8;bfloat16@0,11`` is int8 with layers
+0 and 11 in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,17 +28,17 @@ from functools import cached_property
 from baton.errors import ConfigError
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of what is kept as it was computed."""
+"""Bytes per element of KV that is stored as it was computed."""
 DTYPE_BYTES = {**FLOAT_BYTES, "int8": 1, "fp8_e4m3": 1}
 """Bytes per element."""
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
-"""Of those that can be converted, as ``native/dtype_cast.c`` numbers them."""
+"""Codes of the dtypes that can be converted, as in ``native/dtype_cast.c``."""
 SCALED = frozenset({"int8"})
-"""What has a scale per token and KV head in the block."""
+"""Dtypes with a scale per token and KV head in the block."""
 SCALE_BYTES = 2
-"""Of a scale, bfloat16."""
+"""Bytes per scale, bfloat16."""
 MOST_LAYERS = 4096
-"""A name that tells of more is malformed."""
+"""Largest number of layers in the name of a type."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -38,20 +46,20 @@ def layer_types(name: str, num_layers: int) -> tuple[str, ...]:
     """Return the dtype of each layer.
 
     Args:
-        name: Of the type, as :func:`type_name` makes it.
-        num_layers: Layers that there are.
+        name: Name of the KV type, as :func:`type_name` writes it.
+        num_layers: Number of layers.
 
     Raises:
-        ConfigError: It is no such name; names ``kv_dtype``.
+        ConfigError: The name is malformed; names ``kv_dtype``.
     """
     base, _, rest = name.partition(";")
     kept, _, numbers = rest.partition("@")
-    found = [base] * num_layers
+    dtypes = [base] * num_layers
     if rest and num_layers <= MOST_LAYERS:
         for number in numbers.split(",", MOST_LAYERS):
             if number.isascii() and number.isdigit() and len(number) <= 4 and int(number) < num_layers:
-                found[int(number)] = kept
-    types = tuple(found)
+                dtypes[int(number)] = kept
+    types = tuple(dtypes)
     if not set(types) <= DTYPE_BYTES.keys() or type_name(types) != name:
         raise ConfigError(
             f"KV dtype must be one of {sorted(DTYPE_BYTES)}, or one with layers left out, got {name!r:.80}",
@@ -70,12 +78,12 @@ def type_name(types: Sequence[str]) -> str:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether some of a type's layers are not kept as they were computed."""
+    """Return whether a KV type stores some layers quantized."""
     return name.partition(";")[0] not in FLOAT_BYTES
 
 
 def can_convert(source: str, target: str) -> bool:
-    """Whether KV of one type can be made of another's blocks alone; fp8 needs the checkpoint's scales beside them."""
+    """Return whether KV types can be converted; fp8 cannot: its scales are not in the blocks."""
     return "fp8_e4m3" not in (source.partition(";")[0], target.partition(";")[0])
 
 
@@ -101,11 +109,11 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose KV lies in blocks of their own.
+    """Layers whose KV is in blocks of their own.
 
     Attributes:
-        layers: Their numbers, in rising order.
-        window: Tokens that a token sees, itself included; 0: all before it.
+        layers: Indexes of the layers, rising.
+        window: Number of tokens that a token attends to, itself included; 0: all before it.
     """
 
     layers: tuple[int, ...]
@@ -113,7 +121,7 @@ class LayerGroup:
 
 
 def groups_of(numbers: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """Return the groups that layers lie in, given the number of each layer's; none: there are no groups."""
+    """Return the layer groups, given each layer's group number; empty: there are no groups."""
     return tuple(
         LayerGroup(tuple(layer for layer, number in enumerate(numbers) if number == group))
         for group in range(max(numbers, default=-1) + 1)
@@ -121,18 +129,21 @@ def groups_of(numbers: Sequence[int]) -> tuple[LayerGroup, ...]:
 
 
 def layout_name(dtype: str) -> str:
-    """Return the name of the order of bytes in blocks of a KV type."""
+    """Return the name of the byte order in blocks of a KV type."""
     return SCALED_LAYOUT_NAME if dtype.partition(";")[0] in SCALED else LAYOUT_NAME
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where the parts of a layer begin within a block, in bytes.
+    """Byte offsets of a layer's parts within a block.
 
     Attributes:
-        dtype: Of K and V.
-        k_scales: -1: there are none; so for ``v_scales``.
-        end: Behind the last part.
+        dtype: Dtype of K and V.
+        k: Offset of K.
+        v: Offset of V.
+        k_scales: Offset of the scales of K; -1: there are none.
+        v_scales: Offset of the scales of V; -1: there are none.
+        end: Offset of the first byte after the layer.
     """
 
     dtype: str
@@ -148,9 +159,11 @@ class KVLayout:
     """Geometry of a block.
 
     Attributes:
-        dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
-        groups: Empty: a block holds all layers. Otherwise one group's, all of which have one shape; a group with fewer
-            layers than the largest leaves the end of its blocks empty.
+        dtype: KV type of all layers, as :func:`type_name` writes it.
+        layers: Shape of each layer.
+        block_size: Tokens per block.
+        groups: Layer groups that have blocks of their own, of layers with one shape; a group with fewer layers than the
+            largest leaves the end of its blocks empty. Empty: a block holds all layers.
     """
 
     layers: tuple[LayerShape, ...]
@@ -173,25 +186,25 @@ class KVLayout:
 
     @cached_property
     def places(self) -> tuple[LayerPlace, ...]:
-        """Where each layer lies."""
+        """Offsets of each layer's parts."""
         types = layer_types(self.dtype, len(self.layers))
         if self.groups:
-            found: dict[int, LayerPlace] = {}
+            by_layer: dict[int, LayerPlace] = {}
             for group in self.groups:
-                at = 0
+                end = 0
                 for layer in group.layers:
-                    found[layer] = self._place(layer, types[layer], at)
-                    at = found[layer].end
-            return tuple(found[layer] for layer in range(len(self.layers)))
-        places, at = [], 0
+                    by_layer[layer] = self._place(layer, types[layer], end)
+                    end = by_layer[layer].end
+            return tuple(by_layer[layer] for layer in range(len(self.layers)))
+        places: list[LayerPlace] = []
         for layer, dtype in enumerate(types):
-            places.append(self._place(layer, dtype, at))
-            at = places[-1].end
+            places.append(self._place(layer, dtype, places[-1].end if places else 0))
         return tuple(places)
 
     def _place(self, layer: int, dtype: str, at: int) -> LayerPlace:
-        """Put a layer behind what ends at ``at``; what it consists of is aligned to its own size."""
-        shape, unit = self.layers[layer], DTYPE_BYTES[dtype]
+        """Place a layer at offset ``at`` or after it; its parts are aligned to the size of their elements."""
+        shape = self.layers[layer]
+        unit = DTYPE_BYTES[dtype]
         tokens = shape.kv_heads * self.block_size
         begin = -(-at // unit) * unit
         v = begin + tokens * shape.k_dim * unit
@@ -204,14 +217,14 @@ class KVLayout:
 
     @property
     def num_groups(self) -> int:
-        """Blocks that ``block_size`` tokens take while all layers need them."""
+        """Number of blocks that ``block_size`` tokens occupy while all layers need them."""
         return max(1, len(self.groups))
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:
-        """Per layer the group whose blocks it lies in."""
-        found = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
-        return tuple(found.get(layer, 0) for layer in range(len(self.layers)))
+        """Group number of each layer."""
+        groups = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(groups.get(layer, 0) for layer in range(len(self.layers)))
 
     @cached_property
     def block_bytes(self) -> int:
@@ -229,28 +242,33 @@ class KVLayout:
         return total
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
+        """Return the number of blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 MAX_GROUPS = 8
-"""Each costs every sequence a block table."""
+"""Largest number of layer groups; each costs every sequence a block table."""
 LONG = 8
-"""Sequences are taken to be so many times as long as windows: so much more costs an empty place of full attention."""
+"""Assumed ratio of sequence length to window: so much more an unused place of full attention costs."""
 
 
 def group_layers(windows: Sequence[int], shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
     """Divide a model's layers into groups, those of full attention first.
 
+    Layers that see the same part of a sequence share blocks. Without groups a block holds all layers of its tokens, so
+    it is kept for as long as any layer needs it. With groups a block holds one group's layers: blocks of a window's
+    group are released when no later token will see them. All groups use one pool, so their blocks have one size: as
+    many places for layers as the largest group has.
+
     The number of layers per group is the one with which long sequences take the least memory, empty places included:
     Gemma 3's 5 : 1 gives 6 groups, or 7 where some places stay empty.
 
     Args:
-        windows: Of each layer; 0: it sees everything.
-        shapes: Of each layer.
+        windows: Attention window of each layer in tokens; 0: full attention.
+        shapes: Shape of each layer's KV.
 
     Returns:
-        At least two groups; none where all layers see the same, or differ in shape.
+        At least two groups; empty if all layers see the same, or differ in shape.
     """
     kinds: dict[int, list[int]] = {0: []}
     for layer, window in enumerate(windows):
@@ -259,7 +277,7 @@ def group_layers(windows: Sequence[int], shapes: Sequence[LayerShape]) -> tuple[
         return ()
 
     def counts(size: int) -> tuple[int, int]:
-        """Groups of full attention, and of windows."""
+        """Return the number of groups of full attention and of windows."""
         each = [-(-len(layers) // size) for layers in kinds.values()]
         return each[0], sum(each[1:])
 

@@ -1,10 +1,10 @@
-"""Which bytes of which rank's blocks become which bytes of another instance's: the map between two parallel shapes.
+"""The mapping between two parallel shapes: which bytes of one instance's blocks become which of another's.
 
 A pure function of the model's geometry and both sides' tensor and pipeline parallelism and block sizes. Heads are split
 and merged, replicated heads are read from one of their holders, stages exchange the layers they have in common, and
-blocks of unequal size meet at their common multiple. Scales go with the head and the tokens that they belong to.
+blocks of unequal size are aligned at their common multiple. Scales are copied with their head and tokens.
 
-Where both sides are of different KV types, the map is one of rows (K or V of one head and token) instead of bytes.
+If the KV types differ, the mapping is one of rows (K or V of one head and token) instead of bytes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from baton.kv_cache.shards import KVGeometry, ShardSpec, layer_range, shard_head
 
 MAX_TP = 256
 MAX_PIECES = 4096
-"""Pieces of a period: block sizes without a common measure would have millions."""
+"""Largest number of pieces in a period: block sizes without a common divisor would have millions."""
 
 Segments = npt.NDArray[np.int64]
 """int64 [m, 3]: offset in the source's block, offset in the target's block, bytes."""
 Casts = npt.NDArray[np.int64]
-"""int64 [m, 8], rows of numbers that become others: in the source's block where the numbers begin and where their
-scales do (-1: none), the same two in the target's block, rows, numbers in each, the codes of both sides' dtypes."""
+"""int64 [m, 8], conversions of rows of numbers: offsets of the numbers and of their scales (-1: none) in the source's
+block, the same two in the target's block, number of rows, numbers per row, codes of the source's and the target's
+dtype."""
 Spans = npt.NDArray[np.int64]
 """int64 [m, 2]: first byte within a block, number of bytes."""
 _PART = ("layer", "from", "from_scales", "to", "to_scales", "rows", "dim", "from_code", "to_code", "from_bytes")
-"""Columns of what goes from one rank to another; :data:`Casts` are the ones between the first and the last."""
+"""Columns of a copy from one rank to another; :data:`Casts` are the ones between the first and the last."""
 CODE_BYTES = np.array([DTYPE_BYTES[name] for name in CODES])
 """Bytes per element by code."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """The shape of an instance: ranks and tokens per block; ``layer_groups`` as in the fingerprint."""
+    """Parallel shape of an instance and its tokens per block; ``layer_groups`` as in the fingerprint."""
 
     tp_size: int
     pp_size: int
@@ -65,18 +66,18 @@ class TokenPiece:
 
 @dataclass(frozen=True, eq=False)
 class ShardCopy:
-    """What one rank's blocks give to another's, for one piece: the same segments for every pair of blocks."""
+    """Copy from one rank's blocks to another's, for one piece: the same segments for every pair of blocks."""
 
     source: ShardSpec
     target: ShardSpec
     piece: TokenPiece
     segments: Segments
     layers: npt.NDArray[np.int64]
-    """Per segment, or per conversion, the layer of the whole model that it belongs to."""
+    """Layer of the whole model of each segment or conversion."""
     group: int = 0
-    """Whose blocks these are at the target, of its layer groups."""
+    """Index of the target's layer group that the blocks belong to."""
     casts: Casts | None = None
-    """Where both sides are of different KV types: what becomes what; ``segments`` is empty then."""
+    """Conversions, if the KV types differ; ``segments`` is empty then."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +85,12 @@ class ReshardPlan:
     """All copies from one instance's blocks to another's.
 
     Attributes:
-        source_period: Source blocks per period; after so many blocks the pieces repeat.
-        target_period: Target blocks per period.
-        num_layers: Layers that are copied, the first ones on both sides.
-        trivial: Whether blocks are the same thing on both sides: every copy takes whole blocks, rank by rank.
+        source_period: Number of source blocks after which the pieces repeat.
+        target_period: Number of target blocks after which the pieces repeat.
+        pieces: Pieces of a period.
+        copies: Copies between ranks.
+        num_layers: Number of layers that are copied, the first ones on both sides.
+        trivial: Whether blocks are the same on both sides, so that whole blocks are copied rank by rank.
     """
 
     source_period: int
@@ -99,7 +102,7 @@ class ReshardPlan:
 
 
 def token_pieces(source_size: int, target_size: int) -> tuple[TokenPiece, ...]:
-    """Cut a period of both block sizes' common multiple at the borders of either's blocks."""
+    """Cut a period, the common multiple of both block sizes, at the borders of both sides' blocks."""
     period = math.lcm(source_size, target_size)
     cuts = sorted({*range(0, period + 1, source_size), *range(0, period + 1, target_size)})
     pieces = []
@@ -121,11 +124,11 @@ def reshard(
     """Map an instance's blocks to another's.
 
     Args:
-        geometry: The whole model's KV as the source keeps it.
-        source: How that is cut up.
-        target: How the target's is.
-        wanted: The KV as the target keeps it; ``None``: as the source does.
-        num_layers: Layers that they have in common, the first ones; ``None``: all.
+        geometry: The whole model's KV at the source.
+        source: Parallel shape of the source.
+        target: Parallel shape of the target.
+        wanted: The whole model's KV at the target; ``None``: as at the source.
+        num_layers: Number of leading layers that both have in common; ``None``: all.
 
     Raises:
         FingerprintMismatchError: One of the shapes does not fit the model, the block sizes do not fit each other, or
@@ -175,7 +178,7 @@ def reshard(
 
 
 def merge_segments(segments: Segments) -> Segments:
-    """Join segments that go on where the one before ended, on both sides; and are equal in a fourth column, if any."""
+    """Join segments that continue the one before on both sides, and are equal in a fourth column, if any."""
     if len(segments) < 2:
         return segments
     ends = segments[:-1, :2] + segments[:-1, 2:3]
@@ -187,7 +190,7 @@ def merge_segments(segments: Segments) -> Segments:
 
 
 def merge_casts(casts: Casts) -> Casts:
-    """Join conversions that go on where the one before ended, on both sides."""
+    """Join conversions that continue the one before on both sides."""
     if len(casts) < 2:
         return casts
     ends = casts[:-1, :4].copy()
@@ -203,7 +206,7 @@ def merge_casts(casts: Casts) -> Casts:
 
 
 def cast_rows(cast: npt.NDArray[np.int64], first: int, count: int) -> npt.NDArray[np.int64]:
-    """Return the part of one conversion, [8], that is of ``count`` rows from ``first`` on."""
+    """Return the part of one conversion, [8], with ``count`` rows from ``first`` on."""
     part = cast.copy()
     for column, code in ((0, 6), (2, 7)):
         part[column] += first * cast[5] * CODE_BYTES[cast[code]]
@@ -217,18 +220,18 @@ def cast_spans(casts: Casts, *, target: bool) -> Spans:
     """Return the bytes of a block that conversions read, or write, in rising order.
 
     Args:
-        casts: In any order; what they read and write does not overlap.
-        target: Whether those that are written.
+        casts: Conversions in any order that neither read nor write the same bytes twice.
+        target: Return the bytes written at the target, instead of those read at the source.
     """
     at, code = (2, 7) if target else (0, 6)
     values = np.stack((casts[:, at], casts[:, 4] * casts[:, 5] * CODE_BYTES[casts[:, code]]), axis=1)
     scales = np.stack((casts[:, at + 1], casts[:, 4] * SCALE_BYTES), axis=1)[casts[:, at + 1] >= 0]
-    found = np.concatenate((values, scales))
-    found = found[found[:, 0].argsort()]
-    if len(found) < 2:
-        return found
-    first = np.flatnonzero(np.concatenate(([True], found[1:, 0] != found[:-1].sum(axis=1))))
-    return np.stack((found[first, 0], np.add.reduceat(found[:, 1], first)), axis=1)
+    spans = np.concatenate((values, scales))
+    spans = spans[spans[:, 0].argsort()]
+    if len(spans) < 2:
+        return spans
+    first = np.flatnonzero(np.concatenate(([True], spans[1:, 0] != spans[:-1].sum(axis=1))))
+    return np.stack((spans[first, 0], np.add.reduceat(spans[:, 1], first)), axis=1)
 
 
 def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
@@ -246,7 +249,8 @@ def _check(geometry: KVGeometry, grid: ShardGrid) -> None:
             f"{len(geometry.layers)} layers have no pp_size of {grid.pp_size}", field="pp_size"
         )
     for layer, shape in enumerate(geometry.layers):
-        heads, tp = shape.kv_heads, grid.tp_size
+        heads = shape.kv_heads
+        tp = grid.tp_size
         if layer not in geometry.unsplit and heads % tp and tp % heads:
             raise FingerprintMismatchError(f"{heads} KV heads have no tp_size of {tp}", field="tp_size")
 
@@ -257,52 +261,55 @@ def _parts(
     piece: TokenPiece,
     common: int,
 ) -> Iterator[tuple[int, ...]]:
-    """Yield K and V of the common layers' heads that go from one rank to another, with the columns of ``_PART``."""
-    (geometry, by, by_grid), (wanted, to, to_grid) = source, target
+    """Yield the copies of the common layers' K and V from one rank to another, with the columns of ``_PART``."""
+    geometry, by, by_grid = source
+    wanted, to, to_grid = target
     by_layers = layer_range(len(geometry.layers), by.pp_size, by.pp_rank)
     to_layers = layer_range(len(wanted.layers), to.pp_size, to.pp_rank)
     by_layout = shard_layout(geometry, by, by_grid.block_size)
     to_layout = shard_layout(wanted, to, to_grid.block_size, groups_of(to_grid.layer_groups))
     for layer in range(max(by_layers.start, to_layers.start), min(by_layers.stop, to_layers.stop, common)):
-        mine, yours = shard_heads(geometry, to, layer), shard_heads(geometry, by, layer)
-        heads = [h for h in mine if h in yours and _holder(geometry, layer, h, by, to) == by.tp_rank]
-        there, here = by_layout.places[layer - by_layers.start], to_layout.places[layer - to_layers.start]
+        target_heads = shard_heads(geometry, to, layer)
+        source_heads = shard_heads(geometry, by, layer)
+        heads = [h for h in target_heads if h in source_heads and _holder(geometry, layer, h, by, to) == by.tp_rank]
+        source_place = by_layout.places[layer - by_layers.start]
+        target_place = to_layout.places[layer - to_layers.start]
         shape = geometry.layers[layer]
         for values, dim in (("k", shape.k_dim), ("v", shape.v_dim)):
             for head in heads if dim else ():
-                token = yours.index(head) * by_layout.block_size + piece.source_token
-                into = mine.index(head) * to_layout.block_size + piece.target_token
+                token = source_heads.index(head) * by_layout.block_size + piece.source_token
+                into = target_heads.index(head) * to_layout.block_size + piece.target_token
                 yield (
                     layer,
-                    *_row(there, values, token, dim),
-                    *_row(here, values, into, dim),
+                    *_row(source_place, values, token, dim),
+                    *_row(target_place, values, into, dim),
                     piece.num_tokens,
                     dim,
-                    # What can't be converted has no code, and needs none: types are equal then.
-                    CODES.get(there.dtype, -1),
-                    CODES.get(here.dtype, -1),
-                    DTYPE_BYTES[there.dtype],
+                    # Dtypes that cannot be converted have no code, and need none: both sides have the same one.
+                    CODES.get(source_place.dtype, -1),
+                    CODES.get(target_place.dtype, -1),
+                    DTYPE_BYTES[source_place.dtype],
                 )
 
 
 def _row(place: LayerPlace, values: str, row: int, dim: int) -> tuple[int, int]:
-    """Where a row of a layer's K or V begins, and its scale (-1: it has none), in bytes within a block."""
+    """Return the byte offsets of a row of a layer's K or V and of its scale (-1: none)."""
     first, scales = (place.k, place.k_scales) if values == "k" else (place.v, place.v_scales)
     return first + row * dim * DTYPE_BYTES[place.dtype], -1 if scales < 0 else scales + row * SCALE_BYTES
 
 
 def _segments(parts: npt.NDArray[np.int64]) -> Segments:
-    """Segments of parts, with the layer as a fourth column, in the order of both sides' memory; joined in a layer."""
+    """Return parts as segments in memory order, joined within a layer; the layer is a fourth column."""
     layer, source, source_scales, target, target_scales, rows, dim, _, _, unit = parts.T
     values = np.stack((source, target, rows * dim * unit, layer), axis=1)
     scales = np.stack((source_scales, target_scales, rows * SCALE_BYTES, layer), axis=1)[source_scales >= 0]
-    found = np.concatenate((values, scales))
-    # By layer, then by place: within a rank's layer, places rise in the same order on both sides.
-    return merge_segments(found[np.lexsort((found[:, 0], found[:, 3]))])
+    segments = np.concatenate((values, scales))
+    # By layer, then by offset: within a rank's layer, offsets rise in the same order on both sides.
+    return merge_segments(segments[np.lexsort((segments[:, 0], segments[:, 3]))])
 
 
 def _holder(geometry: KVGeometry, layer: int, head: int, source: ShardSpec, target: ShardSpec) -> int:
-    """Which of a source stage's ranks that hold a head gives it to a target rank: the target ranks take turns."""
+    """Return the source rank that a target rank reads a head from: target ranks take turns among its holders."""
     if layer in geometry.unsplit:
         return target.tp_rank % source.tp_size
     holders = [

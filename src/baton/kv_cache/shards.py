@@ -1,6 +1,6 @@
-"""How an instance's KV is divided among its ranks: heads over tensor parallelism, layers over pipeline stages.
+"""Division of an instance's KV among its ranks: heads over tensor parallelism, layers over pipeline stages.
 
-Every rank has an arena of its own with the same number of blocks; block ids mean the same tokens on all of them.
+Every rank has an arena of its own with the same number of blocks; a block id means the same tokens on all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ShardSpec:
 
     @property
     def index(self) -> int:
-        """Place among the instance's ranks: stage by stage; 0 is the leader."""
+        """Index among the instance's ranks, stage by stage; 0 is the leader."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
 
@@ -46,9 +46,9 @@ class KVGeometry:
 
     Attributes:
         layers: Shape of every layer.
-        dtype: KV type of all layers, see :mod:`baton.kv_cache.layout`.
-        unsplit: Layers whose heads are not divided over tensor parallelism: every rank holds all of them (a latent as
-            MLA's belongs to all heads).
+        dtype: KV type of all layers, see :func:`baton.kv_cache.layout.type_name`.
+        unsplit: Layers whose heads are not divided over tensor parallelism: every rank holds all of them (an MLA latent
+            belongs to all heads).
     """
 
     layers: tuple[LayerShape, ...]
@@ -80,7 +80,7 @@ def head_range(kv_heads: int, tp_size: int, tp_rank: int) -> range:
 
 
 def layer_range(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Return the layers of a stage: as even as possible, earlier stages take what is left over.
+    """Return the layers of a stage: as even as possible, earlier stages get the remainder.
 
     Raises:
         ConfigError: More stages than layers; names ``pp``.
@@ -111,7 +111,7 @@ def shard_layout(
         geometry: The whole model's KV.
         spec: The rank.
         block_size: Tokens per block.
-        groups: Of layers, where blocks do not hold all of them; there are no stages then.
+        groups: Layer groups, if a block does not hold all layers; only without pipeline stages.
 
     Raises:
         ConfigError: Layers or heads cannot be divided; names ``tp`` or ``pp``.
@@ -129,10 +129,10 @@ class KVShards:
     """The arenas of an instance's ranks, by rank index. The first one's generations fence the blocks of all.
 
     Attributes:
-        arenas: At least one, all with the same number of blocks.
+        arenas: Arenas of the ranks, at least one, all with the same number of blocks.
 
     Raises:
-        ConfigError: No arena, or their numbers of blocks differ.
+        ConfigError: There is no arena, or their numbers of blocks differ.
     """
 
     def __init__(self, arenas: Sequence[Arena]) -> None:
@@ -142,15 +142,15 @@ class KVShards:
 
     @property
     def primary(self) -> Arena:
-        """The leader's arena: epoch, generations and number of blocks of the instance."""
+        """Arena of the leader: epoch, generations and number of blocks of the instance."""
         return self.arenas[0]
 
     def touch(self) -> None:
-        """Fault every page in."""
+        """Allocate all pages, so that no first transfer pays for it."""
         for arena in self.arenas:
             arena.touch()
 
     def close(self) -> None:
-        """Close the arenas' descriptors."""
+        """Close all arenas."""
         for arena in self.arenas:
             arena.close()

@@ -68,7 +68,7 @@ def test_who_has_more_than_a_part_gives_by_recency() -> None:
 def queue_of(tenants: list[str], clock: list[float], share: float = 0.5) -> EvictionQueue:
     queue = EvictionQueue(len(tenants), share, lambda: clock[0])
     for block_id, tenant in enumerate(tenants):
-        queue.own(BlockId(block_id), tenant)
+        queue.set_owner(BlockId(block_id), tenant)
     return queue
 
 
@@ -112,8 +112,8 @@ def test_without_a_share_nobody_is_told_apart() -> None:
 
 def test_tenants_with_blocks_are_not_looked_through_for_each_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    forget = EvictionQueue._forget_idle
-    monkeypatch.setattr(EvictionQueue, "_forget_idle", lambda queue: (looks.append(0), forget(queue)))
+    forget = EvictionQueue._remove_idle_tenants
+    monkeypatch.setattr(EvictionQueue, "_remove_idle_tenants", lambda queue: (looks.append(0), forget(queue)))
     queue_of([f"tenant {i}" for i in range(4000)], [0.0])
     assert len(looks) <= 3  # at 1024, 2048 and 4096
 
@@ -121,7 +121,7 @@ def test_tenants_with_blocks_are_not_looked_through_for_each_new_one(monkeypatch
 def test_names_of_tenants_do_not_add_up() -> None:
     queue = EvictionQueue(4, 0.5)
     for at in range(10_000):
-        queue.own(BlockId(at % 4), f"tenant {at}")
+        queue.set_owner(BlockId(at % 4), f"tenant {at}")
     assert len(queue._tenants) <= 1024 + 1
     queue.add([BlockId(i) for i in range(4)])
     queue.check_integrity()
@@ -177,7 +177,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.remove(block_id)
             self.free.remove(block_id)
         else:
-            self.queue.own(block_id, tenant)
+            self.queue.set_owner(block_id, tenant)
             self.queue.add([block_id])
             self.free.add(block_id)
 

@@ -18,7 +18,7 @@ def h(name: str) -> BlockHash:
 def cache_of(*edges: tuple[str, str | None]) -> PrefixCache:
     cache = PrefixCache(32)
     for i, (name, parent) in enumerate(edges):
-        cache.put(BlockId(i), h(name), None if parent is None else h(parent))
+        cache.register(BlockId(i), h(name), None if parent is None else h(parent))
     return cache
 
 
@@ -54,10 +54,10 @@ def test_snapshot_rebuilds_any_forest(parents: list[int]) -> None:
 
 def test_a_block_has_one_hash() -> None:
     cache = cache_of(("a", None))
-    assert cache.put(BlockId(0), h("a"), None)
-    assert not cache.put(BlockId(1), h("a"), None)
+    assert cache.register(BlockId(0), h("a"), None)
+    assert not cache.register(BlockId(1), h("a"), None)
     with pytest.raises(ValueError, match="another hash"):
-        cache.put(BlockId(0), h("b"), None)
+        cache.register(BlockId(0), h("b"), None)
 
 
 def test_merge_joins_neighbours_and_keeps_order() -> None:
