@@ -40,8 +40,10 @@ def start(*_):
 def stop(*_):
     global active
     active = False
-    with open(os.path.join(os.environ["BATON_TRACE_OUT"], f"{os.getpid()}.json"), "w") as file:
+    path = os.path.join(os.environ["BATON_TRACE_OUT"], f"{os.getpid()}.json")
+    with open(path + ".part", "w") as file:
         json.dump([" ".join(sys.orig_argv), sorted(called)], file)
+    os.replace(path + ".part", path)
 
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGRTMIN, start)
@@ -103,7 +105,7 @@ def trace(root: Path, folder: Path) -> dict[str, list[tuple[str, str]]]:
             os.kill(pid, signal.SIGRTMIN + 1)
         outputs = {role: folder / f"{pid}.json" for role, pid in pids.items()}
         deadline = time.monotonic() + 30
-        while not all(path.exists() and path.stat().st_size for path in outputs.values()):
+        while not all(path.exists() for path in outputs.values()):
             if time.monotonic() > deadline:
                 raise SystemExit("a process did not write what it called")
             time.sleep(0.1)
