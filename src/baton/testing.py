@@ -1,16 +1,16 @@
-"""For tests of programs that use the SDK: a router in this process that answers as it is told.
+"""A fake router for tests of programs that use the SDK.
 
 ::
 
     from baton.testing import FakeRouter
 
     def test_summaries():
-        with FakeRouter(lambda asked: "short") as router, baton.Client(router.address) as client:
+        with FakeRouter(lambda request: "short") as router, baton.Client(router.address) as client:
             assert summarize(client, "a long text") == "short"
         assert router.requests[0].prompt == "a long text"
 
-It speaks the real protocol over a real connection of this host: streams, errors, cancelling and time-outs are the
-SDK's own. It has no model and no instances.
+It speaks the real protocol over a local connection, so that streams, errors, cancellation and time-outs are the SDK's
+own. It has no model and no instances.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that came.
+    """A request that the router received.
 
     Attributes:
         prompt: Text, token ids, or messages with role and content.
-        model: As it was named.
-        max_tokens: ``None``: no limit was given.
-        temperature: How tokens should be drawn.
-        seed: ``None``: none was given.
+        model: Name of the model; empty if the request has none.
+        max_tokens: Most tokens to generate; ``None`` without a limit.
+        temperature: Sampling temperature.
+        seed: Seed of the random numbers; ``None`` without one.
         stop: Stop strings.
-        message: All of it, as it came.
+        message: The whole message.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
@@ -56,19 +56,19 @@ class Asked:
 
 
 Reply = str | Sequence[str] | BatonError
-"""What a request is answered with: a text, or its pieces one message each, or an error."""
+"""Reply to a request: a text, its pieces (one message each), or an error."""
 
 
 class FakeRouter:
-    """A router that answers as it is told, in a thread of its own. Use it as a context manager.
+    """A router with given replies, in a thread of its own. Use it as a context manager.
 
     Args:
-        reply: The answer to everything, or what makes it of a request; called in the router's thread.
-        model: Name of the model that it claims to have.
+        reply: Reply to all requests, or a function that makes it of a request; called in the router's thread.
+        model: Name of the model that the router reports.
 
     Attributes:
         address: ``host:port``, for :class:`baton.Client`.
-        requests: All that came, in order.
+        requests: Requests received so far, in order.
     """
 
     def __init__(self, reply: Reply | Callable[[Asked], Reply] = "", *, model: str = "fake") -> None:
@@ -121,7 +121,6 @@ class _Servicer(router_pb2_grpc.RouterServiceServicer):
     async def Generate(
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
-        """Answer as told."""
         asked = _read(request)
         self._requests.append(asked)
         reply = self._reply(asked) if callable(self._reply) else self._reply
@@ -133,51 +132,42 @@ class _Servicer(router_pb2_grpc.RouterServiceServicer):
             decision=router_pb2.RouteDecision(decode_instance="fake", policy="fake"),
         )
         count = request.sampling.n or 1
-        for at, piece in enumerate(pieces or [""], 1):
-            end = finish_to_pb(FinishReason.STOP if at >= len(pieces) else None)
+        for number, piece in enumerate(pieces or [""], 1):
+            end = finish_to_pb(FinishReason.STOP if number >= len(pieces) else None)
             deltas = [
-                router_pb2.TextDelta(index=i, text=piece, token_ids=[at], finish_reason=end) for i in range(count)
+                router_pb2.TextDelta(index=i, text=piece, token_ids=[number], finish_reason=end) for i in range(count)
             ]
             yield router_pb2.RouterGenerateResponse(deltas=deltas)
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
-        """Place everything on the only instance."""
         return router_pb2.RouteResponse(decision=router_pb2.RouteDecision(decode_instance="fake", policy="fake"))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
-        """Name the model."""
         model = router_pb2.ModelDescription(name=self._model, max_model_len=4096, vocab_size=2**16)
         return router_pb2.ListModelsResponse(models=[model])
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
-        """Know of no request by ticket."""
         return router_pb2.NoteDirectResponse()
 
     async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
-        """Refuse instances."""
         raise UnavailableError("a fake router has no instances")
 
     async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Any) -> router_pb2.HeartbeatResponse:
-        """Know no lease."""
         return router_pb2.HeartbeatResponse()
 
     async def Deregister(self, request: router_pb2.DeregisterRequest, context: Any) -> router_pb2.DeregisterResponse:
-        """Know no lease."""
         return router_pb2.DeregisterResponse()
 
     async def ListInstances(
         self, request: router_pb2.ListInstancesRequest, context: Any
     ) -> router_pb2.ListInstancesResponse:
-        """Name the only instance."""
         item = router_pb2.InstanceStatus(instance_id="fake", role=common_pb2.ROLE_DECODE, healthy=True)
         return router_pb2.ListInstancesResponse(instances=[item])
 
     async def GetStats(self, request: router_pb2.GetStatsRequest, context: Any) -> router_pb2.GetStatsResponse:
-        """Tell of no times."""
         return router_pb2.GetStatsResponse(window_s=request.window_s)
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
-        """Remember nothing."""
         raise NotFoundError(f"no decision of {request.request_id!r} is remembered", field="request_id")
 
 

@@ -446,8 +446,8 @@ class AsyncClient:
             try:
                 return readable(await opening.open(budget.remaining()))
             except grpc.RpcError as error:
-                delay = budget.after(error)
-                opening.failed()
+                delay = budget.delay_after(error)
+                opening.report_failure()
                 await wait_for_event(self._closing, delay)
             except asyncio.CancelledError:
                 if task_is_cancelled():

@@ -52,7 +52,7 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
                 print(chunk.text, end="")
 
     Attributes:
-        answer: What has arrived so far.
+        answer: The answer so far.
         reader: Task that reads for a synchronous :class:`baton.client.Stream`; else ``None``.
     """
 
@@ -159,8 +159,8 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
 
     async def _try_again(self, error: grpc.RpcError) -> None:
         try:
-            delay = self._budget.after(error)
-            self._opening.failed()
+            delay = self._budget.delay_after(error)
+            self._opening.report_failure()
             await wait_for_event(self._aborted, delay)
             if not self._cancelled.is_set():
                 self._open_again()
@@ -195,7 +195,7 @@ def continue_answer(request: router_pb2.RouterGenerateRequest, answer: Answer) -
 
     Args:
         request: The original request, with a seed.
-        answer: What has arrived.
+        answer: The answer so far.
     """
     index = next(iter(answer.open_sequences()), None)
     if index is None:

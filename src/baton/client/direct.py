@@ -1,8 +1,8 @@
-"""Direct mode: the router places a request and signs a ticket; the tokens come from the decode instance itself.
+"""Direct mode: the router places a request and signs a ticket; the tokens come from the decode instance.
 
-The instance's messages become those that a router would have sent, and when the instance's stream breaks the rest is
-asked of the router, with prompt and tokens so far. A sequence depends on its seed and its own tokens alone, so the next
-token is the one that would have come.
+Messages of the instance are converted to those that a router would have sent. If the instance's stream breaks, the rest
+is requested from the router, with the prompt and the tokens so far. A sequence depends only on its seed and its own
+tokens, so the next token is the one that would have come.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NOTE_TIMEOUT_S = 5.0
 _CLOSE_S = 1.0
 _NOTE_EVERY_S = 5.0
 _MAX_GAPS = 4096
-"""Times between tokens that a notice tells of: more than come in its interval."""
+"""Most times between tokens in a notice: more than occur in its interval."""
 _CONTEXT_PROMPTS = frozenset({"text", "token_ids"})
-"""Prompts whose text the answer's text goes on with; after a conversation it begins anew."""
+"""Kinds of prompts whose text the answer continues; the answer to a conversation has a text of its own."""
 
-_GO_ON = frozenset(
+_RETRIABLE = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.INTERNAL,
@@ -46,18 +46,18 @@ _GO_ON = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
-"""Another instance could do better than the one whose stream ended with one of these."""
+"""Codes of a broken stream after which another instance may succeed."""
 
 
 def load_text_model(tokenizer: str, model_path: str) -> TextModel:
-    """Load the tokenizer that makes text of the instance's tokens.
+    """Load the tokenizer that detokenizes the instance's tokens.
 
     Args:
-        tokenizer: Directory or GGUF file that the client was given; empty: what the instance names, if that is here.
-        model_path: Where the instance has its files.
+        tokenizer: Directory or GGUF file from the client's arguments; empty: use ``model_path``.
+        model_path: Path of the model on the instance's host.
 
     Raises:
-        ConfigError: There is none; names ``tokenizer``.
+        ConfigError: The path does not exist here; names ``tokenizer``.
     """
     path = tokenizer or model_path
     if not path or not Path(path).exists():
@@ -75,22 +75,26 @@ def _micros(seconds: float) -> int:
 class _Sequence:
     text: SequenceText
     token_ids: list[int] = field(default_factory=list)
-    """All that came, those after a stop string included."""
+    """All tokens, including those after a stop string."""
     finished: bool = False
-    """Whether the instance ended it; a stop string ends its text alone."""
+    """Whether the instance ended the sequence; a stop string only ends its text."""
 
 
 class DirectAnswer:
-    """One request that runs by a ticket.
+    """One request that runs with a ticket.
 
     Args:
-        request: What the caller asked for.
-        route: The router's answer.
-        model: Makes text.
-        now: Monotonic clock.
+        request: Request of the caller.
+        route: Placement and ticket from the router.
+        model: Detokenizes the answer.
+        now: Monotonic clock, in seconds.
+
+    Attributes:
+        address: ``host:port`` of the decode instance.
+        message: Message for the decode instance, with the ticket.
 
     Raises:
-        InternalError: The router has placed something else.
+        InternalError: The router has placed another number of sequences.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class DirectAnswer:
         self._prompt_logprobs = False
         self._noted_at = 0.0
         self._routed_at = now()
-        self._last_at: dict[int, float] = {}  # of each sequence: when its latest tokens came
+        self._last_at: dict[int, float] = {}  # arrival of the latest tokens, by sequence
         self._first_token_us: int | None = None
         self._gaps_us: list[int] = []
         sampling = sampling_from_pb(self.message.sampling, stop=tuple(request.stop))
@@ -131,20 +135,20 @@ class DirectAnswer:
         ]
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every sequence has ended."""
         return all(x.finished or x.text.ended for x in self._sequences)
 
     @property
-    def runs_on(self) -> bool:
-        """Whether nothing is wanted any more of what the instance still runs: stop strings ended it here."""
-        return self.ended and not all(x.finished for x in self._sequences)
+    def can_abort(self) -> bool:
+        """Whether stop strings ended all sequences that the instance still runs."""
+        return self.is_complete and not all(x.finished for x in self._sequences)
 
-    def take(self, response: worker_pb2.GenerateResponse) -> router_pb2.RouterGenerateResponse:
-        """Return what the instance's message brings, as a router would have sent it.
+    def convert(self, response: worker_pb2.GenerateResponse) -> router_pb2.RouterGenerateResponse:
+        """Convert a message of the instance to the one that a router would have sent.
 
         Raises:
-            InternalError: The instance names a sequence that was not asked for.
+            InternalError: The message has a sequence that was not asked for.
         """
         deltas = [
             TokenDelta(
@@ -156,11 +160,11 @@ class DirectAnswer:
             )
             for item in response.deltas
         ]
-        self._tick(deltas)
+        self._record_times(deltas)
         if response.HasField("trace"):
             self._trace = response.trace
             self._trace.decode_instance = self._trace.decode_instance or self.address
-            self._trace.order = Order.DECODE_FIRST  # a ticket names a decode instance: that comes first
+            self._trace.order = Order.DECODE_FIRST  # a ticket names a decode instance, so decode comes first
         self._prompt_logprobs = self._prompt_logprobs or bool(response.prompt_logprobs)
         out = self._response(deltas, response.trace if response.HasField("trace") else None)
         out.prompt_logprobs.extend(response.prompt_logprobs)
@@ -169,7 +173,7 @@ class DirectAnswer:
     # --- the reservation ---
 
     def note(self) -> router_pb2.NoteDirectRequest | None:
-        """Return a notice for the router if one is due: after the first token, and every few seconds."""
+        """Return a notice for the router if one is due: after the first message, and every few seconds."""
         now = self._now()
         if now - self._noted_at < _NOTE_EVERY_S:
             return None
@@ -177,17 +181,21 @@ class DirectAnswer:
         return self._notice()
 
     def last_note(self, *, failed: bool) -> router_pb2.NoteDirectRequest:
-        """Return the notice that gives the reservation back."""
+        """Return the notice that releases the reservation.
+
+        Args:
+            failed: Whether the instance failed the request.
+        """
         notice = self._notice()
         notice.ended = True
         notice.failed = failed
-        notice.cancelled = not (failed or self.ended)
+        notice.cancelled = not (failed or self.is_complete)
         return notice
 
-    # --- going on elsewhere ---
+    # --- continuing on the router ---
 
     def exhausted(self) -> router_pb2.RouterGenerateResponse | None:
-        """End sequences that have all their tokens but broke off before they were told to have ended."""
+        """End sequences that have all their tokens, but whose stream broke before their end was reported."""
         limit = self.message.sampling.max_tokens
         done = [i for i, x in enumerate(self._sequences) if self.is_open(i) and len(x.token_ids) >= limit]
         if not done:
@@ -195,16 +203,18 @@ class DirectAnswer:
         return self._response([TokenDelta(i, [], finish_reason=FinishReason.LENGTH) for i in done], None)
 
     def rest(self) -> list[tuple[int, router_pb2.RouterGenerateRequest]]:
-        """Return the requests by which a router goes on, one per open sequence."""
+        """Return the requests that continue on a router, one per open sequence, with the sequences' indices."""
         return [(i, self._rest_of(i)) for i in range(len(self._sequences)) if self.is_open(i)]
 
-    def take_rest(self, index: int, response: router_pb2.RouterGenerateResponse) -> router_pb2.RouterGenerateResponse:
-        """Return what a router's message brings to a sequence that went on there."""
+    def convert_rest(
+        self, index: int, response: router_pb2.RouterGenerateResponse
+    ) -> router_pb2.RouterGenerateResponse:
+        """Convert a router's message for a sequence that continues there."""
         deltas = []
         for item in response.deltas:
             finish = finish_from_pb(item.finish_reason) if item.finish_reason else None
             ids = list(item.token_ids)
-            # It was given no stop strings, so what stopped it is a token.
+            # The request has no stop strings, so a token stopped the sequence.
             stop = ids[-1] if finish is FinishReason.STOP and ids else None
             deltas.append(TokenDelta(index, ids, [logprob_from_pb(x) for x in item.logprobs], finish, stop))
         trace = None
@@ -218,8 +228,8 @@ class DirectAnswer:
 
     # --- inside ---
 
-    def _tick(self, deltas: list[TokenDelta]) -> None:
-        """Note when tokens came: the router, which does not see them, is told."""
+    def _record_times(self, deltas: list[TokenDelta]) -> None:
+        """Record when tokens arrived, for the notices to the router."""
         counts: dict[int, int] = {}
         for delta in deltas:
             if delta.token_ids:
@@ -297,13 +307,17 @@ class DirectAnswer:
 
 
 class DirectLinks:
-    """What the direct calls of one client share: channels to decode instances, the tokenizer, notices on their way.
+    """What the direct calls of one client share: channels to decode instances, the tokenizer, and pending notices.
 
     Args:
         router: Stub of the router.
         open_channel: Opens a channel to an address.
-        metadata: Goes with every call.
-        tokenizer: Directory of the tokenizer; empty: the one that the instance names.
+        metadata: gRPC metadata of all calls.
+        tokenizer: Directory of the tokenizer; empty: the path that the instance names.
+
+    Attributes:
+        router: Stub of the router; replaced when the client switches routers.
+        metadata: gRPC metadata of all calls.
     """
 
     def __init__(
@@ -327,20 +341,20 @@ class DirectLinks:
         channel = self._channels.pop(address, None)
         if channel is None:
             if len(self._channels) >= _MAX_CHANNELS:
-                # Calls that run on it keep it open until they end.
+                # Running calls keep the channel open until they end.
                 self._channels.pop(next(iter(self._channels)))
             channel = self._open_channel(address)
         self._channels[address] = channel
         return worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def model(self, path: str) -> TextModel:
-        """Return the text model."""
+        """Return the text model of a path, loaded once."""
         if path not in self._models:
             self._models[path] = await asyncio.to_thread(load_text_model, self._tokenizer, path)
         return self._models[path]
 
     def note(self, request: router_pb2.NoteDirectRequest) -> None:
-        """Send a notice, and wait for nothing: what is lost, the router's lease makes good."""
+        """Send a notice in the background; if it is lost, the router's lease ends the reservation."""
         if not self._loop.is_running():
             return
         task = self._loop.create_task(self._note(request))
@@ -354,7 +368,7 @@ class DirectLinks:
             return  # the lease ends it
 
     async def close(self) -> None:
-        """Let notices arrive, and end the connections."""
+        """Wait for pending notices, and close the channels."""
         if self._notes:
             await asyncio.wait(self._notes, timeout=_CLOSE_S)
         for task in self._notes:
@@ -364,13 +378,13 @@ class DirectLinks:
 
 
 class DirectCall:
-    """Looks like a call of the router's ``Generate``, and has its tokens from the decode instance.
+    """Has the interface of a call of the router's ``Generate``, but reads tokens from the decode instance.
 
     Args:
-        links: The client's.
-        request: What to generate.
-        timeout: Seconds for all of it.
-        metadata: Goes with the calls beside that of all calls.
+        links: Shared part of the client's direct calls.
+        request: Request of the caller.
+        timeout: Deadline of the whole request, in seconds.
+        metadata: gRPC metadata beside that of all calls.
     """
 
     def __init__(
@@ -395,7 +409,7 @@ class DirectCall:
         return await anext(self._messages, grpc.aio.EOF)  # type: ignore[attr-defined]
 
     def cancel(self) -> None:
-        """End the request."""
+        """Cancel the request."""
         self._stopped = True
         if self._inner is not None:
             self._inner.cancel()
@@ -411,13 +425,13 @@ class DirectCall:
                     yield message
         finally:
             self._end()
-        if answer.ended:
+        if answer.is_complete:
             return
         if (exhausted := answer.exhausted()) is not None:
             yield exhausted
         for index, rest in answer.rest():
             async for response in self._open(links.router.Generate, rest):
-                yield answer.take_rest(index, readable(response))
+                yield answer.convert_rest(index, readable(response))
                 if not answer.is_open(index):
                     self._inner.cancel()
                     break
@@ -426,16 +440,16 @@ class DirectCall:
         links = self._links
         try:
             async for response in self._open(links.decode(answer.address).Generate, answer.message):
-                yield answer.take(readable(response))
-                if answer.runs_on:
+                yield answer.convert(readable(response))
+                if answer.can_abort:
                     self._inner.cancel()
                     return
                 if (note := answer.note()) is not None:
                     links.note(note)
         except grpc.RpcError as error:
-            if self._stopped or not (answer.ended or error.code() in _GO_ON):
+            if self._stopped or not (answer.is_complete or error.code() in _RETRIABLE):
                 raise
-        self._end(failed=not answer.ended)
+        self._end(failed=not answer.is_complete)
 
     def _end(self, *, failed: bool = False) -> None:
         answer = self._answer
@@ -444,8 +458,8 @@ class DirectCall:
             self._links.note(answer.last_note(failed=failed))
 
     def _open(self, method: Any, request: Any) -> Any:
-        left = max(0.001, self._ends_at - self._loop.time())
-        self._inner = method(request, timeout=left, metadata=self._metadata)
+        remaining_s = max(0.001, self._ends_at - self._loop.time())
+        self._inner = method(request, timeout=remaining_s, metadata=self._metadata)
         if self._stopped:
             self._inner.cancel()
         return self._inner

@@ -276,7 +276,7 @@ class Stream(Answered, Iterator[Chunk]):
                 print(chunk.text, end="")
 
     Attributes:
-        answer: What has arrived so far.
+        answer: The answer so far.
     """
 
     def __init__(

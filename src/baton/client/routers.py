@@ -1,4 +1,4 @@
-"""The routers of a client: one is asked until it is out of reach, then the next."""
+"""The routers of a client: one is used until it is out of reach, then the next."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from baton.rpc.tls import Tls
 
 
 class Routers:
-    """Channels to routers, opened when they are needed, in the event loop of the first call.
+    """Channels to routers, opened on first use, in the event loop of the first call.
 
     Args:
-        addresses: ``host:port`` of each, in order of preference.
-        token: The services' token, if it is shown.
-        tls: Certificates, if the services use some.
+        addresses: ``host:port`` of each router, in order of preference; at least one.
+        token: The services' shared token, if the client has it.
+        tls: Certificates, if the services use TLS.
     """
 
     def __init__(self, addresses: tuple[str, ...], token: Token | None, tls: Tls | None) -> None:
@@ -32,29 +32,29 @@ class Routers:
 
     @property
     def current(self) -> str:
-        """The router that is asked."""
+        """Address of the router in use."""
         return self._addresses[self._at]
 
     @property
     def several(self) -> bool:
-        """Whether there is another one to go on with."""
+        """Whether there is another router to continue with."""
         return len(self._addresses) > 1
 
     def stub(self) -> Any:
-        """Return the current router's stub."""
+        """Return the stub of the router in use."""
         if self.current not in self._channels:
             channel = open_channel(self.current, token=self._token, tls=self._tls)
             self._channels[self.current] = channel
             self._stubs[self.current] = router_pb2_grpc.RouterServiceStub(channel)
         return self._stubs[self.current]
 
-    def failed(self, address: str) -> None:
-        """Ask the next one from now on, unless another call has moved on already."""
+    def report_failure(self, address: str) -> None:
+        """Use the next router from now on, unless another call has switched already."""
         if address == self.current:
             self._at = (self._at + 1) % len(self._addresses)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all channels."""
         channels = self._channels
         self._channels = {}
         self._stubs.clear()
@@ -63,13 +63,13 @@ class Routers:
 
 
 class Opening:
-    """Makes a call, and makes it again on another router.
+    """Opens a call, and opens it again on another router.
 
     Args:
-        routers: The client's.
-        open_call: Gets what returns the current router's stub, what to ask and the seconds it may take; returns the
-            call.
-        request: What is asked.
+        routers: Routers of the client.
+        open_call: Opens the call; gets a function that returns the current router's stub, the request, and the
+            deadline in seconds.
+        request: Request of the call.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Opening:
 
     @property
     def resumes(self) -> bool:
-        """Whether there is another router on which an answer that has begun can go on."""
+        """Whether an answer that has begun can continue on another router."""
         return self._routers.several
 
     def open(self, timeout: float, request: Any = None) -> Any:
-        """Make the call on the current router.
+        """Open the call on the router in use.
 
         Args:
-            timeout: Seconds.
-            request: What to ask instead.
+            timeout: Deadline in seconds.
+            request: Request in place of the original one.
         """
         self._address = self._routers.current
         return self._open_call(self._routers.stub, self.request if request is None else request, timeout)
 
-    def failed(self) -> None:
-        """Note that the router did not answer, or ceased to."""
-        self._routers.failed(self._address)
+    def report_failure(self) -> None:
+        """Report that the router did not answer, or stopped answering."""
+        self._routers.report_failure(self._address)

@@ -1,4 +1,4 @@
-"""What a client was connected with, and how long a call may take."""
+"""Settings of a client, and the time and retries that a call has left."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ DEFAULT_RETRIES = 2
 CLOSED = "this client is closed"
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
-_LONGEST_TIMEOUT_S = 1e8
-"""Three years: clocks of Python and gRPC cannot count much farther."""
+_MAX_TIMEOUT_S = 1e8
+"""Three years: near the limit of Python's and gRPC's clocks."""
 RNG = random.Random()
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a client was connected with.
+    """Settings of a client.
+
+    Attributes:
+        addresses: ``host:port`` of each router; at least one.
+        token: API key; ``None``: no key is sent.
+        timeout: Deadline of calls without one of their own, in seconds. Positive and finite.
+        retries: Retries of a call that failed with UNAVAILABLE, at least 0.
 
     Raises:
-        InvalidRequestError: Names the field.
+        InvalidRequestError: A value is invalid; names the field.
     """
 
     addresses: tuple[str, ...]
@@ -49,11 +55,11 @@ class Settings:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Goes with every call."""
+        """GRPC metadata of all calls."""
         return () if self.token is None else ((HEADER, f"Bearer {self.token}"),)
 
     def budget(self, timeout: float | None) -> Budget:
-        """Start the clock of a call that may take ``timeout`` seconds (``None``: the client's)."""
+        """Return the budget of a call that starts now; ``timeout`` in seconds, ``None``: the client's."""
         if timeout is not None:
             check_timeout(timeout)
         return Budget(self.timeout if timeout is None else timeout, self.retries)
@@ -66,37 +72,42 @@ def check_timeout(timeout: float) -> None:
 
 
 class Budget:
-    """Time and tries that a call has left."""
+    """Time and retries that a call has left.
+
+    Args:
+        timeout: Deadline in seconds from now.
+        retries: Number of retries.
+    """
 
     def __init__(self, timeout: float, retries: int) -> None:
         self._timeout = timeout
-        self._ends_at = time.monotonic() + min(timeout, _LONGEST_TIMEOUT_S)
+        self._ends_at = time.monotonic() + min(timeout, _MAX_TIMEOUT_S)
         self._retries = retries
         self._backoff = Backoff(_LONGEST_DELAY_S, RNG, _FIRST_DELAY_S)
 
     def remaining(self) -> float:
-        """Seconds left.
+        """Return the remaining time, in seconds.
 
         Raises:
-            DeadlineError: None.
+            DeadlineError: No time is left.
         """
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
+        remaining_s = self._ends_at - time.monotonic()
+        if remaining_s <= 0:
             raise DeadlineError(f"no answer within {self._timeout:g} s")
-        return left
+        return remaining_s
 
-    def after(self, error: grpc.RpcError) -> float:
-        """Return the seconds to wait before the next try, or raise what the failure means.
+    def delay_after(self, error: grpc.RpcError) -> float:
+        """Return the seconds to wait before the next try.
 
-        Only UNAVAILABLE is tried again; waits double, with jitter, and respect what the server asked for.
+        Only UNAVAILABLE is retried. Delays double, with jitter, and are at least what the server asked for.
 
         Raises:
-            BatonError: There will be no other try.
+            BatonError: The call must not be retried.
         """
-        known = from_rpc_error(error)
-        delay = max(known.retry_after_s or 0.0, self._backoff.next_s())
-        last = error.code() is not grpc.StatusCode.UNAVAILABLE or self._retries <= 0
-        if last or delay >= self._ends_at - time.monotonic():
-            raise known from error
+        failure = from_rpc_error(error)
+        delay = max(failure.retry_after_s or 0.0, self._backoff.next_s())
+        is_final = error.code() is not grpc.StatusCode.UNAVAILABLE or self._retries <= 0
+        if is_final or delay >= self._ends_at - time.monotonic():
+            raise failure from error
         self._retries -= 1
         return delay

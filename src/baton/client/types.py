@@ -1,4 +1,4 @@
-"""What the SDK answers with: plain frozen dataclasses, none of the wire's messages; and how an answer is gathered."""
+"""Results of the SDK: frozen dataclasses in place of wire messages, and :class:`Answer`, which gathers a generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """How a request came to its KV. Times in microseconds, counts in prompt tokens unless a name says otherwise."""
+    """How a request was served: where its KV came from, and what it cost.
+
+    Attributes:
+        path: Where the KV of the prompt came from; ``None`` if unknown.
+        prefill_instance: Instance that computed the prompt for the decode instance; empty if none did.
+        decode_instance: Instance that generated the tokens; the last one, if the request migrated.
+        pipe: Pipe that the KV was transferred over; empty if none was.
+        pipe_fallback: Reason for a slower pipe than the preferred one; empty if there was none.
+        kv_bytes: Bytes of KV that were transferred.
+        transfer_us: Time in transfers, in microseconds.
+        exposed_us: What the transfer added to the time to first token, from the end of the remote prefill, in
+            microseconds.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Prompt tokens whose KV was cached on the decode instance.
+        transferred_tokens: Prompt tokens whose KV came from a prefill instance or the store.
+        recomputed_tokens: Prompt tokens whose KV the decode instance computed.
+        prefill_cached_tokens: Prompt tokens whose KV was cached on the prefill instance.
+        queue_us: Time in the decode instance's queue, in microseconds.
+        ttft_us: Time from the arrival at the decode instance to the first token, in microseconds.
+        failed_prefills: Prefill instances that failed, each as ``"instance: reason"``.
+        num_preemptions: Times that the request was preempted.
+        reloaded_tokens: Tokens of prompt and output whose KV was fetched again after preemptions.
+        repeated_tokens: Tokens of prompt and output whose KV was computed again after preemptions.
+        drafted_tokens: Draft tokens of speculative decoding that were verified.
+        accepted_tokens: Draft tokens that were accepted.
+        local_reason: Reason why the decode instance computed the prompt itself; empty if it did not.
+        num_migrations: Times that the request continued on another decode instance.
+        router_queue_us: Time in the router's queue, in microseconds.
+        order: Order in which the request was served: ``decode_first`` or ``prefill_first``.
+    """
 
     path: PrefillPath | None = None
     prefill_instance: str = ""
@@ -50,7 +79,16 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """An instance that could have taken the request; the highest score wins."""
+    """An instance that could have taken the request; the highest score wins.
+
+    Attributes:
+        instance_id: Identifier of the instance.
+        role: Role of the instance; ``None`` if this SDK does not know it.
+        match_rate: Share of the prompt whose KV the instance has, from 0 to 1.
+        load: Relative load of the instance.
+        score: Score of the policy.
+        terms: Terms of the score, by name; they add up to ``score``.
+    """
 
     instance_id: str
     role: Role | None
@@ -62,9 +100,19 @@ class RouteCandidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """A placement, and what spoke for it. ``prefill_instance`` is empty if decode prefills by itself.
+    """A placement and its reasons.
 
-    ``path`` is ``None`` where the decode instance decides about that by its threshold. ``terms`` add up to ``score``.
+    Attributes:
+        prefill_instance: Instance that computes the prompt; empty if the decode instance does.
+        decode_instance: Instance that generates the tokens.
+        prompt_tokens: Tokens of the prompt.
+        candidates: Instances that could have taken the request, with their scores.
+        policy: Name of the policy.
+        prefill_addresses: Addresses of the prefill instances, in order of preference.
+        index_state: Worst state of the prefix index for the chosen instances: ``exact``, ``stale`` or ``off``.
+        path: Where the KV will come from; ``None`` if the decode instance decides by its threshold.
+        score: Score of the chosen pair of instances.
+        terms: Terms of the score, by name; they add up to ``score``.
     """
 
     prefill_instance: str
@@ -81,7 +129,21 @@ class RouteDecision:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an instance is."""
+    """Load of an instance.
+
+    Attributes:
+        num_running: Requests in the running batch.
+        num_waiting: Requests in the queue.
+        num_loading: Requests that wait for KV from outside.
+        blocks_total: KV blocks of the instance.
+        blocks_active: KV blocks held by requests or leases.
+        blocks_cached: KV blocks in the prefix cache, including blocks in use.
+        waiting_prompt_tokens: Prompt tokens that are not computed yet.
+        prefill_tokens_per_s: Measured prefill speed; 0 if unknown.
+        decode_tokens_per_s: Measured decode speed; 0 if unknown.
+        num_preemptions: Preemptions since the start.
+        draining: Whether the instance accepts no new requests.
+    """
 
     num_running: int
     num_waiting: int
@@ -101,8 +163,16 @@ class Instance:
     """An instance that the router knows.
 
     Attributes:
-        refused: Why the router does not take it although it answers; empty: it is not refused.
-        max_num_seqs: Sequences in one batch; 0: not known yet.
+        instance_id: Identifier of the instance.
+        address: ``host:port`` of its gRPC server.
+        role: Role of the instance; ``None`` if this SDK does not know it.
+        healthy: Whether the router sends it requests.
+        index_state: State of the router's prefix index for it: ``exact``, ``stale`` or ``off``.
+        load: Latest load report.
+        in_flight: Requests that the router has placed on it.
+        indexed_blocks: Blocks of the instance in the router's prefix index.
+        refused: Reason why the router refuses the instance although it answers; empty if it does not.
+        max_num_seqs: Most sequences in a batch; 0 if not known yet.
     """
 
     instance_id: str
@@ -119,7 +189,14 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that requests can name. ``max_model_len`` counts prompt and output tokens."""
+    """A model that requests can name.
+
+    Attributes:
+        name: Name of the model.
+        max_model_len: Most tokens of prompt and output together.
+        vocab_size: Size of the vocabulary.
+        eos_token_ids: Tokens that end an answer.
+    """
 
     name: str
     max_model_len: int
@@ -129,7 +206,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of times, in milliseconds."""
+    """Percentiles of a latency, in milliseconds."""
 
     p50: float
     p90: float
@@ -139,15 +216,18 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How a router's requests fared in the last seconds.
+    """Rates and latencies of a router's recent requests.
 
     Attributes:
-        window_s: How many seconds: as far back as the router has samples.
-        hit_rate: Cached prompt tokens / prompt tokens; ``None``: no prompt came.
-        num_waiting: Requests in the router's queue, now.
-        waiting_prompt_tokens: Their prompt tokens.
-        ttft_ms: Times to first token; ``None``: there was none.
-        itl_ms: Times between two tokens of a sequence.
+        window_s: Length of the period in seconds; shorter than asked for if the router has no older samples.
+        requests_per_s: Completed requests per second.
+        tokens_per_s: Generated tokens per second.
+        hit_rate: Cached prompt tokens / prompt tokens; ``None`` without prompts.
+        num_failed: Requests that failed.
+        num_waiting: Requests in the router's queue now.
+        waiting_prompt_tokens: Prompt tokens of the queue.
+        ttft_ms: Times to first token; ``None`` without tokens.
+        itl_ms: Times between two tokens of a sequence; ``None`` without any.
     """
 
     window_s: float
@@ -163,13 +243,15 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New output of one of a request's sequences; the last one of a sequence has a ``finish_reason``.
+    """New output of one sequence of a streamed answer.
 
     Attributes:
-        index: Which of the ``n`` sequences.
-        text: New text, never a broken character; may be empty while a character is incomplete.
-        logprobs: Parallel to ``token_ids``, if asked for.
-        stop_reason: The stop string that ended the sequence, if one did.
+        index: Index of the sequence, below ``n``.
+        text: New text, without incomplete characters; empty while a character is incomplete.
+        token_ids: New tokens.
+        logprobs: Log probabilities of ``token_ids``, if asked for.
+        finish_reason: Reason why the sequence ended, in its last chunk.
+        stop_reason: Stop string that ended the sequence, if one did.
     """
 
     index: int
@@ -182,7 +264,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole sequence."""
+    """One sequence of an answer.
+
+    Attributes:
+        index: Index of the sequence, below ``n``.
+        text: The generated text.
+        token_ids: The generated tokens.
+        finish_reason: Reason why the sequence ended; ``None`` if it has not.
+        stop_reason: Stop string that ended the sequence, if one did.
+        logprobs: Log probabilities of ``token_ids``, if asked for.
+        parse: Makes :attr:`parsed` of the text; ``None`` without a JSON format.
+    """
 
     index: int
     text: str
@@ -194,12 +286,12 @@ class Choice:
 
     @property
     def parsed(self) -> Any:
-        """The text as an object: of the class of ``response_format``, or decoded JSON.
+        """The text as an instance of the class in ``response_format``, or as decoded JSON.
 
-        ``None`` where no JSON was asked for, and where the answer was cut (``finish_reason`` is not ``stop``).
+        ``None`` if no JSON was asked for, or if the answer was cut (``finish_reason`` is not ``stop``).
 
         Raises:
-            ValueError: The class refuses the text: it checks what its schema does not say.
+            ValueError: The class rejects the text.
         """
         if self.parse is None or self.finish_reason is not FinishReason.STOP:
             return None
@@ -208,7 +300,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to a request; ``text``, ``parsed``, ``token_ids`` and so on are those of the first choice."""
+    """The answer to a request. ``text``, ``parsed``, ``token_ids`` and so on are those of the first choice.
+
+    Attributes:
+        request_id: Identifier of the request.
+        choices: The sequences; ``n`` of them.
+        trace: How the request was served.
+        decision: Placement of the request.
+        prompt_logprobs: Log probabilities of the prompt, if asked for; entry 0 is ``None``.
+    """
 
     request_id: str
     choices: list[Choice]
@@ -233,12 +333,12 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first choice ended."""
+        """Reason why the first choice ended."""
         return self.choices[0].finish_reason
 
     @property
     def message(self) -> dict[str, str]:
-        """The first choice as a message, to go on with the conversation."""
+        """The first choice as a message, to append to a conversation."""
         return {"role": "assistant", "content": self.text}
 
     @property
@@ -256,17 +356,17 @@ def _read(cls: type[T], message: Message, **special: Any) -> T:
 def _role(value: int) -> Role | None:
     try:
         return role_from_pb(value)
-    except InvalidRequestError:  # a role that a newer router knows and this SDK does not
+    except InvalidRequestError:  # a role of a newer router
         return None
 
 
 def read_trace(message: common_pb2.RequestTrace) -> Trace:
-    """Trace from the wire."""
+    """Convert a trace."""
     return _read(Trace, message, path=path_from_pb(message.path), failed_prefills=tuple(message.failed_prefills))
 
 
 def read_decision(message: router_pb2.RouteDecision) -> RouteDecision:
-    """Placement from the wire."""
+    """Convert a placement."""
     candidates = tuple(
         _read(RouteCandidate, item, role=_role(item.role), terms=_terms(item.terms)) for item in message.candidates
     )
@@ -285,12 +385,12 @@ def _terms(terms: Iterable[router_pb2.ScoreTerm]) -> Mapping[str, float]:
 
 
 def read_instance(message: router_pb2.InstanceStatus) -> Instance:
-    """Instance from the wire."""
+    """Convert the status of an instance."""
     return _read(Instance, message, role=_role(message.role), load=_read(Load, message.load))
 
 
 def read_stats(message: router_pb2.GetStatsResponse) -> Stats:
-    """Stats from the wire."""
+    """Convert the statistics of a router."""
 
     def quantiles(name: str) -> Quantiles | None:
         return _read(Quantiles, getattr(message, name)) if message.HasField(name) else None  # type: ignore[arg-type]
@@ -300,7 +400,7 @@ def read_stats(message: router_pb2.GetStatsResponse) -> Stats:
 
 
 def read_model(message: router_pb2.ModelDescription) -> Model:
-    """Model from the wire."""
+    """Convert the description of a model."""
     return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids))
 
 
@@ -316,12 +416,15 @@ class _Partial:
 class Answer:
     """Gathers the messages of one generation.
 
-    Attributes:
-        started: Whether a token has come: from then on a failed call must not be repeated.
-
     Args:
-        n: Sequences.
+        n: Number of sequences.
         parse: Makes an object of a sequence's text.
+
+    Attributes:
+        started: Whether a token has arrived; a failed call must not be repeated then.
+        request_id: Identifier of the request; empty before the first message.
+        trace: Latest trace.
+        decision: Placement of the request.
     """
 
     def __init__(self, n: int, parse: Callable[[str], Any] | None = None) -> None:
@@ -339,10 +442,10 @@ class Answer:
         return all(part.finish_reason is not None for part in self._parts)
 
     def feed(self, message: router_pb2.RouterGenerateResponse) -> list[Chunk]:
-        """Take a message and return its news.
+        """Add a message and return its chunks.
 
         Raises:
-            InternalError: The server names a sequence that was not asked for.
+            InternalError: The message has a sequence that was not asked for.
         """
         self.request_id = message.request_id or self.request_id
         if message.HasField("trace"):
@@ -356,12 +459,12 @@ class Answer:
         return chunks
 
     def feed_continuation(self, message: router_pb2.RouterGenerateResponse, index: int, repeated: int) -> list[Chunk]:
-        """Take a message of a call by which one sequence goes on elsewhere.
+        """Add a message of a call that continues one sequence, and return its chunks.
 
         Args:
-            message: Which calls the sequence 0.
-            index: Which one it is.
-            repeated: Tokens at the beginning of its first delta that have come before.
+            message: Message, in which the sequence has index 0.
+            index: Index of the sequence in the answer.
+            repeated: Tokens at the beginning of the message that have arrived before.
         """
         for delta in message.deltas:
             delta.index = index
@@ -376,20 +479,20 @@ class Answer:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether they have come."""
+        """Whether log probabilities of the prompt have arrived."""
         return bool(self._prompt_logprobs)
 
     def open_sequences(self) -> list[int]:
-        """Return the indices of those that have not ended."""
+        """Return the indices of the sequences that have not ended."""
         return [i for i, part in enumerate(self._parts) if part.finish_reason is None]
 
     def progress(self, index: int) -> tuple[list[int], int]:
-        """Return a sequence's tokens, and how many characters of text have come."""
+        """Return the tokens of a sequence, and the number of characters of its text."""
         part = self._parts[index]
         return part.token_ids, sum(map(len, part.text))
 
     def result(self) -> Generation:
-        """Return all that has arrived so far."""
+        """Return the answer so far."""
         choices = [
             Choice(i, "".join(p.text), p.token_ids, p.finish_reason, p.stop_reason, p.logprobs or None, self._parse)
             for i, p in enumerate(self._parts)
@@ -397,7 +500,7 @@ class Answer:
         return Generation(self.request_id, choices, self.trace, self.decision, self._prompt_logprobs)
 
     def require_complete(self) -> None:
-        """Raise ``InternalError`` if the server ended the stream before it ended every sequence."""
+        """Raise ``InternalError`` unless every sequence has ended."""
         if not self.complete:
             raise InternalError("the server ended the stream in the middle of an answer")
 
@@ -423,25 +526,25 @@ class Answer:
 
 
 class Answered:
-    """What both clients' streams tell of an answer while it comes.
+    """Attributes that streams of both clients have while an answer arrives.
 
     Attributes:
-        answer: Gathers it.
+        answer: The answer so far.
     """
 
     answer: Answer
 
     @property
     def request_id(self) -> str:
-        """The request's id, once the first message has come."""
+        """Identifier of the request; empty before the first message."""
         return self.answer.request_id
 
     @property
     def trace(self) -> Trace | None:
-        """How the request came to its KV; complete at the end of the stream."""
+        """How the request was served; complete at the end of the stream."""
         return self.answer.trace
 
     @property
     def decision(self) -> RouteDecision | None:
-        """Where the request runs."""
+        """Placement of the request; ``None`` before the first message."""
         return self.answer.decision

@@ -1,7 +1,7 @@
-"""The server's end of ``GenerateMany``: the calls that come on one stream; ``baton.rpc.multiplex`` is the other end.
+"""``GenerateMany``, server side: the calls of one stream. ``baton.rpc.multiplex`` is the client side.
 
-Each call runs in a task of its own, exactly as it would on a stream of its own. What the calls send in one turn of the
-event loop leaves as one message: an engine hands out the tokens of a step in one turn, so a step is one message.
+Each call runs in a task of its own, as it would on a stream of its own. Everything that the calls send in one turn of
+the event loop leaves as one message: an engine delivers the tokens of a step in one turn, so a step is one message.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 Generate = Callable[[worker_pb2.GenerateRequest, Any], AsyncIterator[worker_pb2.GenerateResponse]]
 
 MAX_CALLS = 65536
-"""Calls that a stream may have at a time. Instances admit far fewer; this bounds the tasks of those that wait."""
+"""Most concurrent calls of a stream. Instances admit far fewer; this bounds the tasks of waiting calls."""
 
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 2**20
-"""Of one response of a call: with what others send meanwhile it has to fit into one message."""
+"""Most bytes of one response: together with what other calls send it has to fit into one message."""
 _TOKEN_BYTES = 8
-"""Of a call and a token, about."""
+"""Bytes of a call number and a token, roughly."""
 
 
 async def generate_many(
@@ -39,13 +39,13 @@ async def generate_many(
     context: Any,
     on_silent: Callable[[frozenset[str]], None] = lambda addresses: None,
 ) -> AsyncGenerator[worker_pb2.GenerateManyResponse, None]:
-    """Serve ``GenerateMany`` with what serves ``Generate``.
+    """Serve ``GenerateMany`` with the implementation of ``Generate``.
 
     Args:
-        generate: Serves one call; whatever it raises ends that call alone.
-        requests: What the caller sends; when that ends, running calls still go to their end.
-        context: The stream's context, handed on.
-        on_silent: Told which prefill instances do not answer the caller, whenever that changes.
+        generate: Serves one call; its exceptions end that call alone.
+        requests: Messages of the caller; running calls are completed after their end.
+        context: Context of the stream, passed to ``generate``.
+        on_silent: Called with the addresses of the prefill instances that do not answer the caller, on changes.
     """
     calls = _ServerCalls(generate, context, on_silent)
     reader = asyncio.create_task(calls.read(requests))
@@ -62,17 +62,17 @@ async def generate_many(
 class Outbox:
     """Gathers what calls send into one message per turn of the event loop.
 
-    What a caller leaves untaken is bounded by what one message may hold. Beyond that the outbox is overfull: it drops
-    what it has, and takes nothing more.
+    Unread output is bounded by the size of a message. Beyond it the outbox is overfull: it drops its content and
+    accepts nothing more.
 
     Args:
-        on_overfull: Called once when more is untaken than may be.
+        on_overfull: Called once when the outbox becomes overfull.
     """
 
     def __init__(self, on_overfull: Callable[[], None] | None = None) -> None:
         self._message = worker_pb2.GenerateManyResponse()
         self._last_delta: dict[int, worker_pb2.SequenceDelta | None] = {}
-        """Of each call with a message: what more tokens of sequence 0 may join; ``None``: nothing."""
+        """Per call with a response in the message: the delta that more tokens of sequence 0 may join, if any."""
         self._filled = asyncio.Event()
         self._closed = False
         self._on_overfull = on_overfull
@@ -80,13 +80,13 @@ class Outbox:
         self._overfull = False
 
     def token(self, call: int, token_id: int) -> None:
-        """Send one token of sequence 0 and nothing else."""
+        """Send one token of sequence 0, without anything else."""
         if call not in self._last_delta:
             self._message.token_calls.append(call)
             self._message.token_ids.append(token_id)
             self._fill(_TOKEN_BYTES)
             return
-        # Messages come after tokens: to keep the order within a call, the token joins its latest message.
+        # Responses follow the tokens of a message: to keep the order, the token joins the call's latest response.
         delta = self._last_delta[call]
         if delta is None:
             delta = self._message.messages.add(call=call).response.deltas.add()
@@ -95,10 +95,10 @@ class Outbox:
         self._fill(4 * _TOKEN_BYTES)
 
     def send(self, call: int, response: worker_pb2.GenerateResponse) -> None:
-        """Send a message of a call.
+        """Send a response of a call.
 
         Raises:
-            InvalidRequestError: It is larger than a message may be; nothing is sent.
+            InvalidRequestError: The response is too large; nothing is sent.
         """
         token_id = _only_a_token(response)
         if token_id is not None:
@@ -106,7 +106,7 @@ class Outbox:
             return
         size = response.ByteSize()
         if size > MAX_RESPONSE_BYTES:
-            # Only log probabilities are so many, and on any instance.
+            # Only log probabilities take so much, on any instance.
             raise InvalidRequestError(f"the answer has {size} bytes, {MAX_RESPONSE_BYTES} bytes are possible at a time")
         sent = self._message.messages.add(call=call, response=response).response
         delta = sent.deltas[0] if len(sent.deltas) == 1 else None
@@ -119,14 +119,14 @@ class Outbox:
         self._fill(len(message) + len(details) + _TOKEN_BYTES)
 
     def close(self) -> None:
-        """No more comes."""
+        """End the stream after what was sent."""
         self._closed = True
         self._filled.set()
 
     def _fill(self, size: int) -> None:
         self._bytes += size
         if self._overfull or self._bytes > MAX_MESSAGE_BYTES:
-            self._take()
+            self._swap_message()
             if not self._overfull:
                 self._overfull = True
                 log.warning("a stream of calls ends: its caller left more than %d bytes unread", MAX_MESSAGE_BYTES)
@@ -134,7 +134,7 @@ class Outbox:
                     self._on_overfull()
         self._filled.set()
 
-    def _take(self) -> worker_pb2.GenerateManyResponse:
+    def _swap_message(self) -> worker_pb2.GenerateManyResponse:
         message = self._message
         self._message = worker_pb2.GenerateManyResponse()
         self._bytes = 0
@@ -142,23 +142,23 @@ class Outbox:
         return message
 
     async def next(self) -> worker_pb2.GenerateManyResponse | None:
-        """Wait for something to send and return all of it; ``None`` once closed and empty.
+        """Return the next message, when there is something to send; ``None`` once closed and empty.
 
         Raises:
-            QueueFullError: More was left untaken than may be.
+            QueueFullError: The outbox is overfull.
         """
-        # Who fills it wakes this task at the end of the queue, behind all others that the same step has woken.
+        # Filling the outbox schedules this task behind all others that the same engine step has woken.
         await self._filled.wait()
         if self._overfull:
             raise QueueFullError(f"more than {MAX_MESSAGE_BYTES} bytes of answers were left unread")
         if not self._closed:
             self._filled.clear()
-        message = self._take()
+        message = self._swap_message()
         return message if message.token_calls or message.messages or message.ends else None
 
 
 class _ServerCalls:
-    """The calls of one stream, as the server has them."""
+    """The running calls of one stream."""
 
     def __init__(self, generate: Generate, context: Any, on_silent: Callable[[frozenset[str]], None]) -> None:
         self._generate = generate
@@ -169,7 +169,7 @@ class _ServerCalls:
         self.outbox = Outbox(self._cancel)
 
     async def read(self, requests: AsyncIterator[worker_pb2.GenerateManyRequest]) -> None:
-        """Start and cancel calls as they are told, until the caller has nothing more to say or cannot be read."""
+        """Start and cancel calls, until the caller's messages end or cannot be read."""
         try:
             async for message in requests:
                 if message.HasField("silent"):
@@ -180,14 +180,14 @@ class _ServerCalls:
                     if (task := self._tasks.get(call)) is not None:
                         task.cancel()
         except Exception:
-            self._cancel()  # calls that it begins from now on would never be heard of
+            self._cancel()  # nothing will read the answers of the calls
             raise
         finally:
             self._reading = False
             self._close_if_done()
 
     async def abort(self) -> None:
-        """Cancel what still runs, and wait for it."""
+        """Cancel running calls and wait for their end."""
         tasks = list(self._tasks.values())
         self._cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,10 +206,10 @@ class _ServerCalls:
             self.outbox.end(call, code.value[0], text)
             return
         task = self._tasks[call] = asyncio.create_task(self._run(call, request))
-        task.add_done_callback(lambda _: self._ended(call))
+        task.add_done_callback(lambda _: self._forget_call(call))
 
-    def _ended(self, call: int) -> None:
-        # Not the task's own last words: one that is cancelled before its first step says none.
+    def _forget_call(self, call: int) -> None:
+        # Not part of the task: one that is cancelled before its first step runs no code.
         self._tasks.pop(call, None)
         self._close_if_done()
 

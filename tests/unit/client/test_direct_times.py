@@ -22,7 +22,7 @@ def test_tokens_that_come_together_are_as_many_gaps() -> None:
     for at, *counts in ((11.0, (0, 1)), (11.5, (0, 2), (1, 1)), (11.9, (0, 1), (0, 1), (1, 1))):
         now = at
         deltas = [worker_pb2.SequenceDelta(index=index, token_ids=[70] * count) for index, count in counts]
-        answer.take(worker_pb2.GenerateResponse(deltas=deltas))
+        answer.convert(worker_pb2.GenerateResponse(deltas=deltas))
     notice = answer.last_note(failed=False)
     assert notice.first_token_us == 1_000_000
     assert list(notice.itl_us) == pytest.approx([250_000, 250_000, 200_000, 200_000, 400_000], abs=1)
