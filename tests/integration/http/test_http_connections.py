@@ -247,7 +247,7 @@ class Meddling(TurnBatcher):
 
 def leave(serving: Any) -> None:
     """Do what the connection does when its client has gone."""
-    serving._exchange.lost()
+    serving._exchange.on_connection_lost()
     serving._exchange._connection.transport.abort()
 
 

@@ -247,25 +247,25 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
     store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
     for at in range(5):
-        store.put(mine, f"r{at}", [{"role": "user", "content": str(at)}], b"{}")
+        store.add(mine, f"r{at}", [{"role": "user", "content": str(at)}], b"{}")
     assert store.messages(mine, "r4") == [{"role": "user", "content": "4"}]
     assert store.body(mine, "r4") == b"{}"
     for account, ident in ((mine, "r1"), (other, "r4"), (None, "r4")):
         for call in (store.messages, store.body, store.delete):
             with pytest.raises(NotFoundError, match="no response"):
                 call(account, ident)
-    store.put(mine, "large", [], b"x" * 1001)
+    store.add(mine, "large", [], b"x" * 1001)
     with pytest.raises(NotFoundError):
         store.body(mine, "large")
     # One account cannot take the room of another, but has all that is there.
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 100)
     for at in range(20):
-        store.put(other, f"o{at}", [], b"x" * 998)
+        store.add(other, f"o{at}", [], b"x" * 998)
     assert store.body(mine, "r4")
     kept = [at for at in range(20) if f"o{at}" in store._kept["other"]]
     assert kept == list(range(12, 20))
     for at in range(20):
-        store.put(mine, f"m{at}", [], b"x" * 998)
+        store.add(mine, f"m{at}", [], b"x" * 998)
     assert len(store._kept["mine"]) == len(store._kept["other"]) == 6
     for at in range(14, 20):
         store.delete(mine, f"m{at}")

@@ -26,7 +26,7 @@ from baton.errors import InvalidRequestError, NotFoundError, shown
 from baton.version import __version__
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.window_stats import Flows, WindowStats
-from baton_router.frontend.http.middleware import note_admin, require_admin, tenant_alone
+from baton_router.frontend.http.middleware import audit_admin, require_admin, tenant_alone
 from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
@@ -342,7 +342,7 @@ def _whose(request: Request) -> str | None:
     """Return the tenant whose requests alone may be shown; an administrator, who sees all, is noted."""
     tenant = tenant_alone(request)
     if tenant is None:
-        note_admin(request)
+        audit_admin(request)
     return tenant
 
 

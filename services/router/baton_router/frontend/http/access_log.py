@@ -1,4 +1,4 @@
-"""The access log: a line per request that a client made, when its answer is complete or the client has gone."""
+"""The access log: a line per request, when its answer is complete or its client has gone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _lines.setLevel(logging.INFO)  # whatever --log-level is
 def log_access(
     *, peer: str, method: str, path: str, status: int | str, seconds: float, request_id: str, account: str
 ) -> None:
-    """Write a line.
+    """Write the line of a request.
 
     Args:
-        peer: The client's address.
-        method: HTTP's, or ``grpc``.
-        path: The endpoint, with names that clients choose as placeholders; or the call.
-        status: HTTP's, or the outcome of the call.
-        seconds: First byte in to last byte out.
-        request_id: Its id, which is part of what instances call the request.
-        account: Whose API key it showed; empty: none.
+        peer: Address of the client.
+        method: HTTP method, or ``grpc``.
+        path: Endpoint, with placeholders for names that clients choose; or name of the gRPC method.
+        status: HTTP status, or outcome of the call.
+        seconds: Time from the first byte in to the last byte out, in seconds.
+        request_id: Identifier of the request, which is part of the identifier that instances get.
+        account: Name of the account; empty without API key.
     """
     fields = {
         "peer": peer,

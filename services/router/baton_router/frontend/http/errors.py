@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients know."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def error_object(status: int, message: str, *, code: str, param: str | None = No
 
 
 def http_error_code(status: int) -> str:
-    """Return what ``code`` is called in HTTP's own errors."""
+    """Return the ``code`` of an HTTP error."""
     return _CODES.get(status, "http_error")
 
 
@@ -48,7 +48,7 @@ def baton_error_object(error: BatonError) -> dict[str, Any]:
 
 
 def answer_to(error: BatonError | HTTPException) -> Response:
-    """Return the response for an error: Baton's own, with Retry-After where trying again makes sense, or HTTP's."""
+    """Return the response for a Baton error, with Retry-After where a retry makes sense, or for an HTTP error."""
     if isinstance(error, HTTPException):  # no such path, wrong method, too large
         body = error_object(error.status_code, str(error.detail), code=http_error_code(error.status_code))
         return _response(error.status_code, body, error.headers or {})
@@ -61,11 +61,11 @@ def answer_to(error: BatonError | HTTPException) -> Response:
 
 
 def install(app: FastAPI, endpoints: Sequence[str]) -> None:
-    """Make an app answer errors of clients and Baton's own in this shape; ``HttpMiddleware`` takes all others.
+    """Make an app answer HTTP and Baton errors in this format; ``HttpMiddleware`` answers all others.
 
     Args:
         app: The app.
-        endpoints: Methods and paths, for who asks for another one.
+        endpoints: Methods and paths, which the error for an unknown path lists.
     """
 
     async def nothing(scope: Scope, receive: Receive, send: Send) -> None:

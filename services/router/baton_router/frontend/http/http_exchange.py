@@ -1,4 +1,4 @@
-"""One HTTP request of an endpoint that is served by callbacks, its body's bounds, and its answer."""
+"""One HTTP request of an endpoint that is served by callbacks, the bounds of its body, and its answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from baton_router.types import Account
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSING = frozenset({408, 413})
-"""Errors behind which no other request is awaited."""
+"""Error statuses that end the connection."""
 _CLIENT_GONE = 499
-"""Status in the metrics of requests whose client left before there was an answer."""
+"""Status in the metrics of requests whose client left before the answer."""
 
 
 class Connection(Protocol):
-    """The connection of an exchange, as the exchange knows it."""
+    """What an exchange needs of its connection."""
 
     transport: Any
     flow: Any
@@ -36,19 +36,19 @@ class Connection(Protocol):
 
     @property
     def host(self) -> str:
-        """Where the client is."""
+        """Address of the client."""
 
     def on_response_complete(self) -> None:
-        """An answer is complete."""
+        """Continue with the next request: an answer is complete."""
 
 
 class Handler(Protocol):
     """Serves the requests of some endpoints.
 
     Attributes:
-        paths: Paths of its POST endpoints, as requests have them and as text.
+        paths: Paths of its POST endpoints, from bytes to text.
         options: Limits.
-        metrics: Where requests are counted.
+        metrics: Metrics of the HTTP front.
     """
 
     paths: Mapping[bytes, str]
@@ -56,44 +56,65 @@ class Handler(Protocol):
     metrics: HttpMetrics
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
-        """Look at a request whose head has come; return why it is refused, if it is."""
+        """Check the head of a request; return the error if it is refused."""
 
     def serve(self, exchange: HttpExchange, body: bytes) -> None:
-        """Serve a request, now or later. Must not raise."""
+        """Serve a request, now or later; must not raise."""
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Answer a request with an error."""
+        """Respond to a request with an error."""
 
 
 class HttpExchange:
     """A request and its answer, without ASGI between the socket and the endpoint.
 
-    The body is gathered within the bounds of ``Handler.options``, then the request is handed to its handler, when the
-    answers to requests before it on the same connection are complete. A request that is refused by its head or its
-    length is answered at once; the connection drops what is still to come of its body.
+    The body is gathered within the bounds of ``Handler.options``. Then the handler serves the request, once the answers
+    to the earlier requests of the connection are complete. A request that is refused because of its head or length is
+    answered at once; the connection drops the rest of its body.
 
-    It stands where uvicorn's ``RequestResponseCycle`` stands, and has what the protocol looks at there.
+    It replaces uvicorn's ``RequestResponseCycle``, and has the attributes that the protocol uses of it.
 
     Attributes:
-        path: Its path, one of the endpoints'.
-        headers: Its headers, names in lower case.
-        request_id: Its id.
-        account: Whose API key it showed; ``None``: there are no API keys.
-        common: Header lines that every answer to it has, each with its line break.
-        chunked: Whether an answer in pieces is sent as chunks.
-        status: Of the answer, for the metrics; 0: it has not begun.
-        on_gone: Called when the client has gone, once.
-        on_flow: Called with ``True`` when the client doesn't keep up with what is written, with ``False`` when it does.
+        path: Path of the endpoint.
+        headers: Headers of the request, with names in lower case.
+        request_id: Identifier of the request.
+        account: Account of the API key; ``None`` without API keys.
+        common: Header lines that every answer to the request has.
+        chunked: Whether a streamed answer is sent in HTTP chunks.
+        in_turn: Whether the answers to the earlier requests are complete.
+        status: Status of the answer, for the metrics; 0 before it has started.
+        on_gone: Called once when the client has gone.
+        on_flow: Called with ``True`` when the client reads too slowly, and with ``False`` when it has caught up.
         disconnected: Whether the client has gone.
-        response_complete: Whether the answer is.
-        keep_alive: Whether the connection stays.
+        response_complete: Whether the answer is complete.
+        keep_alive: Whether the connection stays open.
     """
 
     __slots__ = (
-        *("_begun", "_connection", "_counted", "_expects_continue", "_handler", "_head", "_pieces"),
-        *("_received", "_refusal", "_timer", "_whole"),
-        *("account", "chunked", "common", "disconnected", "headers", "in_turn", "keep_alive", "on_flow"),
-        *("on_gone", "path", "request_id", "response_complete", "status"),
+        "_begun",
+        "_connection",
+        "_counted",
+        "_expects_continue",
+        "_handler",
+        "_head",
+        "_pieces",
+        "_received",
+        "_refusal",
+        "_timer",
+        "_whole",
+        "account",
+        "chunked",
+        "common",
+        "disconnected",
+        "headers",
+        "in_turn",
+        "keep_alive",
+        "on_flow",
+        "on_gone",
+        "path",
+        "request_id",
+        "response_complete",
+        "status",
     )
 
     def __init__(self, connection: Connection, handler: Handler, path: str) -> None:
@@ -121,10 +142,10 @@ class HttpExchange:
         handler.metrics.begin(path)
         self._refusal = handler.check_head(self)
 
-    # --- what the connection tells ---
+    # --- called by the connection ---
 
     def on_body(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+        """Add a piece of the body."""
         if self.response_complete:
             return
         self._received += len(piece)
@@ -138,14 +159,14 @@ class HttpExchange:
             if self.in_turn:
                 self._refuse()
 
-    def on_whole(self) -> None:
-        """The body is complete."""
+    def on_body_complete(self) -> None:
+        """Serve the request, if it is in turn."""
         self._whole = True
         if self.in_turn and not self.response_complete:
             self._serve()
 
-    def take_turn(self) -> None:
-        """The answers to the requests before are complete."""
+    def start_turn(self) -> None:
+        """Serve the request, or wait for its body: the answers to the earlier requests are complete."""
         if self.disconnected:
             return
         self.in_turn = True
@@ -155,7 +176,7 @@ class HttpExchange:
             self.await_body()
 
     def await_body(self) -> None:
-        """Wait for the rest of the body, if there is more to come, for a limited time."""
+        """Wait for the rest of the body, for a limited time."""
         if self._whole or self.response_complete or self._timer is not None or not self.in_turn:
             return
         if self._refusal is not None:
@@ -167,14 +188,14 @@ class HttpExchange:
         self._timer = self._connection.loop.call_later(self._handler.options.body_timeout_s, self._refuse)
 
     def refuse(self, error: HTTPException) -> None:
-        """The rest of the body cannot be read: answer that, in turn."""
+        """Respond with an error, in turn: the rest of the body cannot be read."""
         self._refusal = self._refusal or error
         self.keep_alive = False
         if self.in_turn and not self.response_complete:
             self._refuse()
 
-    def lost(self) -> None:
-        """The client has gone."""
+    def on_connection_lost(self) -> None:
+        """Stop serving: the client has gone."""
         if self.disconnected or self.response_complete:
             return
         self.disconnected = True
@@ -189,40 +210,40 @@ class HttpExchange:
 
     @property
     def peer(self) -> str:
-        """Where the client is."""
+        """Address of the client."""
         return self._connection.host
 
     @property
     def paused(self) -> bool:
-        """Whether the client doesn't keep up."""
+        """Whether the client reads too slowly."""
         return bool(self._connection.flow.write_paused)
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """Answer.
+        """Send a whole answer.
 
         Args:
-            status: The status.
+            status: HTTP status.
             headers: Header lines, each with its line break.
-            body: The body.
+            body: Body of the answer.
         """
         head = self._begin(status, headers + b"content-length: %d\r\n" % len(body))
         self._write(head + body)
         self._end()
 
     def start(self, status: int, headers: bytes) -> None:
-        """Begin an answer in pieces; its head leaves with the first one, or with :meth:`send_head`."""
+        """Start an answer in pieces; its head is sent with the first piece, or by :meth:`send_head`."""
         if not self.chunked:  # the end of the connection is the end of the answer
             self.keep_alive = False
         self._head = self._begin(status, headers + b"transfer-encoding: chunked\r\n" if self.chunked else headers)
 
     def send_head(self) -> None:
-        """Send the head of an answer whose first piece is not there yet."""
+        """Send the head of an answer before its first piece."""
         head = self._head
         self._head = b""
         self._write(head)
 
     def send(self, piece: bytes) -> None:
-        """Send a piece, which is not empty."""
+        """Send a piece, which must not be empty."""
         head = self._head
         self._head = b""
         self._write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
@@ -233,14 +254,14 @@ class HttpExchange:
             self._connection.transport.write(chunks)
 
     def finish(self, piece: bytes) -> None:
-        """Send the last piece, which is not empty."""
+        """Send the last piece, which must not be empty."""
         head = self._head
         self._head = b""
         self._write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(piece), piece) if self.chunked else head + piece)
         self._end()
 
     def abort(self) -> None:
-        """Break the connection under an answer that cannot be completed: what was not taken would never be."""
+        """Abort the connection of an answer that cannot be completed: its client does not read."""
         self.response_complete = True
         self._count()
         self._connection.transport.abort()
@@ -257,7 +278,7 @@ class HttpExchange:
         self._handler.serve(self, body)
 
     def _refuse(self) -> None:
-        """Answer with the error, whether the body is whole or not."""
+        """Respond with the error, whether the body is complete or not."""
         self._stop_waiting()
         refusal = self._refusal or too_late(self._handler.options.body_timeout_s)
         if self._expects_continue or (isinstance(refusal, HTTPException) and refusal.status_code in _CLOSING):
@@ -307,9 +328,10 @@ class HttpExchange:
 
 
 def check_media(headers: Headers, limit: int) -> HTTPException | None:
-    """Return why a body is refused by what its headers say: no or another type, compressed (415), too long (413).
+    """Return the error for a body whose headers are refused: wrong type or encoding (415), too long (413).
 
-    A type is wanted because a page may have a browser send bodies of some other types, or of none, to any host.
+    The type is required because web pages can make browsers send bodies of some other types, or without one, to any
+    host.
     """
     typed = False
     for name, value in headers:
@@ -334,20 +356,20 @@ def too_long(limit: int) -> HTTPException:
 
 
 def too_late(limit_s: float) -> HTTPException:
-    """Return the error for a body that comes too slowly."""
+    """Return the error for a body that arrives too slowly."""
     return HTTPException(408, f"the body did not arrive within {limit_s:g} s")
 
 
 MAX_DEPTH = 200
-"""Of lists and objects in each other in a body; the rest is for what they are put into."""
+"""Deepest nesting of a body; the rest of what orjson can write is for the objects around it."""
 _ORJSON_DEPTH = 254
 
 
 def decode_json(data: bytes) -> Any:
-    """Return a body's JSON value.
+    """Decode a JSON body.
 
     Raises:
-        InvalidRequestError: It is not JSON, or nested so deep that it could not be written again.
+        InvalidRequestError: The body is not JSON, or nested too deep to be written again.
     """
     try:
         value = orjson.loads(data)

@@ -1,4 +1,4 @@
-"""What surrounds every request: options and metrics, its id, the API key, CORS, and the answer to unexpected errors."""
+"""What every request passes: options and metrics, its id, the API key, CORS, and the answer to unexpected errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_ID_CHARS = 128
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MAX_FIELD_LABELS = 100
 _OPEN_ENDPOINTS = frozenset({"/health", "/readyz", "/version", "/console", "/console/{file}", "/docs", "/openapi.json"})
-"""What probes, and browsers on their way to the console or the documentation, call without a key."""
+"""Endpoints without API key: for probes, and for browsers that open the console or the documentation."""
 ENDPOINTS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/metrics", *_OPEN_ENDPOINTS}
     | {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
@@ -47,7 +47,7 @@ _WITH_NAME = (
 
 
 NO_ENDPOINT = "other"
-"""What requests that are to none are called in the metrics."""
+"""Label of requests to unknown endpoints in the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class HttpOptions:
     """Options of the HTTP front.
 
     Attributes:
-        accounts: Whose keys a client must show as ``Authorization: Bearer``; ``None``: no key is wanted.
-        strict_fields: Refuse requests with fields that have no effect, instead of naming these in a header.
-        max_body_bytes: Longest request body.
-        max_prompts: Prompts in one completion request.
-        max_sequences: Sequences that it asks for, of all prompts together.
-        body_timeout_s: Seconds a client has to send its request.
-        send_timeout_s: Seconds a client may leave a piece of the answer untaken before its request is cancelled.
-        request_timeout_s: Seconds a generation may take.
-        cors_origins: Origins that browsers may call from.
-        hosts: Hosts that requests may be for; ``None``: any.
-        metrics_port: Where else ``/metrics`` is served; 0: nowhere.
-        max_connections: Connections at once.
+        accounts: Accounts whose API keys clients must send as ``Authorization: Bearer``; ``None``: no key is needed.
+        strict_fields: Refuse requests with fields that have no effect, instead of listing them in a header.
+        max_body_bytes: Longest request body, in bytes.
+        max_prompts: Most prompts of a completion request.
+        max_sequences: Most sequences of a completion request, over all prompts.
+        body_timeout_s: Seconds that a client has to send its request.
+        send_timeout_s: Seconds without reading after which a client's request is cancelled.
+        request_timeout_s: Deadline of a generation, in seconds.
+        cors_origins: Origins of web pages that may call.
+        hosts: Hosts that requests may name; ``None``: any.
+        metrics_port: Second port that serves ``/metrics``; 0: none.
+        max_connections: Most concurrent connections.
         access_log: Write a line per request.
     """
 
@@ -86,7 +86,11 @@ class HttpOptions:
 
 
 class HttpMetrics:
-    """Metrics of the HTTP front, in the registry that was passed in."""
+    """Metrics of the HTTP front.
+
+    Args:
+        registry: Registry for the metrics.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_http_"
@@ -101,21 +105,23 @@ class HttpMetrics:
         self._turned_away = Counter(
             name + "turned_away_connections", "Connections that were refused or gave way", ["reason"], registry
         )
-        self._kept = Gauge(name + "kept_responses", "Responses that are kept for who goes on from them", [], registry)
+        self._kept = Gauge(
+            name + "kept_responses", "Responses that are stored for requests that continue from them", [], registry
+        )
         self._kept_bytes = Gauge(name + "kept_response_bytes", "Memory that these take", [], registry)
         self._field_labels: set[str] = set()
 
     def count_kept(self, responses: int, size: int) -> None:
-        """Take how many responses are kept, and how many bytes they take."""
+        """Set the number of stored responses, and their size in bytes."""
         self._kept.labels().value = responses
         self._kept_bytes.labels().value = size
 
     def begin(self, endpoint: str) -> None:
-        """Count a request that begins."""
+        """Count a started request."""
         self._in_flight.labels(endpoint).inc()
 
     def end(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         self._requests.labels(endpoint, str(status)).inc()
         self._in_flight.labels(endpoint).dec()
         self._seconds.labels(endpoint).observe(seconds)
@@ -137,12 +143,12 @@ class HttpMetrics:
 
 
 def plain_name(field: str) -> str:
-    """Return a name that a client chose as headers and metrics can bear it: short, and without odd characters."""
+    """Return a client's name in a form for headers and metrics: short, and without unusual characters."""
     return "".join(char if char.isascii() and (char.isalnum() or char in "_.-[]") else "?" for char in field[:64])
 
 
 def request_id(headers: Headers) -> str:
-    """Return the id of a request: the client's if logs and headers can bear it, else a new one."""
+    """Return the id of a request: the client's if logs and headers can have it, else a new one."""
     given = _header(headers, b"x-request-id")
     if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() and " " not in given:
         return given
@@ -150,30 +156,30 @@ def request_id(headers: Headers) -> str:
 
 
 def account_of(request: Request) -> Account | None:
-    """Return whose API key a request of the ASGI app showed; ``None``: there are no API keys."""
+    """Return the account of a request of the ASGI app; ``None`` without API keys."""
     account: Account | None = request.scope.get("state", {}).get(_ACCOUNT)
     return account
 
 
 def tenant_alone(request: Request) -> str | None:
-    """Return the tenant that a request may see alone; ``None``: it may see what all do."""
+    """Return the only tenant whose data a request may see; ``None``: it may see all tenants' data."""
     account = account_of(request)
     return None if account is None or account.admin else account.name
 
 
 def require_admin(request: Request) -> None:
-    """Check that a request may see what all tenants do, and note who looks.
+    """Check that a request may see all tenants' data, and write it to the audit log.
 
     Raises:
-        PermissionDeniedError: It showed an API key that is not an administrator's.
+        PermissionDeniedError: Its API key is not an administrator's.
     """
-    note_admin(request)
+    audit_admin(request)
     if tenant_alone(request) is not None:
         raise PermissionDeniedError("this shows what all tenants do: it wants an administrator's API key")
 
 
-def note_admin(request: Request) -> None:
-    """Note in the audit log that somebody with an API key asks for what all tenants do."""
+def audit_admin(request: Request) -> None:
+    """Write to the audit log that a request with an API key asks for all tenants' data."""
     account = account_of(request)
     if account is not None:
         peer = request.client.host if request.client is not None else ""
@@ -182,19 +188,19 @@ def note_admin(request: Request) -> None:
 
 
 def identify(accounts: Accounts, headers: Headers, *, endpoint: str, peer: str) -> Account:
-    """Return whose API key a request shows.
+    """Return the account of a request's API key.
 
     Args:
-        accounts: Whose keys there are.
-        headers: The request's.
-        endpoint: What it asks for, and
-        peer: from which address, for the audit log.
+        accounts: The accounts.
+        headers: Headers of the request.
+        endpoint: Endpoint of the request, for the audit log.
+        peer: Address of the client, for the audit log.
 
     Raises:
-        UnauthenticatedError: No account's.
+        UnauthenticatedError: The request has no valid API key.
     """
     shown = _header(headers, b"authorization")
-    key = _header(headers, b"x-api-key")  # as Anthropic's clients send it
+    key = _header(headers, b"x-api-key")  # from Anthropic's clients
     account = accounts.identify(shown or (f"Bearer {key}" if key else ""))
     if account is None:
         audit("authentication_failed", over="http", endpoint=endpoint, peer=peer)
@@ -203,9 +209,9 @@ def identify(accounts: Accounts, headers: Headers, *, endpoint: str, peer: str) 
 
 
 def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
-    """Return the header lines by which a page of a request's origin may read the answer, or not.
+    """Return the CORS header lines for a request's origin.
 
-    What Starlette's ``CORSMiddleware`` adds to answers of the other endpoints; it answers preflight requests to all.
+    Starlette's ``CORSMiddleware`` adds the same to answers of the other endpoints, and answers all preflight requests.
     """
     if not origins:
         return b""
@@ -219,10 +225,10 @@ def cors_lines(headers: Headers, origins: Collection[str]) -> bytes:
 
 
 def require_own_page(headers: Headers, origins: Collection[str]) -> None:
-    """Check that no foreign page has a browser change something; bodies are no proof of it here, there may be none.
+    """Refuse changes that a web page of a foreign origin has a browser make; such requests may have no body to check.
 
     Raises:
-        PermissionDeniedError: It is one of another origin, which CORS does not allow either.
+        PermissionDeniedError: The page's origin is foreign, and CORS does not allow it.
     """
     origin = _header(headers, b"origin")
     if origin and not _may_read(origin, origins) and origin.partition("://")[2] != _header(headers, b"host"):
@@ -241,8 +247,8 @@ class HttpMiddleware:
 
         Args:
             app: The app.
-            options: Whose API keys requests must show, and which hosts they may be for.
-            metrics: Where to count.
+            options: Options, with accounts and hosts.
+            metrics: Metrics of the HTTP front.
         """
         self._app = app
         self._accounts = options.accounts
@@ -259,7 +265,7 @@ class HttpMiddleware:
         begun = time.perf_counter()
         endpoint = _endpoint(scope["path"])
         ident = request_id(scope["headers"])
-        status = 499  # a client that left before there was an answer
+        status = 499  # a client that left before the answer
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -284,8 +290,8 @@ class HttpMiddleware:
         except (UnauthenticatedError, PermissionDeniedError) as error:
             await answer_to(error)(scope, receive, send_with_id)
         except Exception:
-            # It ends here: the server would close the connection on it, under the next request of a client that has
-            # a whole answer and was promised that the connection stays. (One cut short it closes anyway.)
+            # Not raised: the server would close the connection, possibly under the next request of a client that has
+            # a whole answer and expects the connection to stay. (After an incomplete answer it closes it anyway.)
             log.exception("request %s to %s failed", ident, endpoint, extra={"request_id": ident})
             if not started:
                 failure = InternalError("something went wrong inside Baton")
@@ -315,7 +321,7 @@ def _header(headers: Headers, name: bytes) -> str:
 
 
 def _endpoint(path: str) -> str:
-    """Return a path's name in the metrics; clients choose paths, so unknown ones share one."""
+    """Return a path's label in the metrics; unknown paths share one, because clients choose them."""
     if path in ENDPOINTS:
         return path
     return next((name for prefix, name in _WITH_NAME if path.startswith(prefix)), NO_ENDPOINT)

@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol with endpoints that are served without ASGI, and with bounds on what comes before a body.
+"""uvicorn's HTTP protocol with endpoints that are served without ASGI, and with bounds on heads.
 
-uvicorn takes it by its ``http=`` setting and makes one per connection.
+Request heads are checked after RFC 9110 and RFC 9112. uvicorn gets the protocol by its ``http=`` setting, and creates
+one per connection.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from baton_router.frontend.http.http_exchange import Handler, HttpExchange
 from baton_router.frontend.http.middleware import NO_ENDPOINT, Headers, request_id
 
 MAX_TARGET_BYTES = 16 * 1024
-"""Of the path and query in a request line."""
+"""Longest path and query of a request line."""
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 _OTHER_VERSION = frozenset({"Invalid HTTP version", "Pause on PRI/Upgrade", "Expected dot"})
-"""What the parser says of a request line with a version that it does not know; the second is HTTP/2's preface."""
+"""The parser's errors for unknown versions; the second is that for HTTP/2's preface."""
 
 
 def check_head(method: bytes, target: bytes, version: str, headers: Headers) -> HTTPException | None:
-    """Return why a whole head is refused; ``None``: it is not.
+    """Return the error for a head that is refused; ``None`` if it is not.
 
-    What cannot be read at all, and bodies with two lengths, the parser has refused before.
+    The parser has refused unreadable heads, and bodies with two lengths, before.
 
     Args:
-        method: Of the request line.
+        method: HTTP method.
         target: Path and query.
-        version: ``1.1``.
-        headers: Names in lower case.
+        version: HTTP version, such as ``1.1``.
+        headers: Headers, with names in lower case.
     """
     if version not in ("1.0", "1.1"):
         return HTTPException(505, f"HTTP/{version} is not spoken here, but HTTP/1.1 and HTTP/1.0")
@@ -63,7 +64,7 @@ def check_head(method: bytes, target: bytes, version: str, headers: Headers) -> 
 
 
 def unreadable(error: httptools.HttpParserError) -> HTTPException:
-    """Return the answer to what the parser cannot read."""
+    """Return the error for a request that the parser cannot read."""
     reason = str(error)
     if reason in _OTHER_VERSION:
         return HTTPException(505, "the HTTP version is not spoken here, but HTTP/1.1 and HTTP/1.0")
@@ -71,12 +72,12 @@ def unreadable(error: httptools.HttpParserError) -> HTTPException:
 
 
 def too_long_target() -> HTTPException:
-    """Return the answer to a request line that is too long."""
+    """Return the error for a request line that is too long."""
     return HTTPException(414, f"path and query must be at most {MAX_TARGET_BYTES} bytes")
 
 
 def refusal(error: HTTPException, default_headers: Headers) -> bytes:
-    """Return the whole answer to a request whose head is refused; its connection ends with it."""
+    """Return the bytes of the answer to a refused head; the connection ends with it."""
     status = error.status_code
     body = orjson.dumps(error_object(status, error.detail, code=http_error_code(status)))
     headers = (
@@ -96,7 +97,7 @@ HEAD_TIMEOUT_S = 30.0
 SILENCE_S = 0.5
 _DRAIN_FACTOR = 4
 DRAIN_S = 5.0
-"""How much of a body behind its request's answer is read and dropped, in longest bodies, and for how long."""
+"""Bounds on the rest of a body that is dropped after the answer: in longest bodies, and in seconds."""
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _FULL_BODY = json.dumps(
     error_object(503, "this router has all the connections it can take", code="overloaded")
@@ -106,26 +107,26 @@ _FULL = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
 )
 _REFUSED_S = 1.0
-"""How long a refused client may take to read why."""
-_COMPLAINTS_S = 60.0
+"""Seconds that a refused client has to read the error."""
+_WARNING_INTERVAL_S = 60.0
 
 
 class Crowd:
-    """The connections of one server, which have bounds: descriptors are few.
+    """Bounds the connections of one server, because file descriptors are limited.
 
-    Those that have sent no whole head may take half of the room: for one more the oldest of the client that has most of
-    them is closed, so whoever says nothing keeps nobody out. When all room is taken such a one gives way, or the one
-    that has been idle for longest; where there is none the new one is refused with 503.
+    Connections that have not sent a complete head may be half of all. For one more, the oldest such connection of the
+    client with the most of them is closed, so that silent clients keep no others out. When all connections are taken,
+    such a connection is closed, or the one that has been idle for longest; else the new one is refused with 503.
     """
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._silent: dict[HttpProtocol, float] = {}
         self._refused: set[HttpProtocol] = set()
-        self._told_at = -_COMPLAINTS_S
+        self._warned_at = -_WARNING_INTERVAL_S
 
-    def enter(self, connection: HttpProtocol) -> bool:
-        """Let a new connection in; ``False``: there is no room."""
+    def admit(self, connection: HttpProtocol) -> bool:
+        """Return whether a new connection is accepted."""
         most = self._handler.options.max_connections
         self._silent[connection] = connection.loop.time()
         room = len(connection.connections) - len(self._refused) <= most
@@ -146,17 +147,17 @@ class Crowd:
         return False
 
     def refuse(self, connection: HttpProtocol) -> float:
-        """Return how many seconds a connection that was refused may stay open; there are few descriptors for these."""
+        """Return the seconds that a refused connection may stay open; 0 if too many do."""
         self._refused.add(connection)
         return _REFUSED_S if len(self._refused) <= max(8, self._handler.options.max_connections // 6) else 0.0
 
-    def proved(self, connection: HttpProtocol) -> None:
-        """Hear that a connection has sent a head."""
+    def on_head(self, connection: HttpProtocol) -> None:
+        """Record that a connection has sent a complete head."""
         self._silent.pop(connection, None)
 
-    def left(self, connection: HttpProtocol) -> None:
-        """Hear that a connection is gone."""
-        self.proved(connection)
+    def forget(self, connection: HttpProtocol) -> None:
+        """Record that a connection has closed."""
+        self.on_head(connection)
         self._refused.discard(connection)
 
     def _longest_silent(self) -> HttpProtocol:
@@ -164,43 +165,46 @@ class Crowd:
         return next(each for each in self._silent if each.host == busiest)
 
     def _close(self, connection: HttpProtocol, reason: str) -> None:
-        self.proved(connection)
+        self.on_head(connection)
         self._count(reason, connection)
         connection.transport.abort()
 
     def _count(self, reason: str, connection: HttpProtocol) -> None:
         self._handler.metrics.count_turned_away(reason)
         now = connection.loop.time()
-        if now >= self._told_at + _COMPLAINTS_S:
-            self._told_at = now
+        if now >= self._warned_at + _WARNING_INTERVAL_S:
+            self._warned_at = now
             log.warning(
                 "%d connections are open, of at most %d: some are closed or refused (%s, from %s)",
-                *(len(connection.connections), self._handler.options.max_connections, reason, connection.host),
+                len(connection.connections),
+                self._handler.options.max_connections,
+                reason,
+                connection.host,
             )
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Make a server's class with :meth:`serving`.
+    """One connection. Create a server's class with :meth:`serving`.
 
     POST requests to the handler's paths become an :class:`HttpExchange`; all others go to uvicorn's ASGI application.
 
-    Ends connections whose request line and headers are too long, or don't come. Bodies have bounds of their own where
-    they are read, and idle connections between two requests have uvicorn's. A connection whose client takes nothing of
-    what was written is broken: closing it would wait for the client, and keep the socket and what is unsent until then.
+    Connections are closed if their request line and headers are too long or too late. The bounds of bodies are checked
+    where they are read; uvicorn bounds idle connections between two requests. A connection whose client does not read
+    is aborted: closing it would wait for the client, and keep the socket and unsent data until then.
 
-    An ``Upgrade`` is ignored, as a server may: clients that offer HTTP/2 so (Java's do with every request) get their
-    answer over HTTP/1.1. The parser gives such a request no body, so it is parsed again without the offer.
+    An ``Upgrade`` is ignored, as RFC 9110 allows: clients that offer HTTP/2 this way (Java's do on every request) get
+    their answer over HTTP/1.1. The parser reads no body of such a request, so it is parsed again without the offer.
 
-    A body that goes on behind its request's answer is read and dropped, within bounds: cut off, the client might lose
-    the answer; waited for, it would keep its connection for ever.
+    If a body continues after its request's answer, the rest is read and dropped, within bounds. Closing the connection
+    at once might lose the answer; waiting without bounds would keep it forever.
 
-    What is no good request is answered behind the answers to those before it, and ends its connection.
+    A malformed request is answered after the earlier requests, and ends its connection.
 
     Attributes:
         handler: Serves the endpoints that need no ASGI.
-        crowd: All connections of the server.
-        max_head_bytes: Bytes of a head, but for the read it begins in, and of what else is no body.
-        silence_s: Seconds without a whole head from which on a connection may have to give way to others.
+        crowd: Bounds the connections of the server.
+        max_head_bytes: Most bytes of a head, not counting the read that it begins in.
+        silence_s: Seconds without a complete head after which a connection may be closed in favour of others.
         head_timeout_s: Seconds from the connection, or from a head's first byte, to its end.
         drain_s: Seconds from an answer to the end of its request's body.
     """
@@ -215,22 +219,22 @@ class HttpProtocol(HttpToolsProtocol):
     drain_s = DRAIN_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what uvicorn gives its protocols."""
+        """Create a connection with uvicorn's arguments."""
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._serving: Any = None
-        """What is answered now, a cycle of uvicorn's or an exchange: requests behind it wait in :attr:`pipeline`, and
+        """The request that is answered now, a cycle of uvicorn or an exchange. Later ones wait in :attr:`pipeline`;
         :attr:`cycle` is the last of them."""
         self._untaken = 0
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refused = False
-        """Whether nothing is read any more."""
+        """Whether all further input is dropped."""
         self._refusal = b""
-        """The last answer, which waits for those before it."""
+        """The last answer, which waits for earlier ones."""
         self._idle_since: float | None = None
-        """When the last request and its answer were complete, by the loop's clock; ``None``: another one has begun."""
+        """End of the last request and its answer, by the loop's clock; ``None`` once another request has begun."""
         self._in_body = False
         self._drain_timer: asyncio.TimerHandle | None = None
         self._drained = 0
@@ -242,37 +246,37 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def host(self) -> str:
-        """Where the client is."""
+        """Address of the client."""
         return self.client[0] if self.client else ""
 
     @property
     def idle_since(self) -> float | None:
-        """When the last answer was complete, by the loop's clock; ``None``: something has come since."""
+        """End of the last answer, by the loop's clock; ``None`` if data has arrived since."""
         return None if self.transport.is_closing() else self._idle_since
 
     # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a head."""
+        """Start the time-out of the first head."""
         super().connection_made(transport)
-        if self.crowd.enter(self):
+        if self.crowd.admit(self):
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
             return
-        # Not closed at once: what the client sends meanwhile would reset the connection before the answer is read.
+        # Not closed at once: data that arrives meanwhile would reset the connection before the answer is read.
         self._refused = True
         self.transport.write(_FULL)
         self._head_timer = self.loop.call_later(self.crowd.refuse(self), self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell all requests that the client has gone."""
-        self.crowd.left(self)
+        """End all requests of the connection."""
+        self.crowd.forget(self)
         self._end_head()
         self._end_watch()
         self._end_drain()
         self._unset_keepalive_if_required()
         for item in (self._serving, *(cycle for cycle, _ in self.pipeline)):
             if isinstance(item, HttpExchange):
-                item.lost()
+                item.on_connection_lost()
             elif item is not None and not item.response_complete:
                 item.disconnected = True
                 item.message_event.set()
@@ -281,12 +285,12 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Let what has begun be served, and close then."""
+        """Close after the requests that have begun."""
         super().shutdown()
         self._watch_closing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection on which no request comes; where one came meanwhile, wait on."""
+        """Close an idle connection; wait again if a request has arrived meanwhile."""
         self.timeout_keep_alive_task = None
         if self._idle_since is None:
             return  # the next answer's end begins to wait again
@@ -297,7 +301,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._watch_closing()
 
-    # --- what comes in ---
+    # --- input ---
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of a head, and parse."""
@@ -307,8 +311,8 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            ours = error.__context__
-            self._refuse(ours if isinstance(ours, HTTPException) else unreadable(error))
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, HTTPException) else unreadable(error))
             return
         if self._in_head and self._head_timer is None:  # the rest of a head is still to come
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
@@ -336,7 +340,7 @@ class HttpProtocol(HttpToolsProtocol):
         return b"".join(lines) + b"\r\n"
 
     def on_message_begin(self) -> None:
-        """Begin a request's head; the first one's began with the connection."""
+        """Start a request's head; the first head starts with the connection."""
         super().on_message_begin()
         self._idle_since = None  # the one before may have been answered while it was parsed
         if not self._in_head:
@@ -347,7 +351,7 @@ class HttpProtocol(HttpToolsProtocol):
         """End a request's head.
 
         Raises:
-            HTTPException: It is refused.
+            HTTPException: The head is refused.
         """
         if self.transport.is_closing():
             raise HTTPException(400, "the connection ends with the request before")
@@ -377,7 +381,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.pipeline.appendleft((exchange, None))
         if in_turn:
             self._serving = self.cycle
-        # Those behind the body are not the request's: a proxy that checks heads has not seen them there.
+        # Trailers after the body are not the request's headers: a proxy that checks heads has not seen them.
         self.headers = []
 
     def _path(self) -> bytes:
@@ -385,7 +389,7 @@ class HttpProtocol(HttpToolsProtocol):
         return urllib.parse.unquote_to_bytes(path) if b"%" in path else path
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of a body."""
+        """Pass a piece of a body to its request."""
         self._head_bytes = 0
         if self._drain_timer is not None:
             self._drained += len(body)
@@ -397,7 +401,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request, but for one that comes again without its offer."""
+        """End a request, unless it is parsed again without its upgrade offer."""
         if self.parser.should_upgrade():
             return
         self._in_body = False
@@ -408,12 +412,12 @@ class HttpProtocol(HttpToolsProtocol):
             else:
                 self.transport.close()
         elif isinstance(self.cycle, HttpExchange):
-            self.cycle.on_whole()
+            self.cycle.on_body_complete()
         else:
             super().on_message_complete()
 
     def _refuse(self, error: HTTPException) -> None:
-        """Read nothing more, and answer what could not be read as soon as its turn comes."""
+        """Drop all further input, and answer the malformed request in turn."""
         self._refused = True
         if self.transport.is_closing():
             return  # behind the last request that is answered
@@ -432,17 +436,17 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _linger(self) -> None:
-        """Say why nothing more is read, and close when that can have been read."""
-        # Not closed at once: what the client sends meanwhile would reset the connection before the answer is read.
+        """Send the refusal, and close when the client can have read it."""
+        # Not closed at once: data that arrives meanwhile would reset the connection before the answer is read.
         self.transport.write(self._refusal)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._head_timer = self.loop.call_later(_REFUSED_S, self.transport.close)
 
-    # --- what goes out ---
+    # --- output ---
 
     def on_response_complete(self) -> None:
-        """Go on with the request that waits, if there is one."""
+        """Start the next waiting request, if there is one."""
         self._serving = None
         self.server_state.total_requests += 1
         if self.transport.is_closing():
@@ -453,7 +457,7 @@ class HttpProtocol(HttpToolsProtocol):
             item, app = self.pipeline.pop()
             self._serving = item
             if isinstance(item, HttpExchange):
-                self.loop.call_soon(item.take_turn)
+                self.loop.call_soon(item.start_turn)
             else:
                 self._start_asgi_task(item, app)
             return
@@ -463,7 +467,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._drained = 0
             self._drain_timer = self.loop.call_later(self.drain_s, self.transport.close)
             if not self.cycle.keep_alive and self.transport.can_write_eof():
-                self.transport.write_eof()  # who reads to the end need not wait for it
+                self.transport.write_eof()  # clients that read to the end need not wait
         else:
             self._wait_idle()
 
@@ -524,7 +528,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _end_head(self) -> None:
         self._in_head = False
         self._head_bytes = 0
-        self.crowd.proved(self)
+        self.crowd.on_head(self)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -1,4 +1,4 @@
-"""The formatters: they write a generation's chunks as one response object, or as server-sent events."""
+"""The formatters: write a generation's chunks as one response object, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _SUFFIXES: dict[bytes, bytes] = {}
 _JSON_TEXTS: WeakKeyDictionary[Tokenizer, dict[int, bytes]] = WeakKeyDictionary()
 """Texts of tokens as JSON strings, as far as they were used."""
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON doesn't have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 Drafts = tuple[int, int]
-"""Draft tokens of speculative decoding that were verified, and those that were right."""
+"""Draft tokens of speculative decoding that were verified, and those that were accepted."""
 
 
 class LogprobWriter:
-    """Writes log probabilities in the dialects of chat and of plain completions.
+    """Writes log probabilities in the formats of chat and of plain completions.
 
     Args:
-        tokenizer: Gives tokens their text.
-        as_ids: Spell tokens as ``token_id:17``.
+        tokenizer: Tokenizer of the model.
+        as_ids: Write tokens as ``token_id:17``.
     """
 
     __slots__ = ("_as_ids", "_tokenizer")
@@ -67,9 +67,9 @@ class LogprobWriter:
         """Return a completion's ``logprobs``.
 
         Args:
-            ids: The tokens.
-            items: Parallel to ``ids``; ``None`` where there is none (a prompt's first token).
-            offsets: Parallel to ``ids``: where each token begins in the text.
+            ids: Token ids.
+            items: Log probabilities of ``ids``; ``None`` for a prompt's first token.
+            offsets: Offsets of ``ids`` in the text, in characters.
         """
         return {
             "tokens": [self._completion_token(token_id) for token_id in ids],
@@ -85,7 +85,7 @@ class LogprobWriter:
         return top
 
     def _completion_token(self, token_id: int) -> str:
-        """Return a token as this dialect spells it: bytes that are no text are written out, so that keys differ."""
+        """Return a token as text; bytes that are not UTF-8 are escaped, so that keys differ."""
         if self._as_ids:
             return f"token_id:{token_id}"
         data = self._tokenizer.token_bytes(token_id)
@@ -130,10 +130,10 @@ def usage_object(
     """Return the ``usage`` of one HTTP request, all its prompts together.
 
     Args:
-        prepared: The prompts.
-        output_tokens: Of all sequences.
-        cached_tokens: Of all prompts.
-        drafts: Per prompt the draft tokens that were verified, and those that were right.
+        prepared: The prepared prompts.
+        output_tokens: Generated tokens of all sequences.
+        cached_tokens: Cached tokens of all prompts.
+        drafts: Verified and accepted draft tokens, per prompt.
     """
     prompt_tokens = sum([item.prompt_tokens for item in prepared])
     usage: dict[str, Any] = {
@@ -152,7 +152,7 @@ def usage_object(
 
 
 def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return server-sent events whose names are their types."""
+    """Return server-sent events, named by their ``type``."""
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
 
 
@@ -185,7 +185,7 @@ class Choice:
         self.stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
-        """Take what a chunk brought to the sequence."""
+        """Add a delta of the sequence."""
         self.texts.append(delta.text)
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -198,10 +198,10 @@ class WholeAnswer:
     """The formatter of answers in one piece.
 
     Args:
-        request: What was asked for.
-        prepared: One per prompt.
-        ident: The answer's id.
-        created: Seconds since 1970.
+        request: The HTTP request.
+        prepared: The prepared prompts.
+        ident: Identifier of the answer.
+        created: Creation time, in seconds since 1970.
     """
 
     __slots__ = ("_cached", "_choices", "_drafts", "_head", "_prepared", "_prompt_logprobs", "_request")
@@ -216,7 +216,7 @@ class WholeAnswer:
         self._drafts: list[Drafts] = [(0, 0)] * len(prepared)
 
     def add(self, chunk: TextChunk) -> bytes:
-        """Take a chunk; there is nothing to send before the end."""
+        """Add a chunk; nothing is sent before the end."""
         if chunk.trace is not None:
             self._cached[chunk.prompt_index] = chunk.cached_tokens
             self._drafts[chunk.prompt_index] = chunk.trace.drafted_tokens, chunk.trace.accepted_tokens
@@ -228,7 +228,7 @@ class WholeAnswer:
         return b""
 
     @property
-    def _writer(self) -> LogprobWriter:  # made where it is wanted, which is rare
+    def _writer(self) -> LogprobWriter:  # created on demand, which is rare
         return LogprobWriter(self._prepared[0].text_model.tokenizer, as_ids=self._request.tokens_as_ids)
 
     def end(self) -> bytes:
@@ -394,10 +394,9 @@ class EventWriter:
 
 
 class EventStream:
-    """The formatter of streamed answers; made as :class:`WholeAnswer`.
+    """The formatter of streamed answers; created like :class:`WholeAnswer`.
 
-    Everything that does not change from piece to piece is encoded once; per piece there is the text's own encoding and
-    a concatenation.
+    Everything that is the same for all events is encoded once; per event the text is encoded and concatenated.
     """
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
@@ -498,11 +497,11 @@ class EventStream:
         return b'],"usage":' + orjson.dumps(usage)
 
     def error(self, error: BatonError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a stream with an error."""
         return b"data: " + orjson.dumps(baton_error_object(error)) + b"\n\n"
 
     def _begin(self, at: int, prompt_logprobs: list[TokenLogprob | None] | None) -> list[bytes]:
-        """Return what comes before the text: the role of a chat message, or the echoed prompt."""
+        """Return the events before the text: the role of a chat message, or the echoed prompt."""
         request = self._request
         first: dict[str, Any] = {}
         if request.return_token_ids:
@@ -554,7 +553,7 @@ Formatter: TypeAlias = type[WholeAnswer] | type[EventStream]
 
 
 def chat_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
-    """Return what writes the answer to a chat."""
+    """Return the formatter of a chat request."""
     if prepared[0].parser() is not None:
         return MessageEvents if request.stream else WholeMessage
     return plain_formatter(request, prepared)
@@ -583,11 +582,11 @@ class WholeMessage(WholeAnswer):
 
 
 def message_of(events: Sequence[Event], *, reasoning: bool) -> dict[str, Any]:
-    """Return the message that events make.
+    """Return the chat message of an answer.
 
     Args:
-        events: All of an answer's.
-        reasoning: Whether its reasoning is part of it.
+        events: All parser events of the answer.
+        reasoning: Whether the message includes the reasoning.
     """
     content = []
     thoughts = []
@@ -617,9 +616,9 @@ def reasoning_tokens(prepared: PreparedRequest, thoughts: str) -> int:
 
 
 class MessageEvents(EventStream):
-    """The formatter of streamed answers; made as :class:`EventStream`.
+    """The formatter of streamed chats with calls or reasoning.
 
-    A sequence whose rest is plain text is written as :class:`EventStream` writes it.
+    Once the rest of a sequence is plain text, it is written as by :class:`EventStream`.
     """
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:

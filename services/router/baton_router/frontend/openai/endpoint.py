@@ -1,4 +1,4 @@
-"""What an endpoint is: one that generates is a parser and a formatter, the rest is common to all."""
+"""Descriptions of endpoints. One that generates is a parser and a formatter; the rest is shared."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Refusal: TypeAlias = Callable[[BatonError | HTTPException], Response]
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """What an interface calls fields that the pipeline of chats has under other names.
+    """Maps field names of chat requests to those of another interface, for errors.
 
     Attributes:
-        patterns: Of the beginnings of those names, and what stands for them; the first one that matches counts.
+        patterns: Regular expressions for the beginnings of names, and their replacements; the first match counts.
     """
 
     patterns: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     @classmethod
     def make(cls, *pairs: tuple[str, str]) -> FieldNames:
-        """Return names by regular expressions and what stands for them."""
+        """Return the mapping of pairs of a regular expression and its replacement."""
         return cls(tuple((re.compile(pattern), name) for pattern, name in pairs))
 
-    def of(self, error: E) -> E:
-        """Return an error with the names that its field has here, in its message, too."""
+    def rename(self, error: E) -> E:
+        """Return an error with this interface's field names, in its message, too."""
         old = error.field or ""
         for pattern, name in self.patterns:
             if match := pattern.match(old):
@@ -53,11 +53,11 @@ class GenerationEndpoint:
     """An endpoint that generates.
 
     Attributes:
-        parse: Makes a request of a decoded body and who sent it; raises ``InvalidRequestError``.
-        id_prefix: What answers' ids begin with.
-        formatter: Chooses what writes the answer to a request.
-        names: What it calls fields.
-        refusal: Makes the answer that is an error.
+        parse: Parses a decoded JSON body for an account; raises ``InvalidRequestError``.
+        id_prefix: Prefix of answers' identifiers.
+        formatter: Chooses the formatter of a request.
+        names: Field names of the interface.
+        refusal: Makes the response for an error.
     """
 
     parse: Callable[[Any, Account | None], OpenAIRequest]
@@ -72,10 +72,10 @@ class PlainEndpoint:
     """An endpoint that takes a body and generates nothing.
 
     Attributes:
-        schema: The body's.
-        answer: What answers it and its API key's holder.
-        names: What it calls fields.
-        refusal: Makes the answer that is an error.
+        schema: Schema of the body.
+        answer: Answers a body for an account.
+        names: Field names of the interface.
+        refusal: Makes the response for an error.
     """
 
     schema: type[Body]

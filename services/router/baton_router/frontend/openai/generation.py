@@ -1,6 +1,6 @@
 """The endpoints that generate: from a request's body to the bytes of its answer, by callbacks.
 
-:class:`PostEndpoints` serves them, and has other endpoints that take a body answered in tasks. See ``endpoint.py``.
+:class:`PostEndpoints` serves them, and other endpoints with a body in tasks; ``endpoint.py`` describes both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_TRACE = common_pb2.RequestTrace()
 
 
 class Route:
-    """How one prompt was served, as far as it is known."""
+    """How one prompt was served, as far as it is known; makes the ``x-baton-*`` headers."""
 
     __slots__ = ("cached_tokens", "decision", "trace")
 
@@ -49,7 +49,7 @@ class Route:
         self.decision: Decision | None = None
 
     def add(self, chunk: TextChunk) -> None:
-        """Take what a chunk tells; later traces are more complete."""
+        """Add the trace and decision of a chunk; later traces are more complete."""
         if chunk.trace is not None:
             self.trace = chunk.trace
             self.cached_tokens = chunk.cached_tokens
@@ -71,18 +71,29 @@ class Route:
             rate = decision.match_rate_of(prefill or decode)
             state = decision.index_state
         return (
-            *(_name(prefill), _name(decode), rate, _PATHS.get(trace.path, NONE), _name(trace.pipe), trace.kv_bytes),
-            *(trace.transfer_us / 1000, trace.exposed_us / 1000, self.cached_tokens, _name(state)),
-            *(_name(trace.order), _name(trace.local_reason), trace.router_queue_us / 1000, trace.num_migrations),
+            _name(prefill),
+            _name(decode),
+            rate,
+            _PATHS.get(trace.path, NONE),
+            _name(trace.pipe),
+            trace.kv_bytes,
+            trace.transfer_us / 1000,
+            trace.exposed_us / 1000,
+            self.cached_tokens,
+            _name(state),
+            _name(trace.order),
+            _name(trace.local_reason),
+            trace.router_queue_us / 1000,
+            trace.num_migrations,
         )
 
 
 def route_lines(routes: Sequence[Route]) -> bytes:
-    """Return the headers for an answer as lines, each with its line break.
+    """Return the ``x-baton-*`` header lines of an answer.
 
     Args:
-        routes: One per prompt. Of several, names are listed, amounts added up, and the match rate is their mean; those
-            of which nothing is known yet are left out.
+        routes: One per prompt; unknown ones are left out. Of several, names are listed, amounts summed, and match rates
+            averaged.
     """
     rows = [route.row() for route in routes if route.trace is not None or route.decision is not None]
     if len(rows) == 1:
@@ -120,7 +131,7 @@ _HEADERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("x-baton-queue-ms", "%.3f", sum),
     ("x-baton-migrations", "%d", sum),
 )
-"""Name, format, and how the values of several prompts become one."""
+"""Name, format, and merge of the values of several prompts, per header."""
 _LINES = "".join(f"{name}: {form}\r\n" for name, form, _ in _HEADERS)
 _MERGES = [merge for _, _, merge in _HEADERS]
 
@@ -139,13 +150,13 @@ class PostEndpoints:
     Args:
         processor: Runs the generations.
         options: Limits.
-        metrics: Where requests are counted.
-        steps: Of this router's requests.
-        endpoints: By path.
+        metrics: Metrics of the HTTP front.
+        steps: The router's turn batcher.
+        endpoints: Endpoints by path.
 
     Attributes:
-        paths: Paths of the endpoints, as requests have them and as text.
-        deadlines: Of requests that are served.
+        paths: Paths of the endpoints, from bytes to text.
+        deadlines: Deadlines of running requests.
     """
 
     def __init__(
@@ -166,12 +177,12 @@ class PostEndpoints:
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
-        """Name a request, check its host, API key and what it says of its body; return why it is refused, if it is."""
+        """Give a request its id, and check host, API key and body headers; return the error if it is refused."""
         headers = exchange.headers
         options = self.options
         exchange.request_id = request_id(headers)
         exchange.common = b"x-request-id: %b\r\n" % exchange.request_id.encode()
-        if exchange.path.startswith("/v1/messages"):  # where Anthropic's SDKs look for it
+        if exchange.path.startswith("/v1/messages"):  # the header that Anthropic's SDKs read
             exchange.common += b"request-id: %b\r\n" % exchange.request_id.encode()
         if options.cors_origins:
             exchange.common += cors_lines(headers, options.cors_origins)
@@ -218,21 +229,21 @@ class PostEndpoints:
             exchange.respond(200, headers + _JSON_HEADER, answer)
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Answer a request with an error."""
+        """Respond with an error."""
         if not isinstance(error, BatonError | HTTPException):
             error = hide(error, exchange)
         endpoint = self._endpoints[exchange.path]
         if isinstance(error, BatonError) and error.field:
-            error = endpoint.names.of(error)
+            error = endpoint.names.rename(error)
         response = endpoint.refusal(error)
         lines = [b"%b: %b\r\n" % header for header in response.raw_headers if header[0] not in _OWN_HEADERS]
         exchange.respond(response.status_code, b"".join(lines), bytes(response.body))
 
     def ignored_fields_header(self, ignored: list[str]) -> bytes:
-        """Return the header line that names a request's fields without effect; empty: there are none.
+        """Return the header line that lists fields without effect; empty if there are none.
 
         Raises:
-            InvalidRequestError: There are some, and they are refused.
+            InvalidRequestError: There are some, and the options refuse them.
         """
         if not ignored:
             return b""
@@ -244,12 +255,26 @@ class PostEndpoints:
 class Generation:
     """One HTTP request while it is served: all its prompts, and its answer.
 
-    An answer in events begins with the first chunk, so that errors before it have their own status.
+    A streamed answer starts with the first chunk, so that errors before it have their own status.
     """
 
     __slots__ = (
-        *("_endpoint", "_endpoints", "_ended", "_exchange", "_format", "_headers", "_name", "_prepared", "_preparing"),
-        *("_request", "_routes", "_running", "_stall", "_started", "_unfinished", "_unsent"),
+        "_ended",
+        "_endpoint",
+        "_endpoints",
+        "_exchange",
+        "_formatter",
+        "_headers",
+        "_name",
+        "_num_unfinished",
+        "_prepared",
+        "_preparing",
+        "_request",
+        "_routes",
+        "_running",
+        "_stall_timer",
+        "_started",
+        "_unsent",
     )
 
     def __init__(
@@ -265,17 +290,17 @@ class Generation:
         self._preparing: asyncio.Task[None] | None = None
         self._routes = [Route() for _ in request.requests]
         self._running: list[Running] = []
-        self._unfinished = len(request.requests)
-        self._format: WholeAnswer | EventStream | None = None
+        self._num_unfinished = len(request.requests)
+        self._formatter: WholeAnswer | EventStream | None = None
         self._ended = self._started = False
-        self._stall: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._unsent = b""
-        exchange.on_gone = self._leave
+        exchange.on_gone = self._close
         exchange.on_flow = self._flow
         endpoints.deadlines.add(self)
 
     def prepare(self) -> None:
-        """Check and tokenize the prompts, at once if there is one short one, and start the generation."""
+        """Check and tokenize the prompts, and start the generation; at once for a single short prompt."""
         if self._ended:
             return
         requests = self._request.requests
@@ -314,7 +339,7 @@ class Generation:
                 ignored = ignored + _without_effect(request, prepared[0])
             self._headers = endpoints.ignored_fields_header(ignored)
             form = self._endpoint.formatter(request, prepared)
-            self._format = form(request, prepared, self._name, int(time.time()))
+            self._formatter = form(request, prepared, self._name, int(time.time()))
             self._generate()
         except Exception as error:
             self._fail(error)
@@ -322,24 +347,24 @@ class Generation:
     def _generate(self) -> None:
         for item in self._prepared:
             running = self._endpoints.processor.start(item, self)
-            if self._ended:  # by an error, or its client has gone
+            if self._ended:  # by an error, or because the client has gone
                 running.cancel()
                 return
             self._running.append(running)
-        if self._exchange.paused:  # by the answer before
+        if self._exchange.paused:  # by the previous answer on the connection
             self._flow(True)
 
-    # --- what the generation brings ---
+    # --- called by the output processor ---
 
     def on_chunk(self, chunk: TextChunk) -> None:
-        """Take a chunk of one prompt."""
+        """Write a chunk of one prompt."""
         if self._ended:
             return
         try:
             if chunk.trace is not None or chunk.decision is not None:
                 self._routes[chunk.prompt_index].add(chunk)
-            assert self._format is not None
-            data = self._format.add(chunk)
+            assert self._formatter is not None
+            data = self._formatter.add(chunk)
             if self._request.stream:
                 self._send(data)
         except Exception as error:
@@ -349,7 +374,7 @@ class Generation:
         self, token_ids: list[int], clock: GenerationClock, count_tokens: Callable[[int], None]
     ) -> TokenWriter | None:
         """Return a writer that makes events of tokens; the events before them are sent in this turn."""
-        form = self._format
+        form = self._formatter
         exchange = self._exchange
         if self._ended or not self._started or not exchange.chunked or not isinstance(form, EventStream):
             return None
@@ -360,7 +385,7 @@ class Generation:
         if not self._started:
             self._started = True
             exchange.start(200, self._head() + _EVENT_HEADERS)
-            if not data:  # a token that is half a character: the client may wait for its headers, not for its text
+            if not data:  # the first token is half a character: the client need not wait for the headers
                 exchange.send_head()
         if data:
             if not self._unsent:
@@ -368,110 +393,111 @@ class Generation:
             self._unsent += data
 
     def _write(self) -> None:
-        """Send what this turn brought, when all that other streams get in it is made, too."""
+        """Send the events of this turn, after those of all other streams are made."""
         data = self._unsent
         self._unsent = b""
         if data and not self._ended:
             self._exchange.send(data)
 
     def on_end(self, error: Exception | None) -> None:
-        """Take the end of one prompt's generation; the first error ends all."""
+        """End the generation of one prompt; the first error ends all."""
         if self._ended:
             return
         if error is not None:
             self._fail(error)
             return
-        self._unfinished -= 1
-        if self._unfinished:
+        self._num_unfinished -= 1
+        if self._num_unfinished:
             return
         if self._request.stream:
             self._finish()
-        else:  # it is written together with others
+        else:  # written in the same step as others
             self._endpoints.steps.schedule(RESPOND, Generation._finish, self)
 
     def _finish(self) -> None:
         if self._ended:
             return
         try:
-            assert self._format is not None
-            data = self._format.end()
+            assert self._formatter is not None
+            data = self._formatter.end()
             head = self._head() if not self._started else b""
         except Exception as failure:
             self._fail(failure)
             return
-        self._leave()
+        self._close()
         if self._started:
             self._exchange.finish(self._unsent + data)
         else:
             self._exchange.respond(200, head + _JSON_HEADER, data)
 
     def _head(self) -> bytes:
-        """Return the header lines of a good answer, but for those that say how its body comes."""
+        """Return the header lines of an answer, without those of its body."""
         return route_lines(self._routes) + self._headers
 
-    # --- what else can happen ---
+    # --- other events ---
 
     def expire(self) -> None:
-        """The request's time is over."""
+        """Fail: the request's deadline has passed."""
         self._fail(DeadlineError(f"the request took longer than {self._endpoints.options.request_timeout_s:g} s"))
 
     def _flow(self, paused: bool) -> None:
-        """The client reads too slowly, or has caught up: the generation's tokens wait with it, for a limited time."""
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        """Pause the generation while the client reads too slowly, for a limited time."""
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
         if paused:
             limit = self._endpoints.options.send_timeout_s
-            self._stall = asyncio.get_running_loop().call_later(limit, self._stalled)
+            self._stall_timer = asyncio.get_running_loop().call_later(limit, self._stalled)
         for running in list(self._running):
             running.set_paused(paused)
 
     def _stalled(self) -> None:
-        self._leave()
+        self._close()
         self._exchange.abort()
 
     def _fail(self, error: Exception) -> None:
-        """Answer with an error, or end a stream that has begun with one."""
+        """Respond with an error, or end a started stream with one."""
         if self._ended:
             return
-        self._leave()
+        self._close()
         exchange = self._exchange
         if not self._started:
             self._endpoints.refuse(exchange, error)
             return
         if not isinstance(error, BatonError):
-            exchange.status = 500  # for the metrics: the head with 200 has left
+            exchange.status = 500  # for the metrics: the head with 200 is sent
             error = hide(error, exchange)
         elif error.field:
-            error = self._endpoint.names.of(error)
-        assert isinstance(self._format, EventStream)
-        exchange.finish(self._unsent + self._format.error(error))
+            error = self._endpoint.names.rename(error)
+        assert isinstance(self._formatter, EventStream)
+        exchange.finish(self._unsent + self._formatter.error(error))
 
-    def _leave(self) -> None:
-        """Leave nothing running."""
+    def _close(self) -> None:
+        """Cancel everything that runs."""
         if self._ended:
             return
         self._ended = True
         self._exchange.on_gone = self._exchange.on_flow = None
         self._endpoints.deadlines.discard(self)
-        if self._stall is not None:
-            self._stall.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         if self._preparing is not None:
             self._preparing.cancel()
         for running in self._running:
             running.cancel()
-        self._running.clear()  # no reference cycle: all of it is freed at once
+        self._running.clear()  # breaks the reference cycle, so that everything is freed at once
 
 
 _OWN_HEADERS = frozenset({b"content-length", b"connection"})
-"""Headers of an error that the exchange writes itself."""
+"""Headers of error responses that the exchange writes itself."""
 
 
 def hide(error: Exception, exchange: HttpExchange) -> InternalError:
-    """Log an error that is not meant for clients, and return what they are told instead."""
+    """Log an error that clients must not see, and return the one for them."""
     log.error(
         "request %s to %s failed",
-        *(exchange.request_id, exchange.path),
+        exchange.request_id,
+        exchange.path,
         exc_info=error,
         extra={"request_id": exchange.request_id},
     )
@@ -479,7 +505,7 @@ def hide(error: Exception, exchange: HttpExchange) -> InternalError:
 
 
 def _without_effect(request: OpenAIRequest, prepared: PreparedRequest) -> list[str]:
-    """Return the fields for variables that the chat template doesn't read, and for reasoning that is not known."""
+    """Return fields without effect: variables that the chat template does not read, and unknown reasoning."""
     template = prepared.text_model.chat_template
     read = template.variables if template is not None else frozenset()
     reasons = prepared.dialects is not None and prepared.dialects.reasoning is not None

@@ -60,7 +60,7 @@ class OpenAIRequest(msgspec.Struct):
         ignored: Fields that have no effect.
         reasoning: Whether the model's reasoning is part of the answer.
         template_fields: Names of fields that only have an effect if the chat template reads the variable.
-        reasoning_fields: Names of fields that only have one if the model is known to reason.
+        reasoning_fields: Names of fields that only have an effect if the model is known to reason.
     """
 
     requests: list[TextRequest]
@@ -84,15 +84,15 @@ class OpenAIRequest(msgspec.Struct):
 
 
 def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAIRequest:
-    """Return what the body of a completion request asks for.
+    """Parse the body of a completion request.
 
     Args:
-        value: The decoded body.
-        max_prompts: How many prompts it may have.
-        max_sequences: How many sequences it may ask for, of all prompts together.
+        value: The decoded JSON body.
+        max_prompts: Most prompts of a request.
+        max_sequences: Most sequences of a request, over all prompts.
 
     Raises:
-        InvalidRequestError: A field is wrong or asks for what can't be done; names it.
+        InvalidRequestError: A field is wrong or asks for what is not supported; names it.
     """
     body = parse_body(CompletionBody, value)
     for name in ("tools", "tool_choice"):
@@ -102,7 +102,7 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
     echo = bool(body.echo)
     sampling = _sampling(body, value, body.max_tokens, body.logprobs)
     num_sequences = sampling.n * len(prompts)
-    if num_sequences > max_sequences and sampling.n <= MAX_N:  # a wrong n is told of as such
+    if num_sequences > max_sequences and sampling.n <= MAX_N:  # else sampling reports a wrong n
         raise InvalidRequestError(
             f"n times the number of prompts must be at most {max_sequences}, got {num_sequences}", field="n"
         )
@@ -116,11 +116,11 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
             body,
             sampling,
             prompt=prompt,
-            prompt_index=at,
+            prompt_index=index,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
             add_special_tokens=body.add_special_tokens is not False,
         )
-        for at, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
     request = _request(body, value, requests, sampling)
     request.echo = echo
@@ -130,13 +130,13 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
 
 
 def parse_chat(value: Any) -> OpenAIRequest:
-    """Return what the body of a chat request asks for.
+    """Parse the body of a chat request.
 
     Args:
-        value: The decoded body.
+        value: The decoded JSON body.
 
     Raises:
-        InvalidRequestError: A field is wrong or asks for what can't be done; names it.
+        InvalidRequestError: A field is wrong or asks for what is not supported; names it.
     """
     body = parse_body(ChatBody, value)
     variables = dict(body.chat_template_kwargs or {})
@@ -152,7 +152,8 @@ def parse_chat(value: Any) -> OpenAIRequest:
             template_fields["tools"] = "tools"
     if body.echo:
         raise InvalidRequestError("echo is for plain completions", field="echo")
-    max_tokens, name = body.max_tokens, "max_tokens"
+    max_tokens = body.max_tokens
+    name = "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
         name = "max_completion_tokens"
@@ -263,23 +264,23 @@ def _sampling(
 
 
 def _structured(body: GenerationBody) -> StructuredOutputs | None:
-    """Return what the answer must be; ``None``: anything.
+    """Return the constraint on the answer; ``None`` if there is none.
 
     Raises:
-        InvalidRequestError: Several fields say so, or one is wrong.
+        InvalidRequestError: Several fields have one, or one is wrong.
     """
-    found: list[tuple[str, StructuredOutputs | None]] = []
+    constraints: list[tuple[str, StructuredOutputs | None]] = []
     if body.response_format is not None:
-        found.append(("response_format", StructuredOutputs.from_response_format(body.response_format)))
+        constraints.append(("response_format", StructuredOutputs.from_response_format(body.response_format)))
     if body.structured_outputs is not None:
-        found.append(("structured_outputs", StructuredOutputs.from_mapping(body.structured_outputs)))
+        constraints.append(("structured_outputs", StructuredOutputs.from_mapping(body.structured_outputs)))
     pattern = body.guided_whitespace_pattern
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, name := f"guided_{kind}")
         if value is not None:
             spaces = {"whitespace_pattern": pattern if kind == "json" else None}
-            found.append((name, StructuredOutputs.from_mapping({kind: value, **spaces}, name)))
-    given = [(name, asked) for name, asked in found if asked is not None]
+            constraints.append((name, StructuredOutputs.from_mapping({kind: value, **spaces}, name)))
+    given = [(name, asked) for name, asked in constraints if asked is not None]
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
         raise InvalidRequestError(f"{names} contradict each other: give one of them", field=given[1][0])

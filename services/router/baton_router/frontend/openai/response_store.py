@@ -30,27 +30,27 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """The latest responses of each account, a bounded number of them and of bytes; for one event loop.
+    """Stores the latest responses of each account, bounded in number and bytes. Used in one event loop.
 
-    Where all accounts together take too much, the one that has most loses its oldest.
+    If all accounts together take too many bytes, the largest account loses its oldest response.
 
     Args:
-        count: Told how many responses there are, and how many bytes they take, whenever that changes.
+        on_change: Called with the number of stored responses and their size in bytes, on every change.
     """
 
-    def __init__(self, count: Callable[[int, int], None] = lambda responses, size: None) -> None:
+    def __init__(self, on_change: Callable[[int, int], None] = lambda responses, size: None) -> None:
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
         self._sizes: dict[str, int] = {}
-        self._count = count
+        self._on_change = on_change
 
-    def put(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
-        """Keep a response, unless it is larger than an eighth of what an account may have.
+    def add(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
+        """Store a response, unless it takes more than an eighth of an account's bytes.
 
         Args:
-            account: Whose it is.
-            ident: Its id.
-            messages: The conversation up to its answer.
-            body: What it is, as JSON.
+            account: Account of the request; ``None`` without API keys.
+            ident: Identifier of the response.
+            messages: The conversation, including the response.
+            body: The response object as JSON.
         """
         entry = _Kept(orjson.dumps(messages), body)
         owner = _owner(account)
@@ -64,49 +64,49 @@ class ResponseStore:
         while sum(self._sizes.values()) > MAX_TOTAL_BYTES:
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self._drop(largest, next(iter(self._kept[largest])))
-        self._tell()
+        self._report()
 
     def messages(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
-        """Return the conversation up to a response's answer.
+        """Return the conversation, including a response.
 
         Raises:
-            NotFoundError: This account has no such response, or not any more.
+            NotFoundError: The account has no such response, or not any more.
         """
-        found: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
-        return found
+        messages: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
+        return messages
 
     def body(self, account: Account | None, ident: str) -> bytes:
         """Return a response as JSON.
 
         Raises:
-            NotFoundError: As above.
+            NotFoundError: The account has no such response, or not any more.
         """
         return self._find(account, ident, "response_id").body
 
     def delete(self, account: Account | None, ident: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            NotFoundError: As above.
+            NotFoundError: The account has no such response, or not any more.
         """
         self._find(account, ident, "response_id")
         self._drop(_owner(account), ident)
-        self._tell()
+        self._report()
 
     def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
         kept = self._kept.get(_owner(account))
-        found = kept.get(ident) if kept is not None else None
-        if found is None:
+        response = kept.get(ident) if kept is not None else None
+        if response is None:
             raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
-        return found
+        return response
 
     def _drop(self, owner: str, ident: str) -> None:
         self._sizes[owner] -= self._kept[owner].pop(ident).size
         if not self._kept[owner]:
             del self._kept[owner], self._sizes[owner]
 
-    def _tell(self) -> None:
-        self._count(sum(map(len, self._kept.values())), sum(self._sizes.values()))
+    def _report(self) -> None:
+        self._on_change(sum(map(len, self._kept.values())), sum(self._sizes.values()))
 
 
 def _owner(account: Account | None) -> str:
@@ -120,7 +120,7 @@ class KeptResponses:
         self._store = store
 
     async def serve(self, request: Request) -> Response:
-        """Return the response as it was, or forget it, here and for ``previous_response_id``."""
+        """Return a stored response, or delete it, also for ``previous_response_id``."""
         ident = request.path_params["response_id"]
         account = account_of(request)
         if request.method == "DELETE":

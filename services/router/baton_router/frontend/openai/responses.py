@@ -1,4 +1,4 @@
-"""The parser of ``/v1/responses``: a request becomes that of a chat, and what it answered is kept for the next one."""
+"""``/v1/responses``: schemas, and the parser that makes a chat request of a request and the stored conversation."""
 
 from __future__ import annotations
 
@@ -109,33 +109,41 @@ class ResponsesBody(Body, kw_only=True):
 
 
 _PASSED = (
-    *("model", "temperature", "top_p", "stream", "user", "seed", "top_k", "min_p", "chat_template_kwargs"),
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "user",
+    "seed",
+    "top_k",
+    "min_p",
+    "chat_template_kwargs",
     "thinking_token_budget",
 )
-"""Fields that chats have, too."""
+"""Fields that chat requests have, too."""
 _NESTED: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
     "text": (("format",), {"verbosity": ("medium",)}),
     "reasoning": (("effort",), {"summary": (), "generate_summary": ()}),
 }
-"""What objects in a body have that acts, and what without effect, with the values that need no naming."""
+"""Fields of nested objects: those with an effect, and those without one, with the values that need no warning."""
 NAMES = FieldNames.make(
     (r"(tools\[\d+\])\.function", r"\1"),
     (r"messages.*", "input"),
     (r"max_completion_tokens", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
 )
-"""What fields of chats are called here."""
+"""Names of chat fields in this interface."""
 
 
 class ResponseSettings(msgspec.Struct):
-    """What a response says of its request, and what becomes of it.
+    """The part of a response that comes from its request, and where it is stored.
 
     Attributes:
-        ident: The response's id.
+        ident: Identifier of the response.
         echo: Fields of the request that the response repeats.
         messages: The conversation before the answer, without instructions.
-        account: Whose it is.
-        store: Where it is kept; ``None``: nowhere.
+        account: Account of the request; ``None`` without API keys.
+        store: Store for the response; ``None``: it is not stored.
     """
 
     ident: str
@@ -144,22 +152,22 @@ class ResponseSettings(msgspec.Struct):
     account: Account | None
     store: ResponseStore | None
 
-    def keep(self, message: dict[str, Any], body: bytes) -> None:
-        """Keep the conversation with its answer, and the response as JSON."""
+    def store_response(self, message: dict[str, Any], body: bytes) -> None:
+        """Store the conversation with its answer, and the response as JSON."""
         if self.store is not None:
-            self.store.put(self.account, self.ident, [*self.messages, message], body)
+            self.store.add(self.account, self.ident, [*self.messages, message], body)
 
 
 def parse_response(value: Any, account: Account | None, store: ResponseStore) -> OpenAIRequest:
-    """Return what the body of a request for a response asks for.
+    """Parse the body of a request for a response.
 
     Args:
-        value: The decoded body.
-        account: Whose it is.
-        store: Earlier responses.
+        value: The decoded JSON body.
+        account: Account of the request; ``None`` without API keys.
+        store: Store of earlier responses.
 
     Raises:
-        InvalidRequestError: A field is wrong or asks for what can't be done; names it.
+        InvalidRequestError: A field is wrong or asks for what is not supported; names it.
         NotFoundError: There is no response of the id ``previous_response_id``.
     """
     body = parse_body(ResponsesBody, value)
@@ -217,7 +225,7 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
 
 
 def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of an input; calls and reasoning that stand by themselves become an assistant's message."""
+    """Return the messages of an input; separate calls and reasoning become an assistant's message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
@@ -292,7 +300,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _tool_choice(value: Any) -> Any:
-    """Return a tool choice as chats have it."""
+    """Return a tool choice in the form of chat requests."""
     match value:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}

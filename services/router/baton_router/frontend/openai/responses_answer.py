@@ -27,34 +27,34 @@ from baton_router.processor.text_request import PreparedRequest, TextChunk
 
 
 def response_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
-    """Return what writes the answer to a request."""
+    """Return the formatter of a request."""
     return ResponseEvents if request.stream else WholeResponse
 
 
 class _Items:
-    """Makes output items of a parser's events, and tells of it as streams do."""
+    """Builds output items from a parser's events, and makes the stream's events for them."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = ""
 
-    def take(self, event: Event) -> list[dict[str, Any]]:
-        """Return the stream's events for one."""
+    def add_event(self, event: Event) -> list[dict[str, Any]]:
+        """Add an event; return the stream's events for it."""
         match event:
             case Text():
-                told = self._begin("message")
+                events = self._begin("message")
                 self.items[-1]["content"][0]["text"] += event.text
-                return [*told, {**self._delta("response.output_text.delta", event.text), "logprobs": []}]
+                return [*events, {**self._delta("response.output_text.delta", event.text), "logprobs": []}]
             case Reasoning():
-                told = self._begin("reasoning")
+                events = self._begin("reasoning")
                 self.items[-1]["content"][0]["text"] += event.text
-                return [*told, self._delta("response.reasoning_text.delta", event.text)]
+                return [*events, self._delta("response.reasoning_text.delta", event.text)]
             case CallStart():
-                told = self.close()
+                events = self.close()
                 self._open = "function_call"
                 item = {"id": _ident("fc"), "type": "function_call", "status": "in_progress"}
                 self.items.append({**item, "call_id": event.id, "name": event.name, "arguments": ""})
-                return [*told, self._item("response.output_item.added")]
+                return [*events, self._item("response.output_item.added")]
             case CallArguments():
                 self.items[-1]["arguments"] += event.text
                 delta = self._delta("response.function_call_arguments.delta", event.text)
@@ -66,7 +66,7 @@ class _Items:
     def _begin(self, kind: str) -> list[dict[str, Any]]:
         if self._open == kind:
             return []
-        told = self.close()
+        events = self.close()
         self._open = kind
         item: dict[str, Any] = {"id": _ident("msg"), "type": "message", "role": "assistant"}
         part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -74,9 +74,9 @@ class _Items:
             item = {"id": _ident("rs"), "type": "reasoning", "summary": []}
             part = {"type": kind + "_text", "text": ""}
         self.items.append({**item, "status": "in_progress", "content": []})
-        told.append(self._item("response.output_item.added"))
+        events.append(self._item("response.output_item.added"))
         self.items[-1]["content"].append(part)
-        return [*told, self._part("response.content_part.added")]
+        return [*events, self._part("response.content_part.added")]
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
         """Return the stream's events for the end of the item that is open."""
@@ -89,14 +89,14 @@ class _Items:
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         if kind == "function_call":
             names = {"name": item["name"], "arguments": item["arguments"]}
-            told = [{"type": "response.function_call_arguments.done", **place, **names}]
+            events = [{"type": "response.function_call_arguments.done", **place, **names}]
         else:
             text = {"content_index": 0, "text": item["content"][0]["text"]}
             done = {"type": "response.reasoning_text.done", **place, **text}
             if kind == "message":
                 done = {"type": "response.output_text.done", **place, **text, "logprobs": []}
-            told = [done, self._part("response.content_part.done")]
-        return [*told, self._item("response.output_item.done")]
+            events = [done, self._part("response.content_part.done")]
+        return [*events, self._item("response.output_item.done")]
 
     def _delta(self, kind: str, text: str) -> dict[str, Any]:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
@@ -118,7 +118,7 @@ def _ident(prefix: str) -> str:
 
 
 class _Response:
-    """One response: its items, and what is said of it."""
+    """One response object while it is generated."""
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], created: int) -> None:
         self._settings: ResponseSettings = request.settings
@@ -128,27 +128,27 @@ class _Response:
         self._events: list[Event] = []
         self._items = _Items()
 
-    def take(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
-        """Take more text; return the stream's events for it."""
+    def add_text(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
+        """Add text; return the stream's events for it."""
         parser = self._parser
-        found: list[Event] = [Text(text)] if parser is None and text else []
+        parsed: list[Event] = [Text(text)] if parser is None and text else []
         if parser is not None:
-            found = parser.feed(text)
+            parsed = parser.feed(text)
             if finish is not None:
-                found += parser.finish()
-        self._events += found
-        told = [event for item in found for event in self._items.take(item)]
+                parsed += parser.finish()
+        self._events += parsed
+        events = [event for item in parsed for event in self._items.add_event(item)]
         if finish is not None:
-            told += self._items.close("incomplete" if finish == FinishReason.LENGTH else "completed")
-        return told
+            events += self._items.close("incomplete" if finish == FinishReason.LENGTH else "completed")
+        return events
 
     def body(self, status: str, tokens: int | None = None, cached: int = 0) -> dict[str, Any]:
         """Return the response object.
 
         Args:
-            status: How it stands.
-            tokens: How many tokens it has; ``None``: it is not complete.
-            cached: How many of the prompt were cached.
+            status: Status of the response.
+            tokens: Number of generated tokens; ``None`` while it is incomplete.
+            cached: Number of cached prompt tokens.
         """
         usage = None
         if tokens is not None:
@@ -176,12 +176,12 @@ class _Response:
             "usage": usage,
         }
 
-    def keep(self, body: dict[str, Any]) -> bytes:
-        """Keep the conversation for the next request, and the response object; return that as JSON."""
+    def store(self, body: dict[str, Any]) -> bytes:
+        """Store the conversation and the response object; return the latter as JSON."""
         message = message_of(self._events, reasoning=True)
         data = orjson.dumps(body)
-        told = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
-        self._settings.keep(told, data)
+        stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
+        self._settings.store_response(stored, data)
         return data
 
 
@@ -197,13 +197,13 @@ class WholeResponse(WholeAnswer):
     def end(self) -> bytes:
         """Return the response object as JSON."""
         choice = self._choices[0][0]
-        self._response.take("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
+        self._response.add_text("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
-        return self._response.keep(self._response.body(status, len(choice.ids), sum(self._cached)))
+        return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
 
 
 class ResponseEvents(EventStream):
-    """The formatter of streamed responses: each event says what changed, the last one has all of it."""
+    """The formatter of streamed responses: each event has a change, the last one the whole response."""
 
     def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
         super().__init__(request, prepared, ident, created)
@@ -214,30 +214,30 @@ class ResponseEvents(EventStream):
 
     def add(self, chunk: TextChunk) -> bytes:
         """Return the events for a chunk."""
-        told = []
+        events = []
         if chunk.trace is not None:
             self._cached[0] = chunk.cached_tokens
         if not self._begun[0]:
             self._begun[0] = True
             body = self._response.body("in_progress")
-            told = [{"type": f"response.{kind}", "response": body} for kind in ("created", "in_progress")]
+            events = [{"type": f"response.{kind}", "response": body} for kind in ("created", "in_progress")]
         for delta in chunk.deltas:
             self._tokens += len(delta.token_ids)
             if delta.finish_reason == FinishReason.LENGTH:
                 self._status = "incomplete"
-            told += self._response.take(delta.text, delta.finish_reason)
-        return self._written(told)
+            events += self._response.add_text(delta.text, delta.finish_reason)
+        return self._written(events)
 
     def end(self) -> bytes:
         """Return the event that ends a stream."""
         body = self._response.body(self._status, self._tokens, sum(self._cached))
-        data = self._response.keep(body)
+        data = self._response.store(body)
         return self._written([{"type": f"response.{self._status}", "response": orjson.Fragment(data)}])
 
     def error(self, error: BatonError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
-        told = baton_error_object(error)["error"]
-        return self._written([{"type": "error", **{name: told[name] for name in ("code", "message", "param")}}])
+        """Return the event that ends a stream with an error."""
+        shown = baton_error_object(error)["error"]
+        return self._written([{"type": "error", **{name: shown[name] for name in ("code", "message", "param")}}])
 
     def _written(self, events: list[dict[str, Any]]) -> bytes:
         numbered = [{**event, "sequence_number": self._number + at} for at, event in enumerate(events)]

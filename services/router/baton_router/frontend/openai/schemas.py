@@ -352,7 +352,7 @@ def parse_body(cls: type[B], value: Any) -> B:
     """Check a decoded JSON value against a schema.
 
     Raises:
-        InvalidRequestError: It is no object, has too many fields, or a field has the wrong type; names the field.
+        InvalidRequestError: Not an object, too many fields, or a field of the wrong type; names the field.
     """
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object")
@@ -360,8 +360,8 @@ def parse_body(cls: type[B], value: Any) -> B:
     try:
         return msgspec.convert(value, cls)
     except msgspec.ValidationError as error:
-        found = _PLACE.match(str(error))
-        message, place = found.groups() if found is not None else (str(error), "")
+        located = _PLACE.match(str(error))
+        message, place = located.groups() if located is not None else (str(error), "")
         field = place.replace("[...]", "")[:_MAX_NAME]
         if missing := _MISSING.match(message):
             field = ".".join(filter(None, (field, missing[1])))
@@ -382,14 +382,14 @@ def _field_names(cls: type[Body]) -> frozenset[str]:
 
 
 def ignored_fields(extra: Mapping[str, Any], outside: Outside = _OUTSIDE) -> list[str]:
-    """Return those of a request's fields outside its schema that will have no effect though they might be meant to.
+    """Return the fields outside a request's schema that have no effect, but may be meant to have one.
 
     Args:
-        extra: The fields.
-        outside: What is known of such.
+        extra: Fields outside the schema, with their values.
+        outside: Fields outside the schema that are known.
 
     Raises:
-        InvalidRequestError: A field asks for something that cannot be done; names it.
+        InvalidRequestError: A field asks for something that is not supported; names it.
     """
     ignored = []
     for name, value in extra.items():
