@@ -1,4 +1,4 @@
-"""What administrators ask of the deployment: to forget cached prefixes, and which tokenizer it runs."""
+"""Endpoints for administrators: drop cached prefixes, and show the tokenizer's configuration."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AdminEndpoints:
     """Serves ``/reset_prefix_cache`` (vLLM's name), ``/flush_cache`` (SGLang's) and ``/tokenizer_info``.
 
     Args:
-        processor: Has the tokenizer.
-        registry: Has the instances.
+        processor: Processor with the tokenizer.
+        registry: Registry of the instances.
     """
 
     def __init__(self, processor: InputProcessor, registry: Registry) -> None:
@@ -38,8 +38,8 @@ class AdminEndpoints:
         """Serve ``POST /reset_prefix_cache``: every instance drops the cached blocks that no request uses.
 
         Raises:
-            PermissionDeniedError: No administrator asks.
-            UnavailableError: No instance is there, or some did not do it; names these.
+            PermissionDeniedError: The API key is not an administrator's.
+            UnavailableError: No instance is ready, or some failed; names these.
         """
         require_admin(request)
         account = account_of(request)
@@ -74,7 +74,7 @@ def administer(app: FastAPI, processor: InputProcessor, registry: Registry) -> N
 
 
 async def _reset(instance: Instance) -> int | str:
-    """Return how many blocks an instance dropped, or why none."""
+    """Return the number of blocks that an instance dropped, or its error."""
     try:
         answer = readable(await instance.stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=_RESET_S))
     except grpc.aio.AioRpcError as error:

@@ -97,7 +97,7 @@ _THINKING = {
 
 
 class CountTokensBody(Body, kw_only=True):
-    """``POST /v1/messages/count_tokens``; what is in messages, tools and the like is as Anthropic describes it."""
+    """Body of ``POST /v1/messages/count_tokens``, in the format of Anthropic's API."""
 
     outside: ClassVar[Outside] = Outside(
         frozenset({"cache_control"}),
@@ -120,12 +120,12 @@ class CountTokensBody(Body, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    # What Anthropic's interface doesn't have.
+    # Fields that Anthropic's API does not have.
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
-    """``POST /v1/messages``."""
+    """Body of ``POST /v1/messages``."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     stream: bool | None = None
@@ -134,13 +134,13 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
-    # What Anthropic's interface doesn't have.
+    # Fields that Anthropic's API does not have.
     seed: int | None = None
     min_p: float | None = None
 
 
 class AnthropicErrorObject(msgspec.Struct):
-    """What went wrong; ``param`` and ``code`` are as in the errors of OpenAI's endpoints."""
+    """An error; ``param`` and ``code`` are those of OpenAI's format."""
 
     type: str
     message: str
@@ -149,14 +149,14 @@ class AnthropicErrorObject(msgspec.Struct):
 
 
 class AnthropicError(msgspec.Struct):
-    """The body of every answer that is an error, and the event of a stream that ends with one."""
+    """Body of every error response, and event of a stream that ends with an error."""
 
     type: Literal["error"]
     error: AnthropicErrorObject
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens of a message; ``input_tokens`` are those of the prompt that had to be computed."""
+    """Tokens of a message; ``input_tokens`` are the prompt tokens that had to be computed."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -179,7 +179,7 @@ class Message(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct):
-    """An event of a message: its kind says which other fields there are."""
+    """An event of a streamed message; its type determines the other fields."""
 
     type: Literal[
         "message_start",
@@ -200,13 +200,13 @@ class TokenCount(msgspec.Struct):
 
 _ROLES = ("user", "assistant", "system")
 _JOINED = ("content", "reasoning_content")
-"""Fields whose text comes in parts, as many as there are blocks."""
+"""Fields whose text is collected in parts, one per block."""
 
 
 def chat_messages(
     system: str | list[dict[str, Any]] | None, messages: Sequence[Mapping[str, Any]], ignored: list[str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation as chats have it; turns of one role that follow each other become one.
+    """Convert a conversation to chat messages; consecutive turns of one role become one message.
 
     Args:
         system: Instructions.
@@ -221,41 +221,44 @@ def chat_messages(
         reader.add("system", _text(system, "system"))
     if not messages:
         raise InvalidRequestError("messages must not be empty", field="messages")
-    for at, message in enumerate(messages):
-        reader.read(message, f"messages[{at}]")
-    if not reader.made:
+    for index, turn in enumerate(messages):
+        reader.read(turn, f"messages[{index}]")
+    if not reader.messages:
         raise InvalidRequestError("messages: there is nothing in them to answer", field="messages")
-    last = reader.made[-1]
+    last = reader.messages[-1]
     if last.get("tool_calls"):
         place = f"messages[{len(messages) - 1}].content"
         raise InvalidRequestError(f"{place}: a tool_use has no tool_result behind it", field=place)
-    return [{name: "".join(item) if name in _JOINED else item for name, item in made.items()} for made in reader.made]
+    return [
+        {name: "".join(item) if name in _JOINED else item for name, item in message.items()}
+        for message in reader.messages
+    ]
 
 
 class _Reader:
-    """Reads turns one after the other.
+    """Converts turns to chat messages, one after the other.
 
     Attributes:
-        made: What has become of them; texts are lists of their parts.
+        messages: Chat messages so far; texts are lists of their parts.
     """
 
     def __init__(self, ignored: list[str]) -> None:
-        self.made: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self._ignored = ignored
         self._called = set[str]()
 
     def add(self, role: str, text: str, joint: str = "\n") -> dict[str, Any]:
-        """Return the last message, if it is of a role, or else a new one, with more text."""
-        last = self.made[-1] if self.made else None
+        """Add text to the last message if it has the role, else to a new one; return the message."""
+        last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != role:
             last = {"role": role, "content": []}
-            self.made.append(last)
+            self.messages.append(last)
         if text:
             last["content"] += (joint, text) if last["content"] else (text,)
         return last
 
     def read(self, message: Mapping[str, Any], place: str) -> None:
-        """Read a turn."""
+        """Convert a turn."""
         role = message.get("role")
         content = message.get("content")
         if role not in _ROLES:
@@ -307,9 +310,9 @@ class _Reader:
             raise InvalidRequestError(f"{place}.is_error must be true or false", field=f"{place}.is_error")
         content = block.get("content")
         text = "" if content is None else _text(content, f"{place}.content")
-        # Templates have no mark for results that are errors.
+        # Chat templates cannot mark results as errors.
         text = f"Error: {text}" if failed else text
-        self.made.append({"role": "tool", "tool_call_id": ident, "content": [text]})
+        self.messages.append({"role": "tool", "tool_call_id": ident, "content": [text]})
 
     def _tool_use(self, block: Mapping[str, Any], place: str) -> None:
         ident = _string(block, "id", place)
@@ -339,7 +342,7 @@ def _string(block: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return the text of what is a string or a list of text blocks."""
+    """Return the text of a string or a list of text blocks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -363,16 +366,16 @@ NAMES = FieldNames.make(
     (r"stop$", "stop_sequences"),
     (r"user$", "metadata.user_id"),
 )
-"""What fields of chats are called here."""
+"""Names of chat fields in this interface."""
 _PASSED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_tokens")
 _TOOL_KEYS = {"name", "description", "input_schema", "strict", "type"}
 _HARMLESS_TOOL_KEYS = {"cache_control", "eager_input_streaming"}
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates let a model reason or not."""
+"""Variables of chat templates that switch reasoning on and off."""
 
 
 def parse_message(value: Any, account: Account | None) -> OpenAIRequest:
-    """Return what the body of a request for a message asks for.
+    """Parse the body of a request for a message.
 
     Raises:
         InvalidRequestError: A field is wrong or asks for what can't be done; names it.
@@ -392,26 +395,26 @@ class TokenCounter:
     """Serves ``/v1/messages/count_tokens``.
 
     Args:
-        count: Returns how many tokens a prompt has.
+        count: Returns the number of tokens of a prompt.
     """
 
     def __init__(self, count: Callable[[TextRequest, Account | None], Awaitable[int]]) -> None:
         self._count = count
 
     async def answer(self, body: CountTokensBody, account: Account | None) -> dict[str, Any]:
-        """Return how many tokens a conversation has, with tools and all that the template writes."""
+        """Return the number of prompt tokens of a conversation, including tools and template text."""
         (request,) = _request(body, {"model": body.model}, [], None).requests
         return {"input_tokens": await self._count(request, account)}
 
 
 def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], most: int | None) -> OpenAIRequest:
-    """Return what a body asks for.
+    """Convert a body to a chat request.
 
     Args:
-        body: What all bodies have.
-        more: What else the chat's has.
-        ignored: Fields without effect.
-        most: Tokens that the answer may have.
+        body: Fields that both endpoints have.
+        more: Other fields of the chat request.
+        ignored: Fields without effect; more are appended.
+        most: Most tokens of the answer; ``None`` if no answer is generated.
     """
     chat = {**more, "messages": chat_messages(body.system, body.messages, ignored)}
     if chat["messages"][-1]["role"] == "assistant":
@@ -431,7 +434,7 @@ def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], mo
     ignored += [f"output_config.{name}" for name, item in config.items() if item is not None]
     request = parse_chat(chat)
     request.requests[0].structured = _structured(form)
-    for name in switches:  # nobody asked for these by name
+    for name in switches:  # the request does not name these
         del request.template_fields[name]
     if "reasoning_effort" in request.template_fields:
         request.template_fields["reasoning_effort"] = "output_config.effort"
@@ -456,7 +459,7 @@ def _tool(tool: Mapping[str, Any], place: str, ignored: list[str]) -> dict[str, 
 
 
 def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
-    """Return ``tool_choice`` and ``parallel_tool_calls`` of a chat."""
+    """Return ``tool_choice`` and ``parallel_tool_calls`` of the chat request."""
     if choice is None:
         return None, None
     alone = choice.get("disable_parallel_tool_use")
@@ -477,7 +480,7 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, bool, int | None]:
-    """Return whether the model is to reason, whether that is shown, and how many tokens it may have."""
+    """Return whether the model reasons, whether that is shown, and the most tokens of it."""
     if value is None:
         return False, False, None
     display = value.get("display")
@@ -515,17 +518,17 @@ def _structured(form: Any) -> StructuredOutputs | None:
 
 
 def message_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
-    """Return what writes the answer to a request."""
+    """Return the formatter of a request."""
     return MessageStream if request.stream else WholeAnthropicMessage
 
 
 class _Message:
-    """One message: its blocks, and what is said of it.
+    """One message object while it is generated.
 
     Args:
-        request: What was asked for.
-        prepared: The one prompt's.
-        ident: The message's id.
+        request: The HTTP request.
+        prepared: The prepared prompt.
+        ident: Identifier of the message.
     """
 
     def __init__(self, request: OpenAIRequest, prepared: PreparedRequest, ident: str) -> None:
@@ -539,20 +542,20 @@ class _Message:
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
-    def take(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Take more text; return the stream's events for it."""
+    def add_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Add text; return the stream's events for it."""
         parser = self._parser
         finish = delta.finish_reason
-        found: list[Event] = [Text(delta.text)] if parser is None and delta.text else []
+        parsed: list[Event] = [Text(delta.text)] if parser is None and delta.text else []
         if parser is not None:
-            found = parser.feed(delta.text)
+            parsed = parser.feed(delta.text)
             if finish is not None:
-                found += parser.finish()
-        told = [event for item in found for event in self._event(item)]
+                parsed += parser.finish()
+        events = [event for item in parsed for event in self._event(item)]
         if finish is not None:
-            told += self._close()
+            events += self._close()
             self._finish(finish, delta.stop_reason)
-        return told
+        return events
 
     def _finish(self, finish: FinishReason, stop: str | int | None) -> None:
         if finish == FinishReason.LENGTH:
@@ -566,21 +569,21 @@ class _Message:
     def _event(self, event: Event) -> list[dict[str, Any]]:
         match event:
             case Text():
-                told = self._begin("text", {"text": ""})
+                events = self._begin("text", {"text": ""})
                 self._blocks[-1]["text"] += event.text
-                return [*told, self._delta("text_delta", text=event.text)]
+                return [*events, self._delta("text_delta", text=event.text)]
             case Reasoning():
                 self._thoughts.append(event.text)
                 if not self._reasoning:
                     return []
-                told = self._begin("thinking", {"thinking": "", "signature": ""})
+                events = self._begin("thinking", {"thinking": "", "signature": ""})
                 self._blocks[-1]["thinking"] += event.text
-                return [*told, self._delta("thinking_delta", thinking=event.text)]
+                return [*events, self._delta("thinking_delta", thinking=event.text)]
             case CallStart():
-                told = self._close()
-                told += self._begin("tool_use", {"id": event.id, "name": event.name, "input": {}})
+                events = self._close()
+                events += self._begin("tool_use", {"id": event.id, "name": event.name, "input": {}})
                 self._blocks[-1]["input"] = ""
-                return told
+                return events
             case CallArguments():
                 self._blocks[-1]["input"] += event.text
                 return [self._delta("input_json_delta", partial_json=event.text)]
@@ -590,12 +593,12 @@ class _Message:
     def _begin(self, kind: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
         if self._open == kind:
             return []
-        told = self._close()
+        events = self._close()
         self._open = kind
         block = {"type": kind, **fields}
         self._blocks.append(dict(block))
         start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
-        return [*told, start]
+        return [*events, start]
 
     def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
         delta = {"type": kind, **fields}
@@ -608,7 +611,7 @@ class _Message:
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def usage(self, tokens: int, cached: int) -> dict[str, Any]:
-        """Return its usage so far."""
+        """Return the usage so far."""
         usage: dict[str, Any] = {
             "input_tokens": self._prepared.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
@@ -621,8 +624,8 @@ class _Message:
         return usage
 
     @property
-    def end(self) -> dict[str, Any]:
-        """Why it ended."""
+    def stop_fields(self) -> dict[str, Any]:
+        """Fields with the reason why the message ended."""
         return {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
 
     def body(self, tokens: int, cached: int) -> dict[str, Any]:
@@ -637,7 +640,7 @@ class _Message:
             "role": "assistant",
             "model": self._prepared.info.name,
             "content": blocks,
-            **self.end,
+            **self.stop_fields,
             "usage": self.usage(tokens, cached),
         }
 
@@ -655,7 +658,7 @@ class WholeAnthropicMessage(WholeAnswer):
         """Return the message object as JSON."""
         choice = self._choices[0][0]
         finish = choice.finish_reason or FinishReason.STOP
-        self._message.take(
+        self._message.add_delta(
             TextDelta(0, "".join(choice.texts), [], finish_reason=finish, stop_reason=choice.stop_reason)
         )
         return orjson.dumps(self._message.body(len(choice.ids), self._cached[0]))
@@ -671,51 +674,50 @@ class MessageStream(EventStream):
 
     def add(self, chunk: TextChunk) -> bytes:
         """Return the events for a chunk."""
-        told: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         if chunk.trace is not None:
             self._cached[0] = chunk.cached_tokens
         if not self._begun[0]:
             self._begun[0] = True
-            told = [{"type": "message_start", "message": self._message.body(0, self._cached[0])}, {"type": "ping"}]
+            events = [{"type": "message_start", "message": self._message.body(0, self._cached[0])}, {"type": "ping"}]
         for delta in chunk.deltas:
             self._tokens += len(delta.token_ids)
-            told += self._message.take(delta)
-        return named_events(told)
+            events += self._message.add_delta(delta)
+        return named_events(events)
 
     def end(self) -> bytes:
         """Return the events that end a stream."""
         usage = self._message.usage(self._tokens, self._cached[0])
-        delta = {"type": "message_delta", "delta": self._message.end, "usage": usage}
+        delta = {"type": "message_delta", "delta": self._message.stop_fields, "usage": usage}
         return named_events([delta, {"type": "message_stop"}])
 
     def error(self, error: BatonError) -> bytes:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a stream with an error."""
         return named_events([error_event(error)])
 
 
 def object_of(text: str) -> dict[str, Any]:
-    """Return the object that a call's arguments are; of such as were cut, what is complete of them.
+    """Return a call's arguments as an object; of truncated arguments, the complete values.
 
-    What is no object, where the model wrote such, is returned as Anthropic suggests for results: under a name that says
-    so.
+    Arguments that are not an object are returned as ``INVALID_JSON``, as Anthropic suggests for results.
     """
     for candidate in (text or "{}", _completed(text)):
         try:
-            found = orjson.loads(candidate)
+            value = orjson.loads(candidate)
         except orjson.JSONDecodeError:
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(value, dict):
+            return value
     return {"INVALID_JSON": text}
 
 
 def _completed(text: str) -> str:
-    """Return the JSON that a cut text begins with, closed behind the last value that is whole."""
+    """Return truncated JSON, closed after its last complete value."""
     closers: list[str] = []
     end = 0
     quoted = False
     escaped = False
-    for at, char in enumerate(text):
+    for position, char in enumerate(text):
         if quoted:
             quoted = escaped or char != '"'
             escaped = char == "\\" and not escaped
@@ -723,12 +725,12 @@ def _completed(text: str) -> str:
             quoted = True
         elif char in "{[":
             closers.append("}" if char == "{" else "]")
-            end = at + 1
+            end = position + 1
         elif char in "}]" and closers:
             closers.pop()
-            end = at + 1
+            end = position + 1
         elif char == "," and closers:
-            end = at
+            end = position
     return text[:end] + "".join(reversed(closers))
 
 
@@ -747,9 +749,9 @@ _KEPT = ("retry-after", "www-authenticate")
 def refusal(error: BatonError | HTTPException) -> Response:
     """Return the response for an error."""
     response = answer_to(error)
-    told = orjson.loads(bytes(response.body))["error"]
+    fields = orjson.loads(bytes(response.body))["error"]
     headers = {name: response.headers[name] for name in _KEPT if name in response.headers}
-    body = orjson.dumps(_shaped(response.status_code, told))
+    body = orjson.dumps(_shaped(response.status_code, fields))
     return Response(body, response.status_code, media_type="application/json", headers=headers)
 
 
@@ -758,7 +760,7 @@ def error_event(error: BatonError) -> dict[str, Any]:
     return _shaped(error.http_status, baton_error_object(error)["error"])
 
 
-def _shaped(status: int, told: dict[str, Any]) -> dict[str, Any]:
+def _shaped(status: int, fields: dict[str, Any]) -> dict[str, Any]:
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    parts = {name: told[name] for name in ("message", "param", "code")}
+    parts = {name: fields[name] for name in ("message", "param", "code")}
     return {"type": "error", "error": {"type": kind, **parts}}

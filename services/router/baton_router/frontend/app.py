@@ -1,4 +1,4 @@
-"""The HTTP app: what takes a body is served by the protocol (``openai/generation.py``), all else by FastAPI."""
+"""The HTTP app. Endpoints with a body are served by the protocol (``openai/generation.py``), others by FastAPI."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from baton_router.types import Account, ModelInfo
 
 _INLINE_TOKENS = 4096
 _LEAST_BOUND = 2**20
-"""Characters, and tokens, that can be tokenized and turned back whatever the model's context."""
+"""Characters and tokens that ``/tokenize`` and ``/detokenize`` accept, whatever the model's context."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -73,16 +73,16 @@ def create_app(
 
     Args:
         processor: Runs the requests.
-        dispatcher: The one below the processor; asked for readiness if ``ready`` is not given.
-        registry: Takes the HTTP metrics, and is what ``/metrics`` shows.
-        options: Options; default: all defaults.
-        ready: Whether at least one decode instance is ready.
-        refused: How many instances of each role the router refuses.
-        steps: Of this router's requests; default: HTTP has its own.
+        dispatcher: The processor's dispatcher; tells readiness if ``ready`` is not given.
+        registry: Registry for the HTTP metrics, which ``/metrics`` shows.
+        options: Options of the HTTP front.
+        ready: Returns whether at least one decode instance is ready.
+        refused: Returns the number of refused instances per role.
+        steps: The router's turn batcher; ``None`` creates one.
     """
     options = options or HttpOptions()
     metrics = HttpMetrics(registry)
-    # A redirect to the same path without its slash would name whatever host the client named.
+    # A redirect to the path without its slash would contain the host that the client named.
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     errors.install(app, [f"{method} {path}" for method, path in OPERATIONS])
     app.add_middleware(HttpMiddleware, options=options, metrics=metrics)
@@ -110,7 +110,7 @@ def create_app(
     }
     for path in endpoints:
         _add(app, "POST", path, _served_by_the_protocol)
-    # One route for both: another method is told of all there are.
+    # One route for both, so that the error for other methods lists all allowed ones.
     methods = ["GET", "HEAD", "DELETE"]
     app.add_api_route(
         "/v1/responses/{response_id}", KeptResponses(store).serve, methods=methods, response_class=Response
@@ -140,18 +140,18 @@ def openai_endpoints(options: HttpOptions, store: ResponseStore) -> dict[str, Ge
 
 
 class _Constant:
-    """Serves the same JSON to everybody."""
+    """Serves a constant JSON value."""
 
     def __init__(self, value: Any) -> None:
         self._body = orjson.dumps(value)
 
     async def get(self, request: Request) -> Response:
-        """Return it."""
+        """Return the value."""
         return Response(self._body, media_type="application/json")
 
 
 async def _served_by_the_protocol(request: Request) -> Response:
-    """Stand for an endpoint in the documentation: its requests reach it only where the server is set up wrongly."""
+    """Placeholder of an endpoint that the protocol serves; requests reach it only in a misconfigured server."""
     raise InternalError("this server does not use Baton's HTTP protocol, which serves this endpoint")
 
 
@@ -197,7 +197,8 @@ class TokenizerEndpoints:
     async def tokenize(self, body: TokenizeBody, account: Account | None) -> dict[str, Any]:
         """Serve ``POST /tokenize``."""
         info = self._processor.model_info(body.model or "")
-        prompt, field = _prompt(body), "prompt" if body.messages is None else "messages"
+        prompt = _prompt(body)
+        field = "prompt" if body.messages is None else "messages"
         _check_length(prompt, info, field)
         text_request = TextRequest(
             prompt=prompt,
@@ -205,7 +206,7 @@ class TokenizerEndpoints:
             cache_salt=account.salt("") if account is not None else "",
             account=account,
             prompt_field=field,
-            # As the completion endpoints do it: a rendered conversation has its special tokens already.
+            # As in the completion endpoints: a rendered conversation has its special tokens already.
             add_special_tokens=(body.messages is None if body.add_special_tokens is None else body.add_special_tokens),
             allow_special_tokens=body.allow_special_tokens,
         )
@@ -224,7 +225,7 @@ class TokenizerEndpoints:
         return answer
 
     async def count(self, text_request: TextRequest, account: Account | None) -> int:
-        """Return how many tokens a request's prompt has."""
+        """Return the number of tokens of a request's prompt."""
         info = self._processor.model_info(text_request.model)
         _check_length(text_request.prompt, info, text_request.prompt_field)
         text_request.account = account
@@ -260,7 +261,7 @@ def _check_length(prompt: Prompt, info: ModelInfo, field: str) -> None:
 
 
 class Health:
-    """Serves what probes and scrapers ask for."""
+    """Serves the endpoints of probes and scrapers."""
 
     def __init__(
         self, ready: Callable[[], bool], refused: Callable[[], Mapping[str, int]], registry: CollectorRegistry
@@ -287,7 +288,7 @@ class Health:
         return _json(body | ({"refused": refused} if refused else {}), status=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Serve ``GET /metrics``: counters that all tenants move, so with API keys for administrators alone."""
+        """Serve ``GET /metrics``, which has all tenants' counters: with API keys, for administrators only."""
         require_admin(request)
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), media_type=media_type, headers={"vary": "Accept"})

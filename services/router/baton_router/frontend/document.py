@@ -1,4 +1,4 @@
-"""``/openapi.json``: every endpoint of the client port, made of the schemas that requests are read with."""
+"""``/openapi.json``: all endpoints of the client port, made from the schemas that requests are parsed with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _HTML = "text/html; charset=utf-8"
 _ANY: Final = (400, 403, 414, 417, 431, 500, 501, 503, 505)
-"""Statuses of errors that any request may get: HTTP that is not spoken here, foreign hosts, a router that is full."""
+"""Error statuses that any request may get: unsupported HTTP, foreign hosts, a full router."""
 _BODY: Final = (404, 408, 413, 415, 429)
 _GENERATES: Final = (409, 502, 504)
 _OBJECT: Schema = {"type": "object"}
@@ -37,19 +37,19 @@ _KEY_SCHEME = "ApiKeyHeader"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One endpoint, as the document tells of it.
+    """One endpoint of the document.
 
     Attributes:
-        summary: What it does.
-        body: What its request's body is; ``None``: it has none.
-        answer: What a good answer is: a struct, a schema, or a media type alone.
-        event: What the events of a streamed answer are.
-        ends: The data of the event that ends a stream; empty: that is one like the others.
-        error: What an answer that is an error is.
-        errors: Statuses beside those that any request may get.
-        open: Whether it is answered without an API key.
-        parameters: Of path and query, as OpenAPI has them.
-        statuses: More statuses with the same kind of answer.
+        summary: One line of description.
+        answer: Successful response: a struct, a schema, or a media type.
+        body: Schema of the request body; ``None`` without body.
+        event: Struct of the events of a streamed answer; ``None`` if it cannot be streamed.
+        ends: Data of the event that ends a stream; empty if it is an ordinary event.
+        error: Struct of error responses.
+        errors: Error statuses beside those that any request may get.
+        open: Whether no API key is needed.
+        parameters: Path and query parameters, in OpenAPI's format.
+        statuses: More statuses with the same kind of response.
     """
 
     summary: str

@@ -1,4 +1,4 @@
-"""Which dialects the served models speak, and the grammars of answers in them."""
+"""The dialects of the served models for tool calls and reasoning, and the grammars of answers in them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from baton_router.processor.text_request import TextRequest
 from baton_router.types import ModelInfo
 
 DEFAULT_TOOLS = "hermes"
-"""How calls are read, and written under ``tool_choice: required``, of models that are not known to make any."""
+"""Dialect of models whose tool calls are not known: used to read calls, and for ``tool_choice: required``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     read: Dialects
     written: Dialects
-    """The same, but none that came with a tokenizer: these only say how to read."""
+    """The same without dialects from a tokenizer's files, which only define how to read."""
     special_tokens: dict[str, int]
     shown: frozenset[int]
 
 
 class ModelDialects:
-    """Knows the dialects of models.
+    """Finds the dialects of models.
 
     Args:
-        tools: A tool dialect's name, or ``auto``.
-        reasoning: A reasoning dialect's name, or ``auto``.
+        tools: Name of a tool dialect, or ``auto``.
+        reasoning: Name of a reasoning dialect, or ``auto``.
 
     Raises:
         ConfigError: There is no such dialect.
@@ -44,17 +44,16 @@ class ModelDialects:
         self._known: WeakKeyDictionary[Tokenizer, _Known] = WeakKeyDictionary()
 
     def of(self, model: TextModel) -> Dialects:
-        """Return a model's dialects."""
         return self._of(model).read
 
     def shown_tokens(self, model: TextModel) -> frozenset[int]:
-        """Return the special tokens that its dialects are written with."""
+        """Return the special tokens that a model's dialects use."""
         return self._of(model).shown
 
     def answer_grammar(self, request: TextRequest, info: ModelInfo, model: TextModel) -> AnswerGrammar | None:
-        """Return what the grammar of an answer is made of, for a request whose prompt is tokenized.
+        """Return the grammar of the whole answer, for a request whose prompt is tokenized.
 
-        ``None``: there is no grammar but what ``sampling`` has.
+        ``None`` if the answer has no grammar beside that of ``sampling``.
 
         Raises:
             InvalidRequestError: A call must be made and cannot be, or reasoning cannot be bounded; names
@@ -69,7 +68,7 @@ class ModelDialects:
         tools = known.written.tools
         reasoning = known.written.reasoning
         if known.read.reasoning is None:
-            budget = None  # it does not reason
+            budget = None  # the model does not reason
         if budget is not None and (reasoning is None or not info.grammars):
             what = "it is not known how this model ends it" if info.grammars else "no instance knows grammars"
             name = "thinking_token_budget"

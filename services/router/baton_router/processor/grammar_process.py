@@ -1,9 +1,9 @@
-"""Processes that make grammars of what requests ask for, and that can be ended.
+"""Makes grammars in processes that can be killed.
 
-What makes and checks a grammar is a compiler that others write: there are schemas of 2 KB for which it takes for
-ever, and others for which it overruns its stack, which ends a process. So it runs in one of its own, under limits of
-processor time, memory and stack; what goes beyond is refused, and costs the router a new process. The stack is half of
-that of the threads in which instances go on with a grammar.
+A third-party compiler makes and checks grammars. Some schemas of 2 KB take it forever, others overflow its stack, which
+ends the process. So it runs in separate processes with limits on CPU time, memory and stack. A grammar that exceeds
+the limits is refused, and costs the router a new process. The stack is half as large as those of the threads in which
+instances use grammars.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from baton.types import Grammar
 
 Asked: TypeAlias = StructuredOutputs | Grammar | AnswerGrammar
 MAX_CPU_S = 0.75
-"""Processor time that one grammar may take. What is refused in good order takes up to a third of a second."""
+"""Most CPU time per grammar, in seconds. The compiler's own refusals take up to a third of a second."""
 MAX_MEMORY = 1 << 30
-"""Address space beyond what the process begins with."""
+"""Most address space beyond that of a fresh process, in bytes."""
 STACK = 1 << 20
 MAX_WAIT_S = 30.0
 _KEPT_MEMORY = 256 << 20
-"""A process whose memory has grown beyond this is replaced."""
+"""Growth of a process, in bytes, after which it is replaced."""
 _MAX_MESSAGE = 64 << 20
 
 
 class GrammarProcesses:
-    """Makes grammars in processes of its own; any thread may.
+    """Makes grammars in processes of its own. Thread-safe.
 
     Args:
-        count: Processes at most; each starts with the first grammar that finds the others busy.
-        cpu_s: Processor time that one grammar may take.
-        wait_s: How long a process may take that gets no processor time.
+        count: Most processes; each starts when a grammar is needed while the others are busy.
+        cpu_s: Most CPU time per grammar, in seconds.
+        wait_s: Most time per grammar, in seconds, for processes that get no CPU time.
     """
 
     def __init__(self, count: int = 2, cpu_s: float = MAX_CPU_S, wait_s: float = MAX_WAIT_S) -> None:
@@ -62,11 +62,11 @@ class GrammarProcesses:
         self._finalizer = weakref.finalize(self, _end_all, self._all)
 
     def make(self, asked: Asked) -> tuple[Grammar, float]:
-        """Return a grammar, made and checked, and the processor time it took in seconds.
+        """Make and check a grammar; return it and its CPU time in seconds.
 
         Raises:
-            InvalidRequestError: It is wrong, not supported or too costly; names field and place.
-            UnavailableError: The process got no processor time, or was ended by somebody.
+            InvalidRequestError: The constraint is wrong, not supported or too costly; names field and place.
+            UnavailableError: The process got no CPU time, or was killed from outside.
         """
         message = orjson.dumps(_to_wire(asked))
         process = self._free.get()
@@ -108,7 +108,7 @@ class _Process:
                 raise UnavailableError("the check of a grammar got no processor time", retry_after_s=5.0)
             return self._line.recv_bytes(_MAX_MESSAGE)
         except (EOFError, OSError) as error:
-            code = self.end(10.0)  # it is about to
+            code = self.end(10.0)  # it is about to end
             if code == -signal.SIGPROF:
                 message_text = f"{field} costs too much: it takes more than {self._cpu_s:g} s to compile"
                 raise InvalidRequestError(message_text, field=field) from error
@@ -119,21 +119,21 @@ class _Process:
 
     def _start(self) -> None:
         self.end()
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            descriptor = theirs.fileno()
+        own_end, child_end = socket.socketpair()
+        with own_end, child_end:
+            descriptor = child_end.fileno()
             args = [str(descriptor), str(self._cpu_s)]
             self._child = ChildProcess(start_python(__name__, args, pass_fds=[descriptor]))
-            self._line = Connection(ours.detach())
+            self._line = Connection(own_end.detach())
 
     def end(self, patience_s: float = 0.2) -> int | None:
-        """End it; return its exit status, unless it takes longer than that to end by itself."""
+        """End the process; return its exit status, or ``None`` if it had to be killed after ``patience_s``."""
         line = self._line
         child = self._child
         self._line = None
         self._child = None
         if line is not None:
-            line.close()  # which ends one that has nothing to do
+            line.close()  # ends an idle process
         if child is None:
             return None
         return child.stop(patience_s, None)

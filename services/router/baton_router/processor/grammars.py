@@ -1,4 +1,4 @@
-"""What requests say that answers must be, as the grammars that instances know: checked once, then kept."""
+"""Compiles the constraints of requests to the grammars that instances use, and caches them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton_router.processor.grammar_process import Asked, GrammarProcesses
 MAX_GRAMMARS = 256
 MAX_BYTES = 16 * 1024 * 1024
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_BYTES
-"""As UTF-8: a schema that has more is longer than grammars may be, whatever its letters."""
+"""Bytes of a schema as UTF-8 beyond which its grammar is certainly too long."""
 _LABELS = frozenset({"json", "json_schema", "json_object", "regex", "choice", "grammar"}) | {
     "structural_tag",
     "tools",
@@ -29,7 +29,11 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class GrammarMetrics:
-    """Metrics of grammars, in the registry that was passed in."""
+    """Metrics of grammars.
+
+    Args:
+        registry: Registry for the metrics.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "baton_router_grammar"
@@ -42,23 +46,26 @@ class GrammarMetrics:
 
 
 class GrammarCache:
-    """Makes grammars, and keeps those that were asked for last.
+    """Makes grammars, and caches the latest ones per tenant.
 
-    What one tenant asked for is to the others as if it were not there: they cannot tell by the time what he asks for.
+    Tenants share no entries, so that response times do not reveal other tenants' grammars.
+
+    Args:
+        metrics: Metrics of grammars.
     """
 
     def __init__(self, metrics: GrammarMetrics) -> None:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._processes = GrammarProcesses()
-        self._kept: OrderedDict[tuple[str, bytes], Grammar] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, bytes], Grammar] = OrderedDict()
         self._bytes = 0
 
     def find(self, asked: Asked, tenant: str) -> Grammar | None:
-        """Return a grammar that was made before for the same tenant; ``None``: it was not.
+        """Return the cached grammar of a tenant; ``None`` if there is none.
 
         Raises:
-            InvalidRequestError: It is no JSON, or so long that no process need look at it.
+            InvalidRequestError: The constraint is not JSON, or far too long.
         """
         key = tenant, _key(asked)
         if isinstance(asked, StructuredOutputs) and asked.kind == "json" and len(key[1]) > MAX_SCHEMA_BYTES:
@@ -66,22 +73,22 @@ class GrammarCache:
                 self._metrics.refused.labels(asked.kind).inc()
             raise too_long(asked.place)
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
+            grammar = self._cached.get(key)
+            if grammar is not None:
+                self._cached.move_to_end(key)
                 self._metrics.hits.inc()
-                self._metrics.requests.labels(_label(found.kind)).inc()
-        return found
+                self._metrics.requests.labels(_label(grammar.kind)).inc()
+        return grammar
 
     def make(self, asked: Asked, tenant: str) -> Grammar:
-        """Make and check a grammar for a tenant, in less than a second of CPU time; any thread may.
+        """Make, check and cache a grammar for a tenant, in less than a second of CPU time. Thread-safe.
 
         Raises:
-            InvalidRequestError: It is wrong, not supported or too costly; names field and place.
-            UnavailableError: What checks it was ended.
+            InvalidRequestError: The constraint is wrong, not supported or too costly; names field and place.
+            UnavailableError: The process that makes grammars was killed.
         """
         try:
-            found, seconds = self._processes.make(asked)
+            grammar, seconds = self._processes.make(asked)
         except InvalidRequestError:
             with self._lock:
                 self._metrics.refused.labels("grammar" if isinstance(asked, Grammar) else asked.kind).inc()
@@ -89,22 +96,22 @@ class GrammarCache:
         key = tenant, _key(asked)
         with self._lock:
             self._metrics.check.observe(seconds)
-            self._metrics.requests.labels(_label(found.kind)).inc()
-            if key not in self._kept:
-                self._kept[key] = found
-                self._bytes += len(key[1]) + len(found.text)
-            while self._kept and (len(self._kept) > MAX_GRAMMARS or self._bytes > MAX_BYTES):
-                (_, old), grammar = self._kept.popitem(last=False)
-                self._bytes -= len(old) + len(grammar.text)
-        return found
+            self._metrics.requests.labels(_label(grammar.kind)).inc()
+            if key not in self._cached:
+                self._cached[key] = grammar
+                self._bytes += len(key[1]) + len(grammar.text)
+            while self._cached and (len(self._cached) > MAX_GRAMMARS or self._bytes > MAX_BYTES):
+                (_, old_key), old = self._cached.popitem(last=False)
+                self._bytes -= len(old_key) + len(old.text)
+        return grammar
 
     def close(self) -> None:
-        """End the processes that make them."""
+        """End the processes that make grammars."""
         self._processes.close()
 
 
 def _label(kind: str) -> str:
-    """Return a kind as metrics have it: clients of the gRPC interface send what they like."""
+    """Return the label of a kind; gRPC clients may send any name."""
     return kind if kind in _LABELS else "other"
 
 

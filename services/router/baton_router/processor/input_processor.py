@@ -1,4 +1,4 @@
-"""Text in, text out: everything between an interface of the router (HTTP, gRPC) and the placement of token ids."""
+"""Everything between the router's interfaces (HTTP, gRPC) and dispatch: checks, tokenizes and runs requests in text."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from baton_router.types import Account, ModelInfo, RoutedRequest
 
 
 class TenantTurns:
-    """Lets so many pieces of work go on at once; tenants that wait take turns, however much each of them sends.
+    """Bounds concurrent work; waiting tenants take turns, however many requests each of them sends.
 
     Args:
-        slots: How many.
+        slots: Most concurrent pieces of work.
     """
 
     def __init__(self, slots: int) -> None:
@@ -71,7 +71,7 @@ class TenantTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release()  # it came in the same moment: the next one's
+                self.release()  # granted in the same moment: pass it on
             else:
                 line.remove(turn)
                 if not line:
@@ -79,7 +79,7 @@ class TenantTurns:
             raise
 
     def release(self) -> None:
-        """End a turn: the next tenant's that waits begins."""
+        """End a turn, and start that of the next waiting tenant."""
         for tenant, line in list(self._waiting.items()):
             self._waiting.move_to_end(tenant)
             for turn in line:
@@ -95,20 +95,20 @@ class TenantTurns:
 T = TypeVar("T")
 
 _INLINE_CHARS = 4096
-"""Texts up to this length (about a millisecond of work) are tokenized on the event loop, longer ones in a thread."""
+"""Longest text, in characters, that is tokenized on the event loop (about a millisecond)."""
 _LARGE_CHARS = 256 * 1024
-"""Texts longer than this are tokenized one at a time: a tenth of a second and some ten MiB at least, for each."""
+"""Characters beyond which texts are tokenized one at a time: each takes at least 0.1 s and some 10 MiB."""
 _LARGE_WAIT_S = 30.0
 _THREADS = 2
-"""Threads that tokenize: each keeps tables of words of its own, and for long texts the library has more of them."""
+"""Tokenizer threads: each has word tables of its own, and the library uses more threads for long texts."""
 _CHARS_PER_TOKEN = 4.0
 _PROMPT_END = 4096
-"""Characters of a prompt that are looked at for the beginning of the answer."""
+"""Characters at the end of a prompt that are searched for open reasoning."""
 _ID_LISTS = (list, array)
 
 
 class TokenizerProvider(Protocol):
-    """Where tokenizers come from; ``baton.tokenizer.TextModelCache`` is one."""
+    """Loads tokenizers; ``baton.tokenizer.TextModelCache`` is one."""
 
     async def get(self, path: str) -> TextModel:
         """Return the tokenizer and chat template of the model at a path.
@@ -118,14 +118,25 @@ class TokenizerProvider(Protocol):
         """
 
     def loaded(self, path: str) -> TextModel | None:
-        """Return what :meth:`get` returns if it need not wait for that."""
+        """Return the result of :meth:`get` if it is loaded, else ``None``."""
 
 
 class InputProcessor:
-    """Tokenizes a request once, has it placed, and turns the tokens that come back into text.
+    """Checks and tokenizes requests, runs them, and returns their text.
+
+    Args:
+        dispatcher: Places and runs tokenized requests.
+        tokenizers: Loads tokenizers.
+        metrics: Metrics of generations.
+        decisions: Log of requests; ``None`` creates one.
+        exporter: Exports spans; ``None``: spans are not recorded.
+        allow_special_tokens: Whether names of special tokens in messages become such tokens.
+        admission: Checks tenants' limits; ``None``: there are none.
+        grammars: Cache of grammars; ``None`` creates one.
 
     Attributes:
-        dialects: How the models write calls and reasoning; whoever makes this may set other ones.
+        dialects: Dialects of the models; may be replaced before the first request.
+        decisions: Log of requests.
     """
 
     def __init__(
@@ -158,7 +169,7 @@ class InputProcessor:
         """Return the model that is served.
 
         Args:
-            model: The name a request gave; empty: whichever.
+            model: Name of the model in the request; empty: any.
 
         Raises:
             NotFoundError: The model is not served; names the field ``model``.
@@ -182,13 +193,13 @@ class InputProcessor:
 
         Args:
             request: The request.
-            info: The model.
-            limit: A text that cannot have fewer tokens than this is not worth tokenizing.
+            info: The served model.
+            limit: Texts with certainly this many tokens or more are refused without tokenizing.
 
         Raises:
-            InvalidRequestError: The prompt is wrong; names its field.
-            ContextLengthError: It is known to have ``limit`` tokens or more; one that is not known may pass.
-            UnavailableError: Others have long texts tokenized.
+            InvalidRequestError: The prompt is invalid; names its field.
+            ContextLengthError: The prompt certainly has ``limit`` tokens or more.
+            UnavailableError: Other tenants' long texts took too long.
         """
         self._decide_special_tokens(request)
         model = await self.text_model(info)
@@ -199,25 +210,25 @@ class InputProcessor:
         return await self.in_turn(request, work, large=num_chars > _LARGE_CHARS)
 
     async def in_turn(self, request: TextRequest, work: Callable[[], T], *, large: bool = False) -> T:
-        """Do something that takes long in a thread, when it is the turn of the request's tenant.
+        """Run long work in a thread, in the turn of the request's tenant.
 
         Args:
-            request: Whose it is.
-            work: What to do.
-            large: It takes so long, or so much memory, that there is only one such at a time.
+            request: Request that the work belongs to.
+            work: The work.
+            large: Whether only one such work may run at a time, because of its time or memory.
 
         Raises:
-            UnavailableError: Others went before it for too long.
+            UnavailableError: Other tenants' work took too long.
         """
         loop = asyncio.get_running_loop()
         tenant = self._tenant(request)
-        held: list[TenantTurns] = []
+        acquired: list[TenantTurns] = []
 
         def release() -> None:
-            for turns in held:
+            for turns in acquired:
                 turns.release()
 
-        def ended(_: object) -> None:
+        def on_done(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
                 loop.call_soon_threadsafe(release)
 
@@ -225,16 +236,16 @@ class InputProcessor:
             async with asyncio.timeout(_LARGE_WAIT_S):
                 for turns in (self._large, self._turns) if large else (self._turns,):
                     await turns.acquire(tenant)
-                    held.append(turns)
+                    acquired.append(turns)
         except TimeoutError as error:
             release()
             raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
         except BaseException:
             release()
             raise
-        # A thread cannot be stopped: it keeps its turn until it has ended, also where nobody waits for it any more.
+        # A thread cannot be stopped: it keeps its turn until its end, even if the request was cancelled.
         future = self._threads.submit(work)
-        future.add_done_callback(ended)
+        future.add_done_callback(on_done)
         return await asyncio.wrap_future(future)
 
     @contextmanager
@@ -255,11 +266,11 @@ class InputProcessor:
 
         Args:
             request: The request.
-            fallback_id: What its id begins with if the caller gave it none.
+            fallback_id: Prefix of its id if the caller gave it none.
 
         Raises:
-            InvalidRequestError: A field is wrong; names it.
-            ContextLengthError: Prompt and output don't fit into the model's context.
+            InvalidRequestError: A field is invalid; names it.
+            ContextLengthError: Prompt and output do not fit into the model's context.
             NotFoundError: The model is not served.
             UnavailableError: No instance is ready.
         """
@@ -283,14 +294,14 @@ class InputProcessor:
 
     async def _grammar(self, request: TextRequest, asked: Asked) -> Grammar:
         tenant = self._tenant(request)
-        if (found := self._grammars.find(asked, tenant)) is not None:
-            return found
+        if (grammar := self._grammars.find(asked, tenant)) is not None:
+            return grammar
         return await self.in_turn(request, functools.partial(self._grammars.make, asked, tenant))
 
     def prepare_now(self, request: TextRequest, *, fallback_id: str = "gen") -> PreparedRequest | None:
-        """Do what :meth:`prepare` does without waiting.
+        """Do what :meth:`prepare` does, without waiting.
 
-        ``None``: the tokenizer is not loaded, the text is long, or the request has a grammar that is not known.
+        ``None`` if the tokenizer is not loaded, the text is long, or the request has a grammar that is not cached.
 
         Raises:
             BatonError: See :meth:`prepare`.
@@ -324,7 +335,7 @@ class InputProcessor:
 
     def _decide_special_tokens(self, request: TextRequest) -> None:
         if request.allow_special_tokens is None:
-            # Who sends a text as prompt has put a template's markers into it; messages are what users say.
+            # Texts may contain a template's markers on purpose; messages contain what users say.
             request.allow_special_tokens = self._allow_special_tokens or not isinstance(request.prompt, ChatPrompt)
 
     def _prepared(
@@ -340,7 +351,7 @@ class InputProcessor:
         if request.answer_grammar is not None:
             sampling.grammar = request.answer_grammar
         routed = RoutedRequest(
-            # Clients reuse ids (a retry while the first try still runs); instances need one of their own per request.
+            # Clients reuse ids, as in a retry while the first try still runs; instances need unique ones.
             request_id=RequestId(f"{request.request_id or fallback_id}-{secrets.token_hex(16)}"),
             prompt_token_ids=ids,
             sampling=sampling,
@@ -372,24 +383,21 @@ class InputProcessor:
         return span
 
     def start(self, prepared: PreparedRequest, sink: TextSink) -> Running:
-        """Begin a request; all that becomes of it the sink is told, errors too, perhaps before this returns.
+        """Start a request.
 
-        Errors are:
-            QueueFullError: Everybody is full.
-            OverloadedError: It would wait too long, or longer than it allows.
-            UnavailableError: No instance is left to do it.
-            InvalidRequestError: An instance refused the request.
+        Chunks, the end and all errors go to the sink, possibly before this returns. Errors are those of
+        :meth:`Dispatcher.start`.
         """
         run = OutputProcessor(prepared, sink, self.clock(prepared), self.decisions)
         run.start(self._dispatcher)
         return run
 
     def clock(self, prepared: PreparedRequest) -> GenerationClock:
-        """Return what times a request and counts its tokens."""
+        """Return the clock of a request."""
         return GenerationClock(self._metrics, prepared.routed.arrived)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[TextChunk, None]:
-        """Run a request. Closing the generator cancels it everywhere at once.
+        """Run a request; closing the generator cancels it on all instances.
 
         Raises:
             BatonError: See :meth:`start`.
@@ -400,22 +408,22 @@ class InputProcessor:
                 yield chunk
 
     async def route(self, prepared: PreparedRequest) -> Decision:
-        """Say where a request would go, and reserve nothing."""
+        """Return where a request would be placed now; nothing is reserved."""
         return await self._dispatcher.route(prepared.routed)
 
 
 def count_chars(prompt: Prompt) -> int:
-    """Return the length of a prompt's text, roughly; 0 for token ids."""
+    """Return the approximate length of a prompt's text, in characters; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, _ID_LISTS):
         return 0
-    # All of it, also what stands beside the content: templates write that out too.
+    # All fields of messages, not only the content: templates write them out, too.
     return sum(_chars(value) for part in (*prompt.messages, prompt.variables, *prompt.tools) for value in part.values())
 
 
 def about_tokens(prompt: Prompt) -> float:
-    """Return about how many tokens a prompt has, before it is tokenized."""
+    """Return the approximate number of tokens of a prompt that is not tokenized."""
     return float(len(prompt)) if isinstance(prompt, _ID_LISTS) else max(1.0, count_chars(prompt) / _CHARS_PER_TOKEN)
 
 
@@ -482,14 +490,14 @@ def _set_grammar(request: TextRequest, grammar: Grammar) -> None:
 
 
 def _session(request: TextRequest) -> str:
-    """Return the name of a request's conversation, apart from other tenants' of the same name."""
+    """Return the name of a request's conversation, unique across tenants."""
     if not request.session or request.account is None:
         return request.session
     return f"{request.account.name}/{request.session}"
 
 
 def _priority(request: TextRequest) -> int:
-    """Return a request's priority: its own, but none above what its account may have."""
+    """Return a request's priority, bounded by its account's floor."""
     account = request.account
     return request.priority if account is None else max(request.priority, account.priority_floor)
 
@@ -503,7 +511,7 @@ def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLen
 
 
 def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> SamplingParams:
-    """Return the sampling parameters with everything filled in, and checked against the model."""
+    """Return the sampling parameters with all defaults filled in, checked against the model."""
     sampling = request.sampling
     limit = info.max_model_len
     if prompt_tokens == 0:
@@ -523,9 +531,9 @@ def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> Samp
     complete = sampling.copy()
     complete.max_tokens = max_tokens
     if sampling.seed is None:
-        complete.seed = secrets.randbits(63)  # who guessed it could draw the answer again
+        complete.seed = secrets.randbits(63)  # unguessable: with the seed the answer can be generated again
     if sampling.top_k > info.vocab_size:
-        complete.top_k = info.vocab_size  # as good as off, and it fits the wire
+        complete.top_k = info.vocab_size  # the same as no limit, and it fits the wire
     try:
         complete.validate(vocab_size=info.vocab_size, prefix=request.field_prefix)
     except InvalidRequestError as error:

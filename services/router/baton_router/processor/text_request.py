@@ -1,4 +1,4 @@
-"""Requests and answers above the router's seam: with text."""
+"""Requests and answers above dispatch, in text."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 256
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Whose a message may be, as in OpenAI's interface: templates leave others' out in silence, or take them for users'."""
+"""Roles of messages, as in OpenAI's API: templates silently drop others, or treat them as users."""
 
 
 def check_role(role: Any, field: str) -> None:
-    """Check whose a message is.
+    """Check the role of a message.
 
     Raises:
         InvalidRequestError: There is no such role.
@@ -43,11 +43,11 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation, to be rendered by the model's chat template.
 
     Attributes:
-        messages: Plain JSON objects with ``role`` and ``content``.
-        add_generation_prompt: End with what begins the assistant's answer.
-        continue_final_message: Leave the last message open instead.
-        variables: More names for the template.
-        tools: What the model may call.
+        messages: JSON objects with ``role`` and ``content``.
+        add_generation_prompt: End the prompt with the start of the assistant's answer.
+        continue_final_message: Leave the last message open instead, so that the answer continues it.
+        variables: Variables for the template.
+        tools: Tools that the model may call.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -61,45 +61,46 @@ Prompt: TypeAlias = str | list[int] | TokenIds | ChatPrompt
 
 
 class TextRequest(msgspec.Struct):
-    """A request as an interface of the router takes it; nothing in it is checked yet.
+    """A request as the router's interfaces receive it, not checked yet.
 
     Attributes:
         prompt: Text, token ids or a conversation.
-        sampling: ``max_tokens`` and ``seed`` may be missing.
-        request_id: What the caller calls it; the id that instances see begins with it and is unique.
-        model: Empty: the one that is served.
-        default_max_tokens: Where ``sampling`` has none; ``None``: what is left of the context.
-        add_special_tokens: Let the tokenizer add what it adds to a text (the begin token); a rendered conversation
-            has its special tokens already.
-        allow_special_tokens: Names of special tokens in the prompt are such tokens; ``None``: as the router does it,
-            by default in a text and not in messages.
-        include_stop: Whether the stop string or token that ended a sequence belongs to its text.
+        sampling: Sampling parameters; ``max_tokens`` and ``seed`` may be missing.
+        request_id: Identifier from the caller; instances get a unique one that starts with it.
+        model: Name of the model; empty: the served one.
+        default_max_tokens: Value of ``max_tokens`` if ``sampling`` has none; ``None``: the rest of the context.
+        add_special_tokens: Let the tokenizer add its special tokens to a text, such as the begin token; a rendered
+            conversation has them already.
+        allow_special_tokens: Whether names of special tokens in the prompt become such tokens; ``None``: the router's
+            default, which is to do so in texts but not in messages.
+        skip_special_tokens: Leave special tokens out of the answer's text.
+        include_stop: Whether the stop string or token that ended a sequence is part of its text.
         cache_salt: Separates the prefix caches of tenants.
-        session: Whose conversation it belongs to; empty: it has none.
-        priority: Lower runs first.
-        ttft_ms: The first token is wanted within so many milliseconds; ``None``: whenever.
-        itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
-        user: Whose request it is, as the caller says.
-        account: Whose API key it showed; ``None``: there are no keys, or it came from a service. ``cache_salt`` is then
-            the one that the account gave it.
-        order: In which it is to be served; ``None``: in the router's own.
-        traceparent: W3C trace context of the caller; empty: none.
-        output_token_ids: Generated so far, elsewhere; the answer's text is that of what follows.
-        output_chars: Characters of the answer that the caller has: its text goes on behind them; ``None``: it is that
-            of the tokens that follow.
-        per_token: Whether the text of each token is wanted by itself, also of tokens that come together; as long as the
+        priority: Requests with lower numbers run first.
+        session: Name of the conversation; empty if it has none.
+        ttft_ms: Deadline of the first token, in milliseconds; ``None`` without one.
+        itl_ms: Longest time between two tokens, in milliseconds; ``None`` without bound.
+        user: Name of the user, from the caller.
+        account: Account of the API key; ``None`` without keys, or for a service's request. ``cache_salt`` is then the
+            one that the account made of it.
+        order: Order in which the request is served; ``None``: the router's default.
+        traceparent: W3C trace context of the caller; empty if there is none.
+        output_token_ids: Tokens that were generated elsewhere; the answer's text is that of the tokens that follow.
+        output_chars: Characters of the answer that the caller has, with ``output_token_ids``: the text continues
+            behind them. ``None``: it is that of the tokens that follow.
+        per_token: Whether each token's text is wanted separately, even of tokens that arrive together; as long as the
             client keeps up.
-        structured: What the answer must be; ``None``: what the grammar of ``sampling`` says, if it has one.
-        grammar_checked: The grammar of ``sampling`` is what ``structured`` says, or was checked.
-        tool_use: The tools that are offered, and what may be done with them.
-        thinking_budget: Most tokens of reasoning; ``None``: any number.
-        parsed: Whether calls and reasoning are to be found in the text, if the model's dialects are known.
-        prompt_end: The end of the prompt's text; set when it is tokenized.
-        answer_grammar: What the whole answer must be, with reasoning and calls; set when it is known.
-        prompt_index: Which of its HTTP request's prompts it is.
-        prompt_field: What errors call the prompt.
-        max_tokens_field: What errors call ``max_tokens``.
-        field_prefix: Put before the names of sampling fields in errors, e.g. ``"sampling."``.
+        structured: Constraint on the answer; ``None``: the grammar of ``sampling``, if it has one.
+        grammar_checked: Whether the grammar of ``sampling`` was checked, or made from ``structured``.
+        tool_use: Tools that are offered, and how they may be used.
+        thinking_budget: Most tokens of reasoning; ``None`` without bound.
+        parsed: Whether to parse calls and reasoning in the text, if the model's dialects are known.
+        prompt_end: End of the prompt's text; set by tokenization.
+        answer_grammar: Grammar of the whole answer, with reasoning and calls; set by preparation.
+        prompt_index: Index of the prompt within its HTTP request.
+        prompt_field: Name of the prompt's field in errors.
+        max_tokens_field: Name of the field ``max_tokens`` in errors.
+        field_prefix: Prefix of sampling fields in errors, such as ``"sampling."``.
     """
 
     prompt: Prompt
@@ -158,7 +159,7 @@ def check_bounds(request: TextRequest) -> None:
         _check_milliseconds("itl_ms", request.itl_ms)
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
-    if not request.request_id.isprintable():  # it stands in lines of logs and in operators' terminals
+    if not request.request_id.isprintable():  # it is written to logs and operators' terminals
         raise InvalidRequestError("request_id must have printable characters alone", field="request_id")
 
 
@@ -180,8 +181,13 @@ class PreparedRequest(msgspec.Struct):
     """A request that is checked, tokenized and ready to be placed.
 
     Attributes:
-        dialects: How the model writes calls and reasoning, if these are to be found in its text.
-        shown: Special tokens that these are written with.
+        request: The request as received.
+        routed: The tokenized request for dispatch.
+        info: The served model.
+        text_model: Tokenizer and chat template.
+        stops: Stop strings, if there are any.
+        dialects: Dialects of the model, if its text is parsed.
+        shown: Special tokens that the dialects use.
     """
 
     request: TextRequest
@@ -194,14 +200,14 @@ class PreparedRequest(msgspec.Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.routed.prompt_token_ids)
 
     def sequence(self) -> SequenceText:
-        """Return what makes the text of one of its sequences."""
+        """Return the detokenizer of one of its sequences."""
         request = self.request
         prompt = self.request.prompt
-        # A completion's text continues its prompt; an answer begins anew, unless it goes on with a given message.
+        # A completion continues its prompt; an answer has a text of its own, unless it continues a given message.
         continues = prompt.continue_final_message if isinstance(prompt, ChatPrompt) else True
         return SequenceText(
             self.text_model.tokenizer,
@@ -214,7 +220,7 @@ class PreparedRequest(msgspec.Struct):
         )
 
     def parser(self) -> DialectParser | None:
-        """Return what finds calls and reasoning in the text of one of its sequences; ``None``: there are none."""
+        """Return the parser of calls and reasoning in a sequence's text; ``None`` if there are none."""
         dialects = self.dialects
         use = self.request.tool_use
         if dialects is None:
@@ -226,12 +232,13 @@ class PreparedRequest(msgspec.Struct):
 
 
 class TextChunk(msgspec.Struct):
-    """What one message brought to a request.
+    """What one message brought to a request, in text.
 
     Attributes:
-        trace: With the first chunk and with the last one.
-        decision: With the first chunk.
-        prompt_logprobs: With the first chunk, if asked for; entry 0 is ``None``.
+        deltas: New text and tokens of sequences.
+        trace: Merged trace; with the first chunk and with the last one.
+        decision: Placement of the request; with the first chunk.
+        prompt_logprobs: Log probabilities of the prompt, if asked for; with the first chunk. Entry 0 is ``None``.
         cached_tokens: Prompt tokens that did not have to be computed; valid with ``trace``.
         prompt_index: Index of the request; see :class:`TextRequest`.
         plain: Whether the chunk is text of one sequence after the first chunk, and nothing else: ``deltas`` has one

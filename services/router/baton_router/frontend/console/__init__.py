@@ -1,1 +1,1 @@
-"""What there is to see: the console, and ``/debug``."""
+"""The console and ``/debug``: decisions and their reasons, rates, and the prefix index."""

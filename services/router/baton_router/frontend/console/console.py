@@ -59,7 +59,7 @@ class _File:
 
 
 class ConsoleFiles:
-    """Serves the page and what belongs to it, from memory."""
+    """Serves the page and its files, from memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, _File] = {}
@@ -93,7 +93,7 @@ class ConsoleFiles:
 
 
 def describe(x: Instance) -> dict[str, Any]:
-    """Return one instance as the console shows it."""
+    """Return the console's data of one instance."""
     report = x.load.report
     events = x.events
     info = x.info
@@ -137,13 +137,13 @@ class DebugEndpoints:
     """Serves ``/debug``.
 
     Args:
-        decisions: What is remembered of requests.
-        registry: The instances.
+        decisions: Log of requests.
+        registry: Registry of the instances.
         stats: Rates and percentiles.
-        flows: Which ways prompts took in the last seconds.
+        flows: Requests and bytes per flow of KV.
         policy: Name of the placement policy.
-        replicas: Says how this router stands with others; ``None``: it is alone by configuration.
-        queued: Says how many requests wait in the router, and their prompt tokens.
+        replicas: Returns the state of the other router replicas; ``None`` without replicas.
+        queued: Returns the number of waiting requests, and of their prompt tokens.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class DebugEndpoints:
         """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
         limit = _limit(request.query_params.get("limit", ""))
         tenant = _whose(request)
-        found = self._decisions.recent(limit, containing=request.query_params.get("id", ""), tenant=tenant)
-        seen = self._decisions.num_begun if tenant is None else len(found)  # how many others sent is theirs to know
-        return _json({"decisions": [summary(record) for record in found], "seen": seen})
+        records = self._decisions.recent(limit, containing=request.query_params.get("id", ""), tenant=tenant)
+        seen = self._decisions.num_begun if tenant is None else len(records)  # other tenants' counts are private
+        return _json({"decisions": [summary(record) for record in records], "seen": seen})
 
     async def decision(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
@@ -184,34 +184,34 @@ class DebugEndpoints:
         """Return everything that is known of a request.
 
         Args:
-            name: Its id, the answer's, or its ``x-request-id``.
-            tenant: Whose requests alone may be shown; ``None``: everybody's.
+            name: Identifier of the request or of its answer, or its ``x-request-id``.
+            tenant: Tenant whose requests may be shown; ``None``: all tenants.
 
         Raises:
-            NotFoundError: It is not remembered.
+            NotFoundError: The request is not remembered.
         """
-        found = self._decisions.find(name, tenant=tenant)
-        if not found:
+        records = self._decisions.find(name, tenant=tenant)
+        if not records:
             raise NotFoundError(f"no decision of {shown(name)} is remembered; only the latest are", field="request_id")
-        return {**explanation(found[0]), "others": [record.request_id for record in found[1:]]}
+        return {**explanation(records[0]), "others": [record.request_id for record in records[1:]]}
 
     def stats(self, window_s: float) -> dict[str, Any]:
-        """Return how requests fared in the last seconds; see :meth:`WindowStats.window`; ``queued``: now."""
+        """Return rates and latencies of recent requests (see :meth:`WindowStats.window`), and the queue."""
         requests, tokens = self._queued()
         return {**self._stats.window(window_s), "queued": requests, "queued_tokens": tokens}
 
     async def index(self, request: Request) -> Response:
-        """Serve ``GET /debug/index``: how far each instance's part of the index can be trusted."""
+        """Serve ``GET /debug/index``: the state of each instance's part of the prefix index."""
         require_admin(request)
         return _json(index_state(self._registry.instances(), self._registry.stores))
 
     async def replicas(self, request: Request) -> Response:
-        """Serve ``GET /debug/replicas``: how this router stands with others; ``{}`` where it is alone."""
+        """Serve ``GET /debug/replicas``: the state of the other router replicas; ``{}`` without replicas."""
         require_admin(request)
         return _json(self._replicas() if self._replicas is not None else {})
 
     async def console(self, request: Request) -> Response:
-        """Serve ``GET /debug/console``: what the console shows, made at most twice a second for all who watch."""
+        """Serve ``GET /debug/console``: the data of the console, made at most twice a second."""
         require_admin(request)
         if time.monotonic() - self._made_at >= _LEAST_AGE_S:
             self._made = orjson.dumps(self._make())
@@ -263,16 +263,16 @@ def watch(
     replicas: Callable[[], dict[str, Any]] | None,
     queued: Callable[[], tuple[int, int]],
 ) -> DebugEndpoints:
-    """Add ``/debug`` and the console to an app; returns what knows the answers.
+    """Add ``/debug`` and the console to an app; returns the endpoints.
 
     Args:
         app: The app.
-        decisions: What is remembered of requests.
-        registry: The instances.
-        metrics: The router's.
+        decisions: Log of requests.
+        registry: Registry of the instances.
+        metrics: Registry of the router's metrics.
         policy: Name of the placement policy.
         replicas: See :class:`DebugEndpoints`.
-        queued: Likewise.
+        queued: See :class:`DebugEndpoints`.
     """
     stats = WindowStats(metrics)
     flows = Flows()
@@ -339,7 +339,7 @@ def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> 
 
 
 def _whose(request: Request) -> str | None:
-    """Return the tenant whose requests alone may be shown; an administrator, who sees all, is noted."""
+    """Return the only tenant whose requests may be shown; audits administrators, who see all."""
     tenant = tenant_alone(request)
     if tenant is None:
         audit_admin(request)

@@ -61,7 +61,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
 
 
 def explanation(record: DecisionRecord) -> dict[str, Any]:
-    """Return everything that is known of a request: every placement, why, and what really happened."""
+    """Return everything that is known of a request: all placements with their reasons, and the outcome."""
     return {
         **summary(record),
         "time_iso": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
@@ -156,10 +156,10 @@ def _why(record: DecisionRecord) -> list[str]:
         return [f"it was never placed: {record.outcome}"]
     first = record.placements[0][1]
     lines = [_choice(first, role) for role in ("decode", "prefill")]
-    for at, decision in record.placements[1:]:
-        lines.append(f"after {1000 * at:.1f} ms it was placed again, on {decision.decode_instance}")
+    for after_s, decision in record.placements[1:]:
+        lines.append(f"after {1000 * after_s:.1f} ms it was placed again, on {decision.decode_instance}")
     if record.direct:
-        lines.append("its client had the tokens from the decode instance itself, and told of them (direct mode)")
+        lines.append("its client received the tokens from the decode instance itself, and reported them (direct mode)")
     if record.grammar is not None:
         lines.append(f"its answer is held to a grammar: {record.grammar}")
     if record.tools:
@@ -171,7 +171,7 @@ def _why(record: DecisionRecord) -> list[str]:
         lines.insert(0, f"it waited {trace.router_queue_us / 1000:.1f} ms in the router's queue for room")
     if trace is not None and trace.path:
         lines.append(_way(trace))
-        lines += [f"tried in vain: {item}" for item in trace.failed_prefills]
+        lines += [f"tried and failed: {item}" for item in trace.failed_prefills]
     if first.index_state and first.index_state != "exact":
         lines.append(f"the index of an instance that was chosen was {first.index_state}: match rates may be off")
     if record.outcome not in (RUNNING, "done"):
@@ -216,7 +216,7 @@ def _way(trace: common_pb2.RequestTrace) -> str:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity; a candidate that is out of the question may have one."""
+    """Return ``None`` for infinity, the score of impossible candidates, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 

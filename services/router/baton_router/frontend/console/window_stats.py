@@ -1,4 +1,4 @@
-"""What the console shows of the last seconds and minutes: rates and percentiles, and who sent KV to whom.
+"""Rates and percentiles of the last minutes, and flows of KV between instances, for the console.
 
 Rates and percentiles are read off the router's own counters and histograms. A sample of them is taken at most once a
 second, when a request ends or the console asks; what the window shows is the difference of two samples. So a request
@@ -31,7 +31,7 @@ _FAILED = "failed"
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99))
 
 Buckets = dict[float, float]
-"""Upper bound to how many values are at most that."""
+"""Number of values up to each upper bound."""
 
 
 @dataclass(slots=True)
@@ -44,12 +44,12 @@ class Sample:
 
 
 class WindowStats:
-    """Samples of the last minutes.
+    """Samples of the metrics over the last minutes.
 
     Args:
-        registry: Has the metrics.
-        window_s: What percentiles and rates are over.
-        history_s: How far back the series goes.
+        registry: Registry of the metrics.
+        window_s: Length of the period of percentiles and rates, in seconds.
+        history_s: Length of the time series, in seconds.
         now: Monotonic clock, in seconds.
     """
 
@@ -92,7 +92,7 @@ class WindowStats:
         return sample
 
     def window(self, window_s: float | None = None) -> dict[str, Any]:
-        """Return what happened in the last seconds: rates, hit rate, percentiles in ms; ``None``: nothing did.
+        """Return rates, hit rate, and percentiles in milliseconds of the last seconds; ``None`` without values.
 
         Args:
             window_s: How many seconds; ``None``: the window.
@@ -112,13 +112,13 @@ class WindowStats:
         }
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the same between every two samples, oldest first; ``ago_s`` is the end of each piece."""
+        """Return the time series between consecutive samples, oldest first; ``ago_s`` is the end of each piece."""
         now = self._now()
         return [{"ago_s": round(now - at, 1), **piece} for at, piece in self._pieces]
 
 
 def _piece(before: Sample, after: Sample) -> dict[str, Any]:
-    """Return what happened between two samples, as the series shows it."""
+    """Return the piece of the time series between two samples."""
     seconds = after.at - before.at
     ttft = _percentiles(before.histograms[_TTFT], after.histograms[_TTFT])
     itl = _percentiles(before.histograms[_ITL], after.histograms[_ITL])
@@ -153,7 +153,7 @@ def _percentiles(before: Buckets, after: Buckets) -> dict[str, float] | None:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float:
-    """Return a quantile of a histogram, by a straight line inside the bucket it falls into.
+    """Return a quantile of a histogram, interpolated linearly inside its bucket.
 
     Args:
         bounds: Upper bounds, rising; the last is infinite.
@@ -176,12 +176,12 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> floa
 
 _MAX_FLOWS = 4096
 _Way = tuple[common_pb2.PrefillPath.ValueType, str, str, str]
-"""A flow as a trace has it, cheap to count; it becomes a :class:`Flow` when the console asks."""
+"""Key of a flow, cheap to count; converted to a :class:`Flow` on demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A way that prompts took.
+    """A flow of prompts' KV.
 
     Attributes:
         path: ``local``, ``remote`` or ``store``.
@@ -210,7 +210,7 @@ class Flows:
         self._seconds: deque[tuple[int, dict[_Way, list[int]]]] = deque(maxlen=window_s + 1)
 
     def add(self, trace: common_pb2.RequestTrace, num_bytes: int) -> None:
-        """Count a request's way and the bytes that it moved."""
+        """Count the flow of a request, and its bytes."""
         path = trace.path
         if not path:
             return

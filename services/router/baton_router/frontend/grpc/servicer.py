@@ -1,4 +1,4 @@
-"""The gRPC router service: text in and out, registration, and what the router knows."""
+"""The gRPC router service: generation, registration of instances, and the router's state."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _LONGEST_WINDOW_S = 180.0
 
 
 class Insight(Protocol):
-    """Knows how requests went."""
+    """Explains requests and returns statistics."""
 
     def explain(self, name: str, tenant: str | None) -> dict[str, Any]:
-        """Return everything that is known of a request, of one tenant alone or of all; raises ``NotFoundError``."""
+        """Return everything that is known of a request, of one tenant or of all; raises ``NotFoundError``."""
 
     def stats(self, window_s: float) -> dict[str, Any]:
-        """Return rates, and percentiles in milliseconds, of the last seconds, and how many requests are queued."""
+        """Return rates, percentiles in milliseconds, and the queue, over the last ``window_s`` seconds."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """Answers ``baton.api.v1.RouterService``; the server's interceptors turn errors into statuses.
 
     Args:
-        processor: For Generate and Route.
-        registry: For everything about instances.
-        tickets: For requests that run without this router between.
-        accounts: Whose API keys clients show; ``None``: there are none.
+        processor: Runs Generate and Route.
+        registry: Registry of the instances.
+        tickets: Places requests that their clients run (direct mode).
+        accounts: Accounts of the API keys; ``None`` without API keys.
         access_log: Write a line per request.
 
     Attributes:
-        insight: For Explain and GetStats; to be set before calls come.
+        insight: Answers Explain and GetStats; must be set before the first call.
     """
 
     insight: Insight
@@ -76,7 +76,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Generate(
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
-        """Generate; a call that is cancelled cancels the request everywhere."""
+        """Generate; cancelling the call cancels the request on all instances."""
         account = self._account(context)
         asked = text_request(request, account)
         if order := _metadata(context, ORDER_HEADER):
@@ -106,7 +106,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 )
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
-        """Say where a prompt would go, or place it and give a ticket."""
+        """Return where a prompt would be placed, or place it and return a ticket."""
         account = self._account(context)
         if request.HasField("direct"):
             direct = text_request(request.direct, account)
@@ -123,15 +123,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             prompt_field=request.WhichOneof("prompt") or "prompt",
         )
         prepared = await self._processor.prepare(asked)
-        with self._processor.charge(account, prepared.prompt_tokens):  # it is not placed, so nothing else counts it
+        with self._processor.charge(account, prepared.prompt_tokens):  # not placed, so nothing else counts it
             return router_pb2.RouteResponse(decision=(await self._processor.route(prepared)).to_pb())
 
     async def NoteDirect(self, request: router_pb2.NoteDirectRequest, context: Any) -> router_pb2.NoteDirectResponse:
-        """Hear how a request that runs by a ticket stands."""
+        """Record a client's notice of a request with a ticket."""
         return router_pb2.NoteDirectResponse(known=self._tickets.note(request))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
-        """Say which models are served."""
+        """Return the served model."""
         info = self._processor.model_info()
         model = router_pb2.ModelDescription(
             name=info.name,
@@ -142,52 +142,52 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ListModelsResponse(models=[model])
 
     async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
-        """Make an instance known."""
+        """Register an instance."""
         return self._registry.register(request)
 
     async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Any) -> router_pb2.HeartbeatResponse:
-        """Keep an instance's lease."""
+        """Extend an instance's lease."""
         return router_pb2.HeartbeatResponse(known=self._registry.heartbeat(request.lease_id))
 
     async def Deregister(self, request: router_pb2.DeregisterRequest, context: Any) -> router_pb2.DeregisterResponse:
-        """Forget an instance that leaves."""
+        """Remove an instance."""
         self._registry.deregister(request.lease_id)
         return router_pb2.DeregisterResponse()
 
     async def ListInstances(
         self, request: router_pb2.ListInstancesRequest, context: Any
     ) -> router_pb2.ListInstancesResponse:
-        """Say which instances there are."""
+        """Return all instances."""
         account = self._account(context)
         if account is not None:
             audit("admin_read", over="grpc", account=account.name, method="ListInstances", peer=peer_of(context))
         return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
 
     async def GetStats(self, request: router_pb2.GetStatsRequest, context: Any) -> router_pb2.GetStatsResponse:
-        """Say how requests fared in the last seconds."""
+        """Return rates and latencies of recent requests."""
         account = self._account(context)
         if account is not None:
             audit("admin_read", over="grpc", account=account.name, method="GetStats", peer=peer_of(context))
         window_s = request.window_s or _WINDOW_S
         if not 0 < window_s <= _LONGEST_WINDOW_S:
             raise InvalidRequestError(f"window_s must be at most {_LONGEST_WINDOW_S:g}", field="window_s")
-        found = self.insight.stats(window_s)
+        stats = self.insight.stats(window_s)
         answer = router_pb2.GetStatsResponse(
-            window_s=found["window_s"],
-            requests_per_s=found["requests_per_s"] or 0.0,
-            tokens_per_s=found["tokens_per_s"] or 0.0,
-            hit_rate=found["hit_rate"],
-            num_failed=round(found["failed"]),
-            num_waiting=found["queued"],
-            waiting_prompt_tokens=found["queued_tokens"],
+            window_s=stats["window_s"],
+            requests_per_s=stats["requests_per_s"] or 0.0,
+            tokens_per_s=stats["tokens_per_s"] or 0.0,
+            hit_rate=stats["hit_rate"],
+            num_failed=round(stats["failed"]),
+            num_waiting=stats["queued"],
+            waiting_prompt_tokens=stats["queued_tokens"],
         )
         for name in ("ttft_ms", "itl_ms"):
-            if found[name] is not None:
-                getattr(answer, name).CopyFrom(router_pb2.Quantiles(**found[name]))
+            if stats[name] is not None:
+                getattr(answer, name).CopyFrom(router_pb2.Quantiles(**stats[name]))
         return answer
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
-        """Say why a request went where it went."""
+        """Explain a request."""
         account = self._account(context)
         if account is not None and account.admin:
             audit("admin_read", over="grpc", account=account.name, method="Explain", peer=peer_of(context))
@@ -195,18 +195,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ExplainResponse(json=orjson.dumps(self.insight.explain(request.request_id, tenant)))
 
     def _account(self, context: Any) -> Account | None:
-        """Return whose API key a call shows; ``None``: there are no keys, or a service calls."""
+        """Return the account of a call's API key; ``None`` without API keys, or if a service calls."""
         if self._accounts is None:
             return None
         return self._accounts.identify(_metadata(context, HEADER))
 
 
 def text_request(request: router_pb2.RouterGenerateRequest, account: Account | None) -> TextRequest:
-    """Read a request.
+    """Convert a request.
 
     Args:
-        request: The call's request.
-        account: Whose API key the call showed, if any.
+        request: Message of the call.
+        account: Account of the call's API key, if any.
 
     Raises:
         InvalidRequestError: A field is wrong; names it.
@@ -292,10 +292,11 @@ def _response(request_id: str, chunk: TextChunk) -> router_pb2.RouterGenerateRes
 
 
 def admits_clients(accounts: Accounts | None) -> Admits | None:
-    """Return whose calls a router takes that do not prove the services' token: those that show a key, if there are any.
+    """Return the check of calls without the services' token: they need an API key; ``None`` if there are no keys.
 
     Args:
-        accounts: Whose API keys open the calls that generate, and administrators' the list of instances and the rates.
+        accounts: Accounts of the API keys. All may generate, administrators may also list
+            instances and read statistics.
     """
     if accounts is None:
         return None

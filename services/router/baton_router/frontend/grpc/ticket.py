@@ -1,7 +1,7 @@
-"""Direct mode: places a request, signs a ticket for it, and holds its share while the client runs it by itself.
+"""Direct mode: places a request, signs a ticket for it, and keeps its reservation while the client runs it.
 
-The share ends with the client's notice, or when it has said nothing for ``LEASE_S``: a client that died has broken its
-stream to the decode instance too, and the work there has ended with it.
+The reservation ends with the client's last notice, or after ``LEASE_S`` without a notice: a dead client has also broken
+its stream to the decode instance, which ends the work there.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from baton_router.dispatch.dispatcher import PlacingDispatcher, Reserved
 
 START_S = 30.0
-"""How long a ticket counts: the client asks for it when it is about to use it."""
+"""Validity of a ticket, in seconds; clients use it immediately."""
 LEASE_S = 30.0
 MAX_RESERVATIONS = 65536
 _TICK_S = 1.0
 _MAX_GAPS = 4096
-"""Times between tokens that are taken from one notice; the rest is dropped."""
+"""Most times between tokens in one notice; the rest is dropped."""
 _CODES = {
-    "failed": UnavailableError.code,  # what remained was asked of a router, as a request of its own
+    "failed": UnavailableError.code,  # the client requests the rest from a router, as a separate request
     "router_ended": UnavailableError.code,
-    "expired": "cancelled",  # a client that says nothing any more has ended its stream, too
+    "expired": "cancelled",  # a client without notices has ended its stream, too
 }
-"""What the outcomes of direct requests are called where those of all requests are counted."""
+"""Codes of direct requests' outcomes in the metrics of all requests."""
 
 
 class _DirectRun:
-    """Times and remembers one request, from its arrival to its end, by what its client reports.
+    """Measures and logs one request by the reports of its client.
 
-    An :class:`~baton_router.processor.output_processor.OutputProcessor` sees the tokens of its request; here the client
-    reports when the first one came, how long the times between messages were, and how the KV got where it was needed.
+    An :class:`~baton_router.processor.output_processor.OutputProcessor` sees the tokens of its request. Here the client
+    reports the time of the first token, the times between messages, and the trace.
 
     Args:
         prepared: The request.
-        clock: Times it.
-        log: Remembers it.
+        clock: Clock of the generation.
+        log: Log of requests.
     """
 
     __slots__ = ("_arrived", "_clock", "_log", "_placed_s", "_prompt_tokens", "_record", "_traced")
@@ -73,12 +73,17 @@ class _DirectRun:
         self._traced = False
 
     def placed(self, decision: Decision) -> None:
-        """Take where it was placed: from here on its client's clock runs."""
+        """Record the placement; the client's clock starts here."""
         self._log.placed(self._record.request_id, decision)
         self._placed_s = time.perf_counter() - self._arrived
 
     def note(self, notice: router_pb2.NoteDirectRequest, generated: int) -> None:
-        """Take a notice of its client; ``generated``: its tokens so far."""
+        """Record a notice of the client.
+
+        Args:
+            notice: The notice.
+            generated: Tokens so far.
+        """
         first = self._placed_s + notice.first_token_us / 1e6 if notice.HasField("first_token_us") else None
         self._clock.record_report(first, [x / 1e6 for x in notice.itl_us[:_MAX_GAPS]], generated)
         if notice.HasField("trace"):
@@ -88,21 +93,21 @@ class _DirectRun:
                 self._clock.count_prompt(self._prompt_tokens, cached_tokens(notice.trace))
 
     def fail(self, error: BaseException) -> None:
-        """It could not be placed, or its client gave up before it was."""
+        """Record that the request could not be placed, or that its client gave up before."""
         if isinstance(error, Exception):
             self.end(error.code if isinstance(error, BatonError) else InternalError.code)
         else:
             self.end("cancelled")
 
     def end(self, outcome: str) -> None:
-        """Take its end: ``done``, ``cancelled`` or an error's code."""
+        """Record the end: ``done``, ``cancelled`` or the code of an error."""
         self._clock.end(outcome)
         self._log.end(self._record, outcome)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A reservation; ``most``: tokens that its request can have at all, whatever its client says."""
+    """A reservation; ``most`` bounds the tokens that its client can report."""
 
     reserved: Reserved
     run: _DirectRun
@@ -112,14 +117,14 @@ class _Open:
 
 
 class TicketDesk:
-    """Gives tickets out and keeps their reservations.
+    """Issues tickets and keeps their reservations.
 
     Args:
-        key: Shared with the decode instances; ``None``: there is no direct mode.
-        processor: Checks and tokenizes.
-        dispatcher: Places.
-        metrics: Takes the metrics.
-        now: Monotonic clock.
+        key: Key shared with the decode instances; ``None`` disables direct mode.
+        processor: Checks and tokenizes requests.
+        dispatcher: Places requests.
+        metrics: Registry for the metrics.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class TicketDesk:
         )
 
     def start(self) -> None:
-        """Begin to watch the leases; needs a running loop."""
+        """Start to watch the leases; needs a running event loop."""
         if self._key is not None:
             self._ticker = asyncio.create_task(self._tick(), name="tickets")
 
@@ -167,7 +172,7 @@ class TicketDesk:
 
         Raises:
             InvalidRequestError: This router has no key for tickets, or the request is wrong; names the field.
-            QueueFullError: Everybody is full.
+            QueueFullError: All instances are full.
             UnavailableError: No instance is ready.
         """
         if self._key is None:
@@ -184,7 +189,7 @@ class TicketDesk:
         run.placed(reserved.placement.decision)
         message = reserved.message
         decode = reserved.placement.decode
-        assert decode.info is not None  # it was chosen, so it said who it is
+        assert decode.info is not None  # known of every instance that can be chosen
         sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
         most = message.sampling.n * message.sampling.max_tokens
         self._open[message.request_id] = _Open(reserved, run, self._now() + max(START_S, LEASE_S), most)
@@ -200,20 +205,20 @@ class TicketDesk:
         )
 
     def note(self, request: router_pb2.NoteDirectRequest) -> bool:
-        """Take a client's notice of its own request.
+        """Record a client's notice of its request.
 
         Returns:
-            ``False``: there is no such reservation any more, or the caller was not given its ticket.
+            Whether there is such a reservation, and the caller has its ticket.
         """
-        found = self._open.get(request.request_id)
-        if found is None or not hmac.compare_digest(found.reserved.message.ticket.mac, request.ticket_mac):
+        reservation = self._open.get(request.request_id)
+        if reservation is None or not hmac.compare_digest(reservation.reserved.message.ticket.mac, request.ticket_mac):
             return False
-        found.ends_at = self._now() + LEASE_S
-        tokens = min(request.num_tokens, found.most)
-        if tokens > found.tokens:
-            found.reserved.grow(tokens - found.tokens, first=not found.tokens)
-            found.tokens = tokens
-        found.run.note(request, found.tokens)
+        reservation.ends_at = self._now() + LEASE_S
+        tokens = min(request.num_tokens, reservation.most)
+        if tokens > reservation.tokens:
+            reservation.reserved.grow(tokens - reservation.tokens, first=not reservation.tokens)
+            reservation.tokens = tokens
+        reservation.run.note(request, reservation.tokens)
         if request.ended:
             if request.HasField("trace"):
                 self._dispatcher.observe_trace(request.trace)
@@ -221,16 +226,16 @@ class TicketDesk:
         return True
 
     def expire(self) -> None:
-        """End the reservations of clients that said nothing for too long."""
+        """End the reservations whose leases have expired."""
         now = self._now()
-        for name in [name for name, found in self._open.items() if found.ends_at <= now]:
+        for name in [name for name, reservation in self._open.items() if reservation.ends_at <= now]:
             self._end(name, "expired")
 
     def _end(self, name: str, outcome: str) -> None:
-        found = self._open.pop(name)
+        reservation = self._open.pop(name)
         status = _CODES.get(outcome, outcome)
-        found.reserved.end("ok" if status == "done" else status)
-        found.run.end(status)
+        reservation.reserved.end("ok" if status == "done" else status)
+        reservation.run.end(status)
         self._ended.labels(outcome).inc()
 
     async def _tick(self) -> None:
