@@ -409,7 +409,6 @@ class DirectCall:
         return await anext(self._messages, grpc.aio.EOF)  # type: ignore[attr-defined]
 
     def cancel(self) -> None:
-        """Cancel the request."""
         self._stopped = True
         if self._inner is not None:
             self._inner.cancel()

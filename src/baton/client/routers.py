@@ -54,7 +54,6 @@ class Routers:
             self._at = (self._at + 1) % len(self._addresses)
 
     async def close(self) -> None:
-        """Close all channels."""
         channels = self._channels
         self._channels = {}
         self._stubs.clear()

@@ -361,12 +361,10 @@ def _role(value: int) -> Role | None:
 
 
 def read_trace(message: common_pb2.RequestTrace) -> Trace:
-    """Convert a trace."""
     return _read(Trace, message, path=path_from_pb(message.path), failed_prefills=tuple(message.failed_prefills))
 
 
 def read_decision(message: router_pb2.RouteDecision) -> RouteDecision:
-    """Convert a placement."""
     candidates = tuple(
         _read(RouteCandidate, item, role=_role(item.role), terms=_terms(item.terms)) for item in message.candidates
     )

@@ -306,7 +306,6 @@ class Attempt:
         self.closed = False
 
     def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
-        """Start the call."""
         self._call = streams.start(self.placement.decode, request, self)
         self.placement.decode.began(self)
 
@@ -349,7 +348,6 @@ class Attempt:
         self._deliver(RoutedChunk([TokenDelta(self._first.index, token_ids)], plain=self.started))
 
     def on_message(self, response: worker_pb2.GenerateResponse) -> None:
-        """Deliver a message."""
         try:
             chunk = read_response(response, [s.index for s in self.group.sequences], self.placement.decode)
         except AttemptFailed as failure:  # ends this call alone: other calls share its stream
@@ -358,7 +356,6 @@ class Attempt:
         self._deliver(chunk)
 
     def on_end(self, failure: CallEnded | None) -> None:
-        """End the attempt."""
         self._end(None if failure is None else classify_end(failure))
 
     def token_writer(self) -> TokenWriter | None:

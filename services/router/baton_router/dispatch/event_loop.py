@@ -92,7 +92,6 @@ class Deadlines:
         return len(self._due)
 
     def add(self, item: Expiring) -> None:
-        """Start an item's deadline."""
         loop = asyncio.get_running_loop()
         self._due[item] = loop.time() + self._seconds
         if self._timer is None:

@@ -172,7 +172,6 @@ class RetryBudget:
         )
 
     def count_request(self) -> None:
-        """Count a new request."""
         self._decay()
         self._requests += 1.0
 

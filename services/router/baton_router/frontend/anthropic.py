@@ -258,7 +258,6 @@ class _Reader:
         return last
 
     def read(self, message: Mapping[str, Any], place: str) -> None:
-        """Convert a turn."""
         role = message.get("role")
         content = message.get("content")
         if role not in _ROLES:
@@ -629,7 +628,6 @@ class _Message:
         return {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
 
     def body(self, tokens: int, cached: int) -> dict[str, Any]:
-        """Return the message object."""
         blocks = [
             {**block, "input": object_of(block["input"])} if block["type"] == "tool_use" else block
             for block in self._blocks

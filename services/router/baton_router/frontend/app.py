@@ -146,7 +146,6 @@ class _Constant:
         self._body = orjson.dumps(value)
 
     async def get(self, request: Request) -> Response:
-        """Return the value."""
         return Response(self._body, media_type="application/json")
 
 
@@ -170,7 +169,6 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        """Serve ``GET /v1/models``."""
         return _json({"object": "list", "data": [self._model(self._processor.model_info())]})
 
     async def get(self, request: Request) -> Response:
@@ -195,7 +193,6 @@ class TokenizerEndpoints:
         self._processor = processor
 
     async def tokenize(self, body: TokenizeBody, account: Account | None) -> dict[str, Any]:
-        """Serve ``POST /tokenize``."""
         info = self._processor.model_info(body.model or "")
         prompt = _prompt(body)
         field = "prompt" if body.messages is None else "messages"
@@ -235,7 +232,6 @@ class TokenizerEndpoints:
             return int(charge.tokens)
 
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
-        """Serve ``POST /detokenize``."""
         info = self._processor.model_info(body.model or "")
         most = max(_LEAST_BOUND, info.max_model_len)
         if len(body.tokens) > most:
@@ -294,7 +290,6 @@ class Health:
         return Response(encode(self._registry), media_type=media_type, headers={"vary": "Accept"})
 
     async def version(self, request: Request) -> Response:
-        """Serve ``GET /version``."""
         return _json({"version": __version__})
 
 

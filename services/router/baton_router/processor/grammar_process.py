@@ -79,7 +79,6 @@ class GrammarProcesses:
         return _grammar(answer["grammar"]), answer["seconds"]
 
     def close(self) -> None:
-        """End the processes."""
         self._finalizer()
 
 

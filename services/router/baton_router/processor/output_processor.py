@@ -265,7 +265,6 @@ class OutputProcessor:
         self._ended = False
 
     def start(self, dispatcher: Dispatcher) -> None:
-        """Start the request."""
         running = dispatcher.start(self._prepared.routed, self)
         if self._ended:  # before there was anything to cancel
             running.cancel()
@@ -347,7 +346,6 @@ class OutputProcessor:
         return texts
 
     def on_end(self, error: Exception | None) -> None:
-        """End the request."""
         if self._ended:
             return
         if error is None and self._num_open:

@@ -71,7 +71,6 @@ class ConsoleFiles:
                 self._files[item.name] = _File(content, media_type, etag)
 
     async def console(self, request: Request) -> Response:
-        """Serve ``GET /console``."""
         return self._serve(request, "console.html")
 
     async def docs(self, request: Request) -> Response:
@@ -79,7 +78,6 @@ class ConsoleFiles:
         return self._serve(request, "docs.html")
 
     async def file(self, request: Request) -> Response:
-        """Serve ``GET /console/{name}``."""
         return self._serve(request, request.path_params["name"])
 
     def _serve(self, request: Request, name: str) -> Response:

@@ -131,7 +131,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.NoteDirectResponse(known=self._tickets.note(request))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
-        """Return the served model."""
         info = self._processor.model_info()
         model = router_pb2.ModelDescription(
             name=info.name,
@@ -142,22 +141,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ListModelsResponse(models=[model])
 
     async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
-        """Register an instance."""
         return self._registry.register(request)
 
     async def Heartbeat(self, request: router_pb2.HeartbeatRequest, context: Any) -> router_pb2.HeartbeatResponse:
-        """Extend an instance's lease."""
         return router_pb2.HeartbeatResponse(known=self._registry.heartbeat(request.lease_id))
 
     async def Deregister(self, request: router_pb2.DeregisterRequest, context: Any) -> router_pb2.DeregisterResponse:
-        """Remove an instance."""
         self._registry.deregister(request.lease_id)
         return router_pb2.DeregisterResponse()
 
     async def ListInstances(
         self, request: router_pb2.ListInstancesRequest, context: Any
     ) -> router_pb2.ListInstancesResponse:
-        """Return all instances."""
         account = self._account(context)
         if account is not None:
             audit("admin_read", over="grpc", account=account.name, method="ListInstances", peer=peer_of(context))
@@ -187,7 +182,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return answer
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
-        """Explain a request."""
         account = self._account(context)
         if account is not None and account.admin:
             audit("admin_read", over="grpc", account=account.name, method="Explain", peer=peer_of(context))

@@ -160,7 +160,6 @@ class TicketDesk:
             self._ticker = asyncio.create_task(self._tick(), name="tickets")
 
     async def close(self) -> None:
-        """End every reservation."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)

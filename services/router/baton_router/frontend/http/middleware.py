@@ -117,11 +117,9 @@ class HttpMetrics:
         self._kept_bytes.labels().value = size
 
     def begin(self, endpoint: str) -> None:
-        """Count a started request."""
         self._in_flight.labels(endpoint).inc()
 
     def end(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count a finished request."""
         self._requests.labels(endpoint, str(status)).inc()
         self._in_flight.labels(endpoint).dec()
         self._seconds.labels(endpoint).observe(seconds)
@@ -258,7 +256,6 @@ class HttpMiddleware:
         self._access_log = options.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -229,7 +229,6 @@ class PostEndpoints:
             exchange.respond(200, headers + _JSON_HEADER, answer)
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
-        """Respond with an error."""
         if not isinstance(error, BatonError | HTTPException):
             error = hide(error, exchange)
         endpoint = self._endpoints[exchange.path]
@@ -473,7 +472,6 @@ class Generation:
         exchange.finish(self._unsent + self._formatter.error(error))
 
     def _close(self) -> None:
-        """Cancel everything that runs."""
         if self._ended:
             return
         self._ended = True
