@@ -68,8 +68,11 @@ def list_endpoints() -> dict[str, list[str]]:
 
 def list_metrics() -> dict[str, list[str]]:
     """Return kind and labels of every metric that docs/metrics.md names; a test compares that page with the code."""
-    rows = re.findall(r"^\| `(baton_\w+)` \| (\w+) \|([^|]*)\|", (ROOT / "docs/metrics.md").read_text(), re.M)
-    return {name: [kind, *sorted(re.findall(r"`(\w+)`", labels))] for name, kind, labels in rows}
+    metrics = {}
+    for cell, kind in re.findall(r"^\| (`baton_.+?) \| (\w+) \| .+ \|$", (ROOT / "docs/metrics.md").read_text(), re.M):
+        for name, labels in re.findall(r"`(baton_\w+)(?:\{([\w,]+)\})?`", cell):
+            metrics[name] = [kind, *sorted(filter(None, labels.split(",")))]
+    return metrics
 
 
 def list_rpcs() -> dict[str, list[str]]:
