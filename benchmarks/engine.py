@@ -59,8 +59,8 @@ import torch
 import transformers
 from benchmarks.engine_parts.models import FAMILIES, BenchmarkModel, write_model
 from benchmarks.engine_parts.on_device import measure_on_device
-from benchmarks.engine_parts.rivals import PLAIN, RIVALS, Rival
 from benchmarks.mixed_load import measure_mixed_load
+from benchmarks.rivals.engines import PLAIN, RIVALS, Rival
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine

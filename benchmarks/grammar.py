@@ -36,24 +36,31 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import os
+import random
+import re
 import shutil
 import statistics
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 import transformers
 from benchmarks.engine import machine
 from benchmarks.engine_parts.models import COMMON, FULL, SMOKE
-from benchmarks.engine_parts.rivals import environment
-from benchmarks.grammar_parts.following import following
-from benchmarks.grammar_parts.refusals import measure_refusals
-from benchmarks.grammar_parts.workload import VOCAB, document, schema, tokenizer_folder
-from tokenizers import Tokenizer
+from benchmarks.rivals.engines import environment
+from scripts.demo_model.tool_conversations import ConversationMaker, Exchange
+from tests.support.servers.up import running_up
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
@@ -62,6 +69,9 @@ from baton.engine.grammar.constraint import GrammarCompiler, load_compiler
 from baton.engine.grammar.guidance import GuidanceMatcher
 from baton.engine.models.loader import quiet_transformers
 from baton.engine.request import EngineRequest
+from baton.engine.sampler import SamplerOutput
+from baton.engine.sampler_row import SamplerRow
+from baton.engine.speculation import verification
 from baton.grammar import StructuredOutputs
 from baton.types import Grammar, RequestId, SamplingParams
 
@@ -218,7 +228,7 @@ def rival(
         "documents": list(documents.values()),
         "site": sysconfig.get_paths()["purelib"],
     }
-    worker = Path(__file__).parent / "grammar_parts" / f"rival_{name}.py"
+    worker = Path(__file__).parent / "rivals" / f"rival_{name}.py"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
@@ -421,6 +431,215 @@ def measure_forced(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         }
     same = sum(answers["one_by_one"][key] == answers["jump_forward"][key] for key in answers["one_by_one"])
     return {**result, "answers": args.answers, "same_answers": same, "forced_tokens": engine.masks.forced_tokens}
+
+
+# --- workload ---
+
+VOCAB = 128_000
+END = "<|end|>"
+TRAINED_BYTES = 48 << 20
+"""Sources that the vocabulary is trained from, at most."""
+KINDS = ("person", "company", "robot")
+LANGUAGES = ("de", "en", "fr", "pt-BR")
+
+
+def tokenizer_folder(cache: Path, vocab: int = VOCAB, most_bytes: int = TRAINED_BYTES) -> Path:
+    """Return a folder with ``tokenizer.json``: byte-level BPE of installed packages' sources, trained at first use."""
+    folder = cache / f"bpe-{vocab}"
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        print(f"training a vocabulary of {vocab} tokens into {folder}", file=sys.stderr, flush=True)
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        )
+        core.train_from_iterator(_sources(most_bytes), trainer=trainer)
+        core.add_special_tokens([f"<|unused{i}|>" for i in range(vocab - 1 - core.get_vocab_size())])
+        core.add_special_tokens([END])
+        folder.mkdir(parents=True, exist_ok=True)
+        core.save(str(path))
+    return folder
+
+
+def _sources(most_bytes: int) -> Iterator[str]:
+    total = 0
+    for root in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
+        for path in sorted(Path(root).rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            total += len(text)
+            if total > most_bytes:
+                return
+            yield text
+
+
+def schema(number: int) -> dict[str, Any]:
+    """Return a nested schema with enums and patterns; its names differ by number, so that none is known yet."""
+    part = {
+        "type": "object",
+        "properties": {
+            "street": {"type": "string", "maxLength": 40},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4,6}$"},
+            "country": {"enum": list(LANGUAGES)},
+        },
+        "required": ["street", "code", "country"],
+        "additionalProperties": False,
+    }
+    item = {
+        "type": "object",
+        "properties": {
+            f"id_{number}": {"type": "integer", "minimum": 1, "maximum": 99999},
+            "kind": {"enum": list(KINDS)},
+            "name": {"type": "string", "minLength": 1, "maxLength": 60},
+            "mail": {"type": "string", "pattern": "^[a-z]+[.][a-z]+@[a-z]+[.]org$"},
+            "active": {"type": "boolean"},
+            "address": part,
+        },
+        "required": [f"id_{number}", "kind", "name", "mail", "active", "address"],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "object",
+        "properties": {"records": {"type": "array", "items": item, "minItems": 1}, "total": {"type": "number"}},
+        "required": ["records", "total"],
+        "additionalProperties": False,
+    }
+
+
+def document(number: int, seed: int, records: int = 3) -> str:
+    """Return JSON that follows a schema."""
+    rng = random.Random(seed)
+
+    def word() -> str:
+        return "".join(rng.choice("abcdefghiklmnoprstuvw") for _ in range(rng.randint(3, 9)))
+
+    results = [
+        {
+            f"id_{number}": rng.randint(1, 99999),
+            "kind": rng.choice(KINDS),
+            "name": f"{word().title()} {word().title()}",
+            "mail": f"{word()}.{word()}@{word()}.org",
+            "active": rng.random() < 0.5,
+            "address": {
+                "street": f"{word().title()} {rng.randint(1, 99)}",
+                "code": f"{rng.choice('ABCD')}{rng.choice('XYZ')}-{rng.randint(1000, 999999)}",
+                "country": rng.choice(LANGUAGES),
+            },
+        }
+        for _ in range(records)
+    ]
+    return json.dumps({"records": results, "total": rng.randint(1, 9)})
+
+
+# --- following ---
+
+RAISED = 30.0
+ABOVE = 60.0
+"""Logits of a document's next token, and of the one that is wanted in its place. Random models' are about 1."""
+
+
+@contextmanager
+def following(documents: Mapping[int, Sequence[int]], wrong: float, never: int) -> Iterator[None]:
+    """Have each row of all engines choose the tokens of a document.
+
+    Args:
+        documents: Token ids, by the seed of the request modulo their number.
+        wrong: Share of tokens at which the model wants another one, which no grammar allows. A guided row is refused it
+            and goes on with the document's.
+        never: That token.
+    """
+    choose = verification.sample
+
+    def raised(logits: torch.Tensor, rows: Sequence[SamplerRow], *args: Any, **options: Any) -> SamplerOutput:
+        for at, row in enumerate(rows):
+            seed = row.params.seed or 0
+            document = documents[seed % len(documents)]
+            if row.position < len(document):
+                logits[at, document[row.position]] = RAISED
+            if wrong and np.random.default_rng((seed, row.position)).random() < wrong:
+                logits[at, never] = ABOVE
+        return choose(logits, rows, *args, **options)
+
+    verification.sample = raised
+    try:
+        yield
+    finally:
+        verification.sample = choose
+
+
+# --- refusals ---
+
+MODEL = Path(__file__).parents[1] / "models" / "baton-tiny-tools"
+RESERVE = {
+    "type": "function",
+    "function": {
+        "name": "reserve_seats",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "guest": {"type": "string"},
+                "seats": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 4},
+                "class": {"enum": ["first", "second", "sleeper"]},
+                "window": {"type": "boolean"},
+                "date": {"type": "string", "format": "date"},
+            },
+            "required": ["guest", "seats", "class", "window", "date"],
+            "additionalProperties": False,
+        },
+    },
+}
+TEMPERATURES = (0.0, 0.7, 1.0)
+SEED = 20
+COUNTERS = ("tried", "refused")
+_METRICS = re.compile(r"(?:prefill|decode)-\d+ .* metrics (127\.0\.0\.1:\d+)/metrics")
+
+
+def measure_refusals(calls: int) -> dict[str, Any]:
+    """Have the model that Baton ships call tools, about words that were kept from its training.
+
+    As it was taught, and one that it was not taught, with arguments of kinds that it never met. Instances have as many
+    threads as there are processors: else no token is chosen before its mask.
+
+    Args:
+        calls: Number of calls per kind and temperature.
+
+    Returns:
+        By kind and temperature, the tokens that were chosen without a mask, how many of them were refused, and their
+        share.
+    """
+    maker = ConversationMaker(SEED, held_out=True)
+    asked = list[Exchange]()
+    while len(asked) < calls:
+        one = maker.exchange()
+        if one.call is not None and len(one.messages) == 1:
+            asked.append(one)
+    threads = len(os.sched_getaffinity(0))
+    flags = ("--ratio", "1P1D", "--model", str(MODEL), "--threads", str(threads))
+    result: dict[str, Any] = {"model": MODEL.name, "calls": calls, "threads": threads}
+    with running_up(*flags) as up, httpx.Client(base_url=up.url, timeout=240) as client:
+        metrics = _METRICS.findall("".join(up.lines))
+        before = [_counter(metrics, name) for name in COUNTERS]
+        for kind in ("taught", "not_taught"):
+            result[kind] = {}
+            for temperature in TEMPERATURES:
+                for at, one in enumerate(asked):
+                    tools = one.tools if kind == "taught" else [RESERVE]
+                    fields = {"messages": one.messages, "tools": tools, "tool_choice": "required", "max_tokens": 200}
+                    body = {"model": MODEL.name, "temperature": temperature, "seed": at, **fields}
+                    client.post("/v1/chat/completions", json=body).raise_for_status()
+                now = [_counter(metrics, name) for name in COUNTERS]
+                tried, refused = (after - earlier for after, earlier in zip(now, before, strict=True))
+                before = now
+                share = round(refused / tried, 4)
+                result[kind][f"temperature {temperature:g}"] = {"tried": tried, "refused": refused, "share": share}
+    return result
+
+
+def _counter(addresses: list[str], name: str) -> int:
+    pattern = re.compile(rf"^baton_grammar_{name}_tokens_total (\S+)$", re.MULTILINE)
+    return sum(int(float(pattern.findall(httpx.get(f"http://{one}/metrics").text)[0])) for one in addresses)
 
 
 if __name__ == "__main__":

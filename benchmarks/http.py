@@ -39,7 +39,6 @@ import os
 import platform
 import random
 import re
-import socket
 import ssl
 import statistics
 import subprocess
@@ -53,6 +52,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from tests.support.servers.certificates import Authority, Certificate
+
+from baton.rpc.server import free_port
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "http.json"
@@ -368,14 +369,6 @@ def spawn(stack: contextlib.ExitStack, command: list[str], *, stdout: int | None
     process = stack.enter_context(subprocess.Popen(command, stdout=stdout, text=True))
     stack.callback(process.kill)
     return process
-
-
-def free_port() -> int:
-    """Return a port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(port: int, path: str, certificate: Certificate | None = None, limit_s: float = 60.0) -> None:

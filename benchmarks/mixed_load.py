@@ -19,11 +19,12 @@ import time
 from typing import Any
 
 import numpy as np
-from benchmarks.kv.overlap import free_port, process, ready
+from benchmarks.kv.overlap import process, ready
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 

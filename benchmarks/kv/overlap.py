@@ -44,6 +44,7 @@ from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.models.loader import quiet_transformers
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
@@ -145,12 +146,6 @@ async def ready(address: str) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{address} did not come up")
         await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    """A port that is free on both hosts."""
-    with socket.create_server((HOST, 0)) as result:
-        return int(result.getsockname()[1])
 
 
 async def measure(folder: str, repeats: int) -> dict[str, Any]:

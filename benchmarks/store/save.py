@@ -40,6 +40,7 @@ import numpy as np
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.rpc.convert import sampling_to_pb
+from baton.rpc.server import free_port
 from baton.token_ids import pack_ids
 from baton.types import SamplingParams
 
@@ -97,14 +98,14 @@ def process(module: str, *flags: str) -> Iterator[None]:
 async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
     """Run every way in turns."""
     with contextlib.ExitStack() as stack:
-        store = f"{other.HOST}:{other.free_port()}"
+        store = f"{other.HOST}:{free_port()}"
         port = store.rpartition(":")[2]
         stack.enter_context(process("baton_kvstore.main", "--port", port, "--capacity-bytes", str(1 << 30)))
         throttles = []
         prefills = {}
         for way, flags in WAYS.items():
-            port = other.free_port()
-            kv_port = other.free_port()
+            port = free_port()
+            kv_port = free_port()
             prefills[way] = f"{other.HOST}:{port}"
             more = ["--port", str(port), "--kvstore", store, "--pipes", pipe]
             if pipe == "tcp":

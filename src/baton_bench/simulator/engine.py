@@ -176,7 +176,7 @@ class EngineUse:
         sequence_s: Sequences that decoded, over time.
         most_held: Most tokens of the pool that were in use.
         prompt_tokens: Computed.
-        matched_tokens: CandidateResult in the prefix cache instead.
+        matched_tokens: Found in the prefix cache instead.
         preemptions: Number of preemptions.
     """
 

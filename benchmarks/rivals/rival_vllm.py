@@ -1,4 +1,4 @@
-"""vLLM's CPU build; see ``rivals.py``. Runs in an environment of its own."""
+"""vLLM's CPU build; see ``engines.py``. Runs in an environment of its own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching; see ``rivals.py``. Runs in an environment of its own."""
+"""OpenVINO GenAI's continuous batching; see ``engines.py``. Runs in an environment of its own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI with weights as its model builder makes them; see ``rivals.py``. In an environment of its own."""
+"""ONNX Runtime GenAI with weights as its model builder makes them; see ``engines.py``. In an environment of its own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""llama.cpp with bfloat16, q8_0 or q4_0 weights; see ``rivals.py``. Runs in an environment of its own.
+"""llama.cpp with bfloat16, q8_0 or q4_0 weights; see ``engines.py``. Runs in an environment of its own.
 
 Its library is the one that xllamacpp brings along.
 """
