@@ -51,7 +51,7 @@ ANSWER_S = 10.0
 """Seconds to hand an answer over."""
 CONNECT_S = 10.0
 OPEN_S = 300.0
-"""Seconds for an order that says no time of its own: an agent may fill an arena, on a slow machine."""
+"""Default seconds for an order: an agent may fill an arena on a slow machine."""
 _END_S = 5.0
 _TAIL_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
@@ -148,7 +148,7 @@ class Agent:
         self._child = child
 
     def send_order(self, do: str, /, **fields: object) -> None:
-        """Send an order; :meth:`answer` gets what comes of it."""
+        """Send an order; :meth:`answer` waits for its answer."""
         try:
             self._line.send({"do": do, **fields})
         except PipeClosedError as error:
@@ -222,11 +222,11 @@ def ask_all(
 
 
 class Child:
-    """A child process in a session of its own, so that a terminal's Ctrl-C reaches only us. What it writes is kept.
+    """A child process in a session of its own, so that a terminal's Ctrl-C does not reach it. Its output is kept.
 
     Args:
         command: Command line; the process must end with its parent.
-        keep: Whether to keep what it writes, for :meth:`last_words`; else errors go to our standard error.
+        keep: Whether to keep its output, for :meth:`last_words`; else its errors go to our standard error.
         options: More for ``subprocess.Popen``.
     """
 
@@ -326,7 +326,7 @@ class Listener:
         host: Address to bind, and that the agents' sockets bind to.
         port: 0: any free one.
         token: Shared token.
-        token_file: Where it stands, for the agents.
+        token_file: File with the token, for the agents.
         module: Module that agents run.
 
     Raises:
@@ -396,7 +396,7 @@ class Listener:
 
 
 class OrderHandler(Protocol):
-    """What an agent process can be made of."""
+    """The part of an agent process that carries out orders."""
 
     def orders(self) -> Mapping[str, Order]:
         """Return what it can be ordered to do, by name."""
@@ -440,7 +440,7 @@ def serve_orders(line: Line, orders: Mapping[str, Order]) -> None:
     """Answer orders until the driver hangs up.
 
     Raises:
-        TransferError: The driver broke the protocol, or said nothing for ``IDLE_S``.
+        TransferError: The driver broke the protocol, or sent nothing for ``IDLE_S``.
     """
     while True:
         fields = line.recv(IDLE_S)

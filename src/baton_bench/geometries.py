@@ -1,4 +1,4 @@
-"""KV geometries of models: a table of well-known ones, and what a model directory's config.json says.
+"""KV geometries of models: a table of well-known models, and those of model directories.
 
 A multi-head latent attention (MLA) layer is taken as its latent and the rotary part of its key, which all heads share:
 what instances keep. An engine that caches the expanded heads moves more.

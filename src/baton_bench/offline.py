@@ -1,4 +1,4 @@
-"""Batches through the engine: how long they take, and how much goes through."""
+"""``baton bench offline``: latency and throughput of the engine without a server."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def measure(engine: EngineConfig, options: Options, report: Report, step: Step) 
 
     Raises:
         ConfigError: The model cannot be loaded, or prompt and output are longer than it takes.
-        InternalError: It failed.
+        InternalError: The engine failed.
     """
 
     def run() -> tuple[int, Sequence[str]]:

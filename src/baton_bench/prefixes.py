@@ -1,4 +1,4 @@
-"""``baton bench prefixes``: how much of a data set is shared: conversations with a prefix that others repeat."""
+"""``baton bench prefixes``: how many conversations of a data set begin with a prefix that others share."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def repeated_prefixes(sequences: Sequence[Sequence[int] | str], seen: int) -> li
 
 
 def _common(sequences: Sequence[Sequence[int] | str], members: list[int], depth: int) -> int:
-    """Return how far all members agree, from ``depth`` on, up to where they do already."""
+    """Return the length of the members' common prefix, which is at least ``depth``."""
     first = sequences[members[0]]
     end = min(len(sequences[at]) for at in members)
     for at in members[1:]:

@@ -1,4 +1,4 @@
-"""Configurations one after the other, and how they are shown."""
+"""``baton bench quality``: perplexity, divergence, speed and memory of configurations, each in its own process."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _median(clock: Callable[[], float], calls: Sequence[Callable[[], object]]) -
 
 
 def _chunk(tokens: Sequence[int], done: int, block_size: int, rows: Sequence[int]) -> ForwardBatch:
-    """Return a step of one sequence of which so many tokens are computed."""
+    """Return a step of one sequence with ``start`` tokens computed before."""
     end = done + len(tokens)
     return ForwardBatch(
         token_ids=np.array(tokens, dtype=np.int64),
@@ -357,7 +357,7 @@ def _windows(model: str, options: Options) -> list[list[int]]:
 
 
 def _in_child(task: Task, name: str) -> Measured:
-    """Measure in a new process, whose memory is that of this configuration alone.
+    """Measure in a new process, so that its memory is that of this configuration alone.
 
     Raises:
         ConfigError: It cannot be loaded.

@@ -1,4 +1,4 @@
-"""What a benchmark reports and how it is shown: records, statistics, tables, pictures, errors and exit statuses."""
+"""What all benchmarks share: records, statistics, tables, pictures, checks of flags, exit statuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXIT_UNABLE = 2
 EXIT_TOO_SLOW = 3
 PLOT_SUFFIXES = (".png", ".svg")
 BUSY_SHARE = 0.5
-"""Load per CPU before a run from which on its figures come with a warning."""
+"""Load per CPU before a run from which its figures are shown with a warning."""
 MET = {True: "yes", False: "[red]no[/red]", None: ""}
 """Whether an aim was met, as tables show it."""
 _MEMORY_SHARE = 0.85
@@ -94,7 +94,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what records say of the machine that this runs on."""
+    """Return the facts about this machine that records carry."""
     return {
         "host": platform.node(),
         "cpus": os.cpu_count() or 0,
@@ -204,7 +204,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def check_ranges(options: object, ranges: Mapping[str, tuple[int, int]]) -> None:
-    """Check numbers of a benchmark's options; those that are ``None`` were not asked for.
+    """Check numbers of a benchmark's options; ``None`` values are skipped.
 
     Raises:
         ConfigError: One is out of its range; names the flag.
@@ -217,7 +217,7 @@ def check_ranges(options: object, ranges: Mapping[str, tuple[int, int]]) -> None
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Check numbers of a benchmark's options; those that are ``None`` were not asked for.
+    """Check numbers of a benchmark's options; ``None`` values are skipped.
 
     Raises:
         ConfigError: One is not above 0, or not finite; names the flag.
@@ -234,7 +234,7 @@ def of_kind(records: Sequence[Record], kind: type[R]) -> list[R]:
 
 
 def make_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    """Make a table whose columns are aligned right but for those in ``left``."""
+    """Make a table whose columns are right-aligned, except those in ``left``."""
     table = Table(title=title)
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
@@ -242,7 +242,7 @@ def make_table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table
 
 
 def warn_if_busy(machine: Mapping[str, Any], console: Console) -> None:
-    """Say that a machine (``host``, ``load``, ``cpus``) had other work when the run began."""
+    """Warn if a machine (``host``, ``load``, ``cpus``) was busy when the run began."""
     if machine["load"] > machine["cpus"] * BUSY_SHARE:
         text = f"{machine['host']} was busy (load {machine['load']} on {machine['cpus']} CPUs): rates are too low"
         console.print(text, style="yellow")
@@ -256,7 +256,7 @@ def print_failures(records: Sequence[Record], console: Console) -> None:
 
 
 def result_console(width: int) -> Console:
-    """Return a console on standard output, ``width`` columns wide where that is no terminal."""
+    """Return a console on standard output; if that is not a terminal, ``width`` columns wide."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = width

@@ -1,4 +1,4 @@
-"""Placement formulae of other routers, as rows to compare with: made after what was published, not after their code.
+"""Placement formulae of other routers, as rows to compare with, after their publications, not their code.
 
 Each scores prefill and decode instances by itself, with what Baton's router knows of them: its exact prefix index and
 its own count of what is in flight, where the original goes by its own tracking or by scraped metrics. So rows compare
@@ -147,7 +147,7 @@ class PrebleE2(_Rival):
         return Scores.of(**scores)
 
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Count what they will compute."""
+        """Add the prompt's missing tokens to the instances' load."""
         for name in instances:
             cost = self._missing.get(name, 0.0)
             self._history.append((name, cost))

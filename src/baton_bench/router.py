@@ -373,7 +373,7 @@ class Replay:
 
 
 def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
-    """Replay every policy and show what came out, see :func:`show_document`; returns the exit status.
+    """Replay every policy and show the results; returns the exit status.
 
     Raises:
         ConfigError: A flag or a file that cannot work.
@@ -407,7 +407,7 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
 
 
 def _scenarios(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
-    """Return the flags of each scenario that was asked for; without any, the flags as they are under no name."""
+    """Return the flags of each scenario by its name; without ``--scenarios`` the flags under an empty name."""
     size = max(args.instances, 1)
     known: dict[str, dict[str, Any]] = {
         "equal": {},
@@ -513,8 +513,8 @@ class PolicyRecord:
         reused_rate: Blocks that only the decode instance held, fetched from there instead of computed / all blocks.
         load_max_over_mean: Prompt tokens computed by the busiest prefill instance over the mean of all.
         requests_max_over_mean: Prompts on the busiest prefill instance over the mean of all.
-        local_share: Requests whose prompt the decode instance computed.
-        given_up_share: Requests that waited too long; they count in the times with how long that was.
+        local_share: Share of requests whose prompt the decode instance computed.
+        given_up_share: Share of requests that waited too long; they count with the time that they waited.
         ttft_ms: Predicted time to first token: mean, and percentiles by name.
         decision_us: The router's own time per decision, on the processor, measured while replaying: median.
     """

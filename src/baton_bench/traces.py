@@ -19,7 +19,7 @@ _MAX_ID = 2**32
 
 
 def read_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, ``limit`` at most, each with the place where it stands.
+    """Yield the objects of a file of JSON lines, ``limit`` at most, each with its file and line number.
 
     Raises:
         ConfigError: The file cannot be read, or a line is no JSON object.
@@ -170,14 +170,14 @@ def with_sessions(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def in_bursts(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Let what arrives in a minute arrive in its first part, ``factor`` times as fast; then comes nothing."""
+    """Compress each minute's arrivals into its first part, ``factor`` times as fast."""
     minutes = ((request, *divmod(request.at_ms, _MINUTE_MS)) for request in requests)
     return [replace(request, at_ms=number * _MINUTE_MS + rest / factor) for request, number, rest in minutes]
 
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """What to generate.
+    """Parameters of a generated workload.
 
     Attributes:
         requests: How many.

@@ -1,4 +1,4 @@
-"""The search for the best settings, and its notes, from which it goes on when it was interrupted.
+"""``baton tune``: the search for the best settings by measurement, and its notes, from which it can resume.
 
 One setting after the other is moved to its neighbours, and further as long as that helps; rounds are repeated until
 none does (coordinate descent). Each trial is a whole deployment under a whole load, so few of them are made, and none
@@ -41,10 +41,10 @@ class Tunable:
 
     Attributes:
         section: Section of the file whose ``flags`` have it; empty: the top level.
-        default: What holds where the file does not say.
+        default: Value if the file has none.
         least: Lowest value.
         most: Highest value.
-        factor: Neighbours of a value are so many times as large and as small.
+        factor: Neighbours of a value are this many times as large and as small.
     """
 
     section: str
@@ -110,7 +110,7 @@ def read_settings(document: Mapping[str, Any], names: tuple[str, ...]) -> Settin
 
 
 def with_settings(document: Mapping[str, Any], settings: Settings) -> str:
-    """Return a deployment's file with other values; JSON, which is YAML."""
+    """Return a deployment's file with other values, as JSON (which is YAML)."""
     changed = json.loads(json.dumps(document))
     for name, value in settings.items():
         section = TUNABLE[name].section
@@ -211,9 +211,9 @@ def tune(
     """Search from a deployment's own settings on; returns the best trial.
 
     Args:
-        start: They.
+        start: The deployment's own settings.
         measure: Runs a deployment and returns its goodput.
-        notes: What was tried before, and is not tried again.
+        notes: Earlier trials, which are not repeated.
         most_trials: New trials at most.
         on_trial: Called after each new trial.
 
@@ -309,7 +309,7 @@ def _read(process: subprocess.Popen[str], lines: list[str], ready: threading.Eve
 def measure_with(
     document: Mapping[str, Any], options: ServeOptions, access: AccessConfig, slos: Mapping[str, float]
 ) -> Callable[[Settings], float]:
-    """Return what measures a deployment with other settings: its goodput, in requests per second."""
+    """Return a function that measures a deployment with other settings: its goodput in requests per second."""
 
     def measure(settings: Settings) -> float:
         with tempfile.TemporaryDirectory(prefix="baton-tune-") as folder:

@@ -62,7 +62,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Agent:
-    """What an agent can be ordered to do.
+    """Carries out the orders of a ``baton bench kv`` driver.
 
     Args:
         host: Address that sources bind to.
@@ -174,7 +174,7 @@ class Source:
 
 
 class Target:
-    """An open target: an arena, and every method that fills it, one after the other. Its methods are orders.
+    """An open target: an arena, and every method that fills it, one after the other. Its public methods are orders.
 
     Args:
         spec: Blocks to open, and the sources to read.

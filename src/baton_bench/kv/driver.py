@@ -93,7 +93,7 @@ class Contestant(ABC):
         """Run once; ``verify``: wipe the target's blocks before and compare them afterwards.
 
         Raises:
-            BatonError: It cannot, or failed.
+            BatonError: The method does not work here, or failed.
         """
 
 
@@ -174,7 +174,7 @@ class RivalContestant(Contestant):
         seed: Seed of the blocks' order.
 
     Raises:
-        ConfigError: It cannot work here; says why.
+        ConfigError: It does not work here; the message says why.
     """
 
     is_pipe = False
@@ -213,7 +213,7 @@ class RivalContestant(Contestant):
 
 @dataclass
 class Standing:
-    """What is known of one contestant: samples per case, or why there are none."""
+    """Samples of one contestant per case, or why there are none."""
 
     contestant: Contestant
     samples: dict[Case, list[Sample]] = field(default_factory=dict)
@@ -447,7 +447,7 @@ _TITLES = {"nixl-bare": "bare NIXL", "nixl-tcp-bare": "bare NIXL tcp", "gloo-bar
 def aims(streams: Sequence[int]) -> list[Aim]:
     """Return what is aimed at, for these numbers of TCP streams.
 
-    What others do has no checksums: TCP is held against it without its own, what they cost is a ratio by itself, and
+    Others have no checksums: TCP is compared without its own, the cost of checksums is a separate ratio, and
     against bare sockets it should hold with them too.
     """
 
@@ -501,11 +501,11 @@ def device_aims(keys: Iterable[tuple[str, MethodKey]], ends: Ends) -> list[Aim]:
 def compute_ratios(
     standings: Sequence[Standing], others: Sequence[Record], ends: Ends = HOST_ENDS
 ) -> list[RatioRecord]:
-    """Return every ratio whose two sides were measured: medians over runs that took turns.
+    """Return every ratio with both sides measured: medians over runs that took turns.
 
     Args:
         standings: Standings of all stages of these ends.
-        others: Their records of small exchanges and of overlap, which have aims of their own in host memory.
+        others: Records of small exchanges and of overlap, which have aims of their own in host memory.
         ends: Where blocks lie.
     """
     result: dict[tuple[str, MethodKey], list[Sample]] = {}
@@ -541,7 +541,7 @@ SAMPLES = 2000
 SAMPLE_S = 0.4
 """Longest time (seconds) for the small exchanges of one kind and size."""
 Step = Callable[[str, int], None]
-"""Told what runs now, and how many steps are still to come."""
+"""Called with the name of each step and the number of steps left."""
 
 
 class Driver:
@@ -571,7 +571,7 @@ class Driver:
         """Measure everything; returns the exit status.
 
         Raises:
-            ConfigError: It cannot be run as asked at all.
+            ConfigError: The options cannot work together.
             BatonError: An agent ended, or the other host is out of reach.
         """
         stages: list[Stage] = []
@@ -677,7 +677,7 @@ class Driver:
         ]
 
     def _rivals(self, stage: Stage, stack: contextlib.ExitStack) -> list[Contestant]:
-        """Start plain NIXL and gloo for the pipes that are built on them, where they are installed."""
+        """Start plain NIXL and gloo, if installed, to compare with the pipes that use them."""
         out: list[Contestant] = []
         for name, (pipe, env) in RIVALS.items():
             if pipe not in self._options.asked or self._options.connect:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 _BATCH_BYTES = 32 << 20
-"""Of blocks that are on their way between a device and this process, at a time."""
+"""Bytes of blocks copied at a time between a device and this process."""
 
 
 def device_of(memory: str) -> ComputeDevice:
-    """Return the device whose memory is meant.
+    """Return the device of a ``--memory`` name.
 
     Raises:
         ConfigError: There is none, or it cannot be used; names ``memory``.
@@ -106,7 +106,7 @@ def _batches(ids: Ids, block_bytes: int) -> Iterator[Ids]:
 Words = npt.NDArray[np.uint64]
 WORD_BYTES = 8
 WIPED = 0xA5
-"""What a target's blocks are set to before a run that is verified."""
+"""Byte that a target's blocks are set to before a verified run."""
 _A = 0xD1B54A32D192ED03
 _B = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

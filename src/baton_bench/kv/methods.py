@@ -56,7 +56,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_STEPS = 1 << 15
 MAX_SCHEDULE_S = 600
 Schedule = npt.NDArray[np.int64]
-"""int64 [n, 3]: nanoseconds from the start, progress, whether to tell."""
+"""int64 [n, 3]: nanoseconds from the start, progress, whether to report the step (0 or 1)."""
 _IDLE_S = 3600.0
 """Longest wait (seconds) for a client; closing wakes every blocked call."""
 _ANSWER_S = 10.0
@@ -194,7 +194,7 @@ class MessageStream:
 
 
 class MessageServer(PeerServer):
-    """Echoes messages, and follows schedules: so a source that simulates computing tells how far it is.
+    """Echoes messages, and follows schedules, with which a source that simulates computing reports its progress.
 
     A step of a schedule raises the source's progress and, if asked for, is reported. Waiting for it is a wait on a
     deadline, because what computes in a real instance is not this processor.
@@ -446,7 +446,7 @@ class PipeMethod(Method):
         return self._dialer.connect(there, facts, Wait(time.monotonic() + RUN_S))[0]
 
     def read_one(self, pipe: ReadPipe, block: int) -> Callable[[], None]:
-        """Prepare the read of one block to where it came from; the call does it.
+        """Return a call that reads one block to the same place of the target.
 
         Raises (the call):
             TransferError: The block was not valid.
@@ -464,12 +464,12 @@ class PipeMethod(Method):
         """Fetch some blocks of a flow's sequence.
 
         Args:
-            flow: The whole sequence.
+            flow: Flow of the whole sequence.
             part: Its source blocks to fetch, by their place in the sequence.
             ready: The source's progress before their first layer, if it is still computing them.
 
         Returns:
-            Bytes that came.
+            Bytes received.
 
         Raises:
             BatonError: It failed, or a block was not valid.
@@ -518,7 +518,7 @@ class MemcpyMethod(Method):
 
 
 class DeviceCopyMethod(Method):
-    """What :class:`MemcpyMethod` is in host memory, as CUDA's runtime copies: all bytes at once, or a call per block.
+    """The counterpart of :class:`MemcpyMethod` in CUDA's runtime: one copy of all bytes, or one per block.
 
     From one device's memory to another's (or its own), or between a device's and pinned memory of the host. Source and
     target are the target's own: no other process has a part in it.
@@ -578,7 +578,7 @@ class DeviceCopyMethod(Method):
 
 
 class SocketMethod(Method):
-    """Bare sockets, so many per source, each for its share of the bytes, contiguous in host memory on both sides.
+    """Bare sockets, ``streams`` per source, each with its share of the bytes, contiguous in host memory on both sides.
 
     They move the first rank's blocks, as often as it takes to move as much as all ranks have.
     """
@@ -636,7 +636,7 @@ def _all_at_once(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], int]]) ->
     """Run jobs side by side, the first in this thread; returns the sum once all have ended.
 
     Raises:
-        BatonError: Of the first job that failed.
+        BatonError: Error of the first job that failed.
     """
     others = [pool.submit(job) for job in jobs[1:]]
     failure: BaseException | None = None

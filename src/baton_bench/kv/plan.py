@@ -204,14 +204,14 @@ class RunSpec(Message, frozen=True):
 
 
 class RunResult(Message, frozen=True):
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         start: ``time.monotonic`` seconds.
         end: The same.
         bytes: That were moved.
         cpu: Seconds of the target's process.
-        wrong: Blocks that were not what they should be, if it was to be verified.
+        wrong: Number of wrong blocks; ``None``: not verified.
     """
 
     start: float
@@ -242,7 +242,7 @@ class OverlapSpec(Message, frozen=True):
 
 
 class OverlapResult(Message, frozen=True):
-    """What came of it: seconds from the end of the computation to the end of the transfer, and the layers computed."""
+    """Result of an overlap study: seconds from the end of the computation to that of the transfer, and layers."""
 
     exposed: float
     steps: int
@@ -276,7 +276,7 @@ SMALL_BLOCKS = 1024
 MESSAGE_SIZES = (64, 1024, 4096)
 _MAX_TOKENS = 1 << 24
 INTERPRET = "interpret"
-"""Memory that stands in for a device's."""
+"""Host memory that simulates a device's."""
 _INTERPRETED_PART = 512
 _RANGES = {
     "block_size": (1, 4096),
@@ -314,7 +314,7 @@ class Ends:
         return f"{self.source} to {self.target}" if self.on_device else HOST
 
     def scaled(self, blocks: int) -> int:
-        """Return how many of so many blocks are worth their time: few where Triton's interpreter copies them."""
+        """Return how many of ``count`` blocks to use: few if Triton's interpreter copies them."""
         return blocks // _INTERPRETED_PART if INTERPRET in (self.source, self.target) else blocks
 
 
@@ -323,7 +323,7 @@ HOST_ENDS = Ends()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line asks for; see ``baton bench kv --help``.
+    """Options of the command line; see ``baton bench kv --help``.
 
     Raises:
         ConfigError: Something that cannot work; names the flag.
@@ -505,14 +505,14 @@ def parse_sweep(text: str) -> tuple[int, ...]:
 
 
 def model_stage(options: Options, ends: Ends = HOST_ENDS) -> Stage:
-    """Return the stage of what was asked for: a model's KV at every prompt length, or raw bytes.
+    """Return the main stage: a model's KV at every prompt length, or raw bytes.
 
     Args:
         options: Options of the command line.
         ends: Where blocks lie.
 
     Raises:
-        ConfigError: It does not fit together; names the flag.
+        ConfigError: Options do not fit together; names the flag.
     """
     if options.bytes is not None:
         size = round_up_block(-(-options.bytes // options.descriptors))

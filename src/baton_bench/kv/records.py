@@ -92,7 +92,7 @@ class TransferRecord(Record):
 
 @dataclass(frozen=True)
 class BaselineRecord(Record):
-    """What the machine does without Baton, at the same size in the same run."""
+    """A copy without Baton, at the same size in the same run."""
 
     record: ClassVar[str] = "baseline"
     case: str
@@ -111,7 +111,7 @@ class BaselineRecord(Record):
 
 @dataclass(frozen=True)
 class MessagesRecord(Record):
-    """Small exchanges, one after the other: ``round trip`` over a message pipe, one-sided ``read``, or ``fetch``."""
+    """Small exchanges in sequence: ``round trip`` of a message over TCP, one-sided ``read``, or ``fetch``."""
 
     record: ClassVar[str] = "messages"
     pipe: str
@@ -162,7 +162,7 @@ class VerdictRecord(Record):
 
 @dataclass(frozen=True)
 class RatioRecord(Record):
-    """Two methods of one run against each other, and what Baton aims at: ``sense`` is ``>=`` or ``<=``."""
+    """The ratio of two methods of one run, and Baton's aim; ``sense`` is ``>=`` or ``<=``."""
 
     record: ClassVar[str] = "ratio"
     name: str
@@ -184,7 +184,7 @@ RECORDS: tuple[type[Record], ...] = (
     RatioRecord,
     ResultRecord,
 )
-"""Every kind of record, in the order in which they come."""
+"""Every kind of record, in order of appearance."""
 
 
 def print_tables(records: Sequence[Record], console: Console) -> None:
@@ -304,7 +304,7 @@ def _sentence(verdict: VerdictRecord) -> str:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw a line per pipe and baseline over the sizes of what was asked for, and write the file."""
+    """Draw a line per pipe and baseline over the sizes, and write the file."""
     from matplotlib.figure import Figure  # a figure of its own: no window system, no global state
 
     lines: dict[str, list[tuple[float, float]]] = {}

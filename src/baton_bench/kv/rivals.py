@@ -1,6 +1,6 @@
 """Agents that move the same bytes without Baton: plain NIXL, plain gloo. ``python -m baton_bench.kv.rivals``.
 
-They are what their own documentation shows, at its fastest: NIXL without progress thread and with everything that can
+They follow their own documentation, in its fastest form: NIXL without progress thread and with everything that can
 be prepared beforehand prepared, gloo with one message per contiguous run. UCX reads its settings when it starts, so
 the driver starts a pair of agents for each set of settings. They listen on loopback only.
 """
@@ -38,7 +38,7 @@ RIVALS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Name of each rival, the pipe that it is compared with, and its environment."""
 DEVICE_RIVALS = ("nixl-bare",)
-"""Those that take device memory, by themselves: gloo does not, and UCX over sockets copies it to the host before."""
+"""Rivals that support device memory: gloo does not, and UCX over sockets copies it to the host before."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 _PATIENCE_S = 60.0
 _SPINS = 64
@@ -87,7 +87,7 @@ class Rival:
         self._opened().meet(card)
 
     def _attend(self, run: RunSpec) -> None:
-        """Do what the reader waits for until the driver says something."""
+        """Make progress for the reader until the driver sends an order."""
         poller = select.poll()
         end = self._opened()
         poller.register(self._line.stream.sock, select.POLLIN)

@@ -1,4 +1,4 @@
-"""A plan: the search's answer, what limits it, what it hangs on, and the closed forms beside it."""
+"""A plan: the deployments found, what limits the best one, its sensitivity, and closed forms to compare with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Step = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is asked.
+    """What to plan for.
 
     Attributes:
         profile: Speeds.
@@ -46,7 +46,7 @@ class PlanOptions:
         goal: Targets and GPUs.
         rate: Requests per second to be served; ``None``: as many as can be.
         ratio: ``xPyD`` to look at alone; empty: all.
-        sensitivity: Whether to try what is otherwise.
+        sensitivity: Whether to try other lengths, speeds and links.
         curves: Whether to find how the best of them keep the targets over the rate.
     """
 
@@ -66,8 +66,8 @@ class Plan:
     Attributes:
         options: Options of the plan.
         candidates: Deployments with their goodput, best per GPU first.
-        at_rate: What happens to the winner at the rate that was asked for.
-        sensitivity: What was otherwise, and the winner's goodput then.
+        at_rate: Outcome of the winner at the requested rate; ``None``: no rate was given.
+        sensitivity: What was changed, and the winner's goodput in requests per second then.
         curves: Per deployment, rates and the share of requests that kept the targets.
         simulated: Runs that it took.
     """
@@ -91,13 +91,13 @@ class Plan:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the targets are kept, at the rate that was asked for if one was."""
+        """Whether the targets are kept, at the requested rate if there is one."""
         if self.at_rate is not None:
             return self.at_rate.attainment(self.options.goal.slos) >= self.options.goal.attainment
         return self.winner is not None
 
     def headline(self) -> list[str]:
-        """Return lines that say what the winner is and what for."""
+        """Return lines that describe the winner and the workload."""
         winner = self.winner
         goal = self.options.goal
         workload = self.options.workload
@@ -169,7 +169,7 @@ class Plan:
         return result
 
     def _checks(self) -> list[dict[str, Any]]:
-        """Return what closed forms say of the winner, beside what was simulated."""
+        """Return figures of the winner: simulated, and by closed forms."""
         winner = self.winner
         if winner is None or winner.kept is None or winner.rate is None:
             return []

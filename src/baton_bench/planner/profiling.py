@@ -176,7 +176,7 @@ def profile_engine(config: EngineConfig, *, isl: int, repeats: int, pipe: str, s
 
 
 class _Meter:
-    """Times steps of an engine whose work is known.
+    """Measures the seconds of steps with known work.
 
     Args:
         core: The engine.
@@ -262,7 +262,7 @@ class _Meter:
         return statistics.median(times), context, float(batch)
 
     def _decoding(self, batch: int, length: int, output: int) -> list[RequestId]:
-        """Have so many sequences decode, whose first tokens are there."""
+        """Add ``batch`` sequences and run steps until each has its first token."""
         requests = [self._add(length, output + batch) for _ in range(batch)]
         first: set[RequestId] = set()
         while len(first) < batch:
@@ -340,10 +340,10 @@ OUTPUT = 24
 
 
 def measure_overheads(url: str, access: AccessConfig, profile: Profile, *, isl: int, step: Step) -> Overheads:
-    """Compare a deployment that has nothing else to do with what the profile says of single requests.
+    """Compare an idle deployment with what the profile predicts for single requests.
 
     Args:
-        url: Of the deployment: the engine that was profiled, with a prefill instance.
+        url: URL of the deployment: the profiled engine, with a prefill instance.
         access: Token and certificates.
         profile: Profile of the deployment's engine and link.
         isl: Prompt tokens of requests that are handed over.
@@ -414,9 +414,9 @@ class Efficiency:
         flops: Share of the peak arithmetic that prompts' matrix products reach, 0 to 1.
         attention_flops: Share of the peak arithmetic that attention over prompts reaches, 0 to 1.
         memory: Share of the memory bandwidth that reading weights and KV reaches, 0 to 1.
-        links: Of all-reduces and of KV on its way.
+        links: Share of the links' bandwidth that all-reduces and KV transfers reach, 0 to 1.
         usable_memory: For weights and KV.
-        step_s: Of a step: the scheduler, launches of kernels.
+        step_s: Fixed seconds of a step: the scheduler, launches of kernels.
         allreduce_s: Fixed seconds of an all-reduce, beyond the time of its bytes.
         row_s: Seconds per sequence of a step, for sampling.
     """
@@ -433,7 +433,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a dense model's cost depends on.
+    """The figures of a dense model that its cost depends on.
 
     Attributes:
         name: Name of the model.

@@ -36,11 +36,11 @@ class Bounds:
 
     Attributes:
         prefill: Prompts that prefill instances compute; 0: there are none.
-        link: Prompts whose KV travels; infinite where none does.
+        link: Prompts whose KV is transferred; infinite without transfers.
         decode: Outputs that decode instances generate within the targets, if they compute no prompts.
         decodes: Decode instances.
         busy_s: Seconds of a decode instance per output.
-        own_s: Seconds of a decode instance per prompt that it computes; infinite: it does not.
+        own_s: Seconds of a decode instance per prompt that it computes; infinite: it computes none.
         overlap: Share of that which steps with decodes may save.
         batch: Sequences per decode instance within the targets and the pool.
         prompt_s: Seconds of a prompt of mean length, less what can be cached, where prompts are computed.
@@ -58,7 +58,7 @@ class Bounds:
 
     @property
     def rate(self) -> float:
-        """What all of it can take: decode instances compute prompts that prefill instances have no time for."""
+        """Upper bound for the deployment: decode instances compute the prompts that prefill has no time for."""
         apart = min(self.prefill, self.link)
         if apart >= self.decode:
             return self.decode
@@ -70,13 +70,13 @@ class Bounds:
 
     @property
     def limit(self) -> str:
-        """What bounds it: ``decode``, ``prefill`` or ``link``."""
+        """Name of the part with the lowest bound: ``decode``, ``prefill`` or ``link``."""
         if min(self.prefill, self.link) >= self.decode:
             return "decode"
         return "link" if self.link < self.prefill else "prefill"
 
     def md1_ttft_s(self, rate: float, deployment: Deployment) -> float:
-        """Return the mean time to first token if the prompts' queue is all that there is, spread evenly."""
+        """Return the mean time to first token if requests wait only in the prompts' queue, spread evenly."""
         instances = deployment.prefills or deployment.decodes
         overheads = deployment.overheads
         more = overheads.request_s + (overheads.handover_s if deployment.prefills else 0.0)
@@ -144,16 +144,16 @@ _COARSE_REQUESTS = 400
 _COARSE_PRECISION = 0.1
 _FINALISTS = 4
 _IDLE_SHARE = 0.02
-"""Of a bound: a rate at which hardly two requests meet."""
+"""Share of a bound: a rate at which requests hardly ever overlap."""
 _IDLE_REQUESTS = 40
 _BEYOND_BOUND = 1.1
-"""Of a bound: no higher rate is tried. A few requests at once are served within the targets whatever their rate."""
+"""Share of a bound above which no rate is tried: a few requests at once keep the targets at any rate."""
 Step = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted.
+    """The targets, and what may be tried.
 
     Attributes:
         slos: Targets in milliseconds, by metric.
@@ -192,7 +192,7 @@ class CandidateResult:
         rate: Highest rate that kept the targets, requests per second; ``None``: none did.
         kept: Outcome at that rate.
         broke_at: Lowest rate that did not.
-        broken: What happened there, until too many requests had failed.
+        broken: Outcome at that rate, until too many requests had failed.
     """
 
     deployment: Deployment
@@ -234,7 +234,7 @@ def make_deployment(
 
 
 def strictly_apart(deployment: Deployment) -> Deployment:
-    """Return a deployment whose decode instances compute no prompts but short ones, however busy prefill is."""
+    """Return the deployment with decode instances that compute only short prompts, however busy prefill is."""
     return dataclasses.replace(deployment, threshold=deployment.limits.remote_prefill_threshold)
 
 
@@ -367,7 +367,7 @@ class Search:
         return exact + rest
 
     def sensitivity(self, best: CandidateResult, step: Step) -> list[tuple[str, float]]:
-        """Return goodputs of a deployment, requests per second, when something is otherwise than was said."""
+        """Return a deployment's goodput in requests per second after single changes of lengths, speeds and links."""
         deployment = best.deployment
         link = best.deployment.link
         replace = dataclasses.replace
@@ -399,7 +399,7 @@ class Search:
 
 
 def describe(deployment: Deployment) -> str:
-    """Return a deployment in words: ratio, and the instances' shapes where they are of several GPUs.
+    """Return a deployment's name: its ratio, and the shapes of instances with several GPUs.
 
     ``strict`` ones have ``--remote-prefill-threshold`` of the router: decode instances do not help out with prompts.
     """

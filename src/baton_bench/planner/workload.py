@@ -18,9 +18,9 @@ class Workload:
     """Requests in order of arrival.
 
     Attributes:
-        name: Of the trace, or what was asked for.
-        requests: They.
-        rate: At which they arrive, in requests per second.
+        name: File name of the trace, or the requested lengths.
+        requests: The requests.
+        rate: Mean arrival rate in requests per second.
         isl: Mean prompt tokens.
         osl: Mean output tokens.
         hit_rate: Share of the prompt tokens that one cache with endless memory would find.
@@ -58,11 +58,11 @@ class Workload:
         return max(each.input_tokens + each.output_tokens for each in self.requests)
 
     def first(self, count: int) -> Workload:
-        """Return the first so many requests."""
+        """Return the workload of the first ``count`` requests."""
         return self if count >= len(self.requests) else Workload.of(self.name, self.requests[:count])
 
     def longer(self, isl: float = 1.0, osl: float = 1.0) -> Workload:
-        """Return the same requests with prompts and outputs so many times as long; new parts share nothing."""
+        """Return the requests with prompts and outputs scaled by factors; the new parts share nothing."""
         fresh = 1 + max((name for each in self.requests for name in each.blocks), default=0)
         results = []
         for each in self.requests:

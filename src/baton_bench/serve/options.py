@@ -1,4 +1,4 @@
-"""What ``baton bench serve`` can be told."""
+"""Options of ``baton bench serve``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST = 10**7
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What to send, how, and what to look at."""
+    """The requests to send, their arrivals, and what to report."""
 
     url: str = option("http://127.0.0.1:8000", "the service: its address without /v1; for --endpoint grpc host:port")
     endpoint: str = option("completions", "what is asked; grpc: a Baton router, through the SDK", choices=ENDPOINTS)
@@ -101,7 +101,7 @@ class ServeOptions:
 
     @property
     def arrival_kind(self) -> str:
-        """How requests arrive: ``--arrival``, or what ``auto`` stands for."""
+        """Kind of arrivals: ``--arrival``, with ``auto`` resolved."""
         if self.arrival != "auto":
             return self.arrival
         if self.find_knee or self.request_rate is not None:

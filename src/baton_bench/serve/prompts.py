@@ -103,7 +103,7 @@ class PromptSource:
         return results
 
     def _written(self, ids: tuple[int, ...]) -> Prompt:
-        """Return the prompt as it is sent: with a tokenizer a text of as many tokens, as nearly as there is one."""
+        """Return the prompt as it is sent: token ids, or with a tokenizer a text of about as many tokens."""
         if self._tokenizer is None:
             return ids
         text = self._tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""What ``baton bench serve`` reports, as records, as the block that users know, and as a picture."""
+"""Samples, records, report and picture of ``baton bench serve``, and the comparison of two results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Sample:
 
     Attributes:
         number: Number of the request, from 0.
-        due_s: When it should have been sent.
-        sent_s: When it was: it may have waited for ``--max-concurrency``, or for this process.
-        arrivals: When each event with output came.
+        due_s: Time at which it was due.
+        sent_s: Time at which it was sent: it may have waited for ``--max-concurrency`` or for this process.
+        arrivals: Arrival time of each event with output.
         output_tokens: As the service counts them; else events.
         prompt_tokens, cached_tokens: As the service counts them; ``None``: it does not say.
-        error: Its kind, such as ``http 429``, ``timeout`` or ``connection``; empty: it went well.
+        error: Kind of the error, such as ``http 429``, ``timeout`` or ``connection``; empty: none.
         message: Error message of the service; empty: none.
     """
 
@@ -98,7 +98,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Load:
-    """What was seen of a load.
+    """The result of a load.
 
     Attributes:
         samples: One per request, in the order in which they were due.
@@ -187,7 +187,7 @@ class RequestRecord(Record):
 
 @dataclass(frozen=True)
 class ServeRecord(Record):
-    """What a load led to. Rates are per second of ``seconds``; tokens are those of the requests that succeeded."""
+    """Figures of a load. Rates are per second of ``seconds``; tokens are those of successful requests."""
 
     record: ClassVar[str] = "serve"
     request_rate: float | None
@@ -236,7 +236,7 @@ def summarize(load: Load, slos: Mapping[str, float], rate: float | None) -> Serv
     Args:
         load: Result of the load.
         slos: Targets in milliseconds, by metric.
-        rate: Requests per second that were asked for.
+        rate: Target rate in requests per second; ``None``: no target.
     """
     good = [sample for sample in load.samples if not sample.error]
     total = len(load.samples)
@@ -417,7 +417,7 @@ _STATISTICS = ("mean", "median", "p90", "p95", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure of both; ``better`` says whether the second one's is, by more than nothing."""
+    """One figure of both results; ``better``: whether the second one's is better."""
 
     name: str
     first: float

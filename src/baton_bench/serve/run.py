@@ -1,4 +1,4 @@
-"""One run of ``baton bench serve``: warm-up, then a load, or loads at rates until the knee is found."""
+"""One run of ``baton bench serve``: warm-up, then one load, or loads at several rates until the knee is found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton_bench.serve.targets import Target, make_target
 def arrival_times(
     options: ServeOptions, requests: Sequence[PlannedRequest], rate: float | None, draw: int
 ) -> list[float] | None:
-    """Return when each request is sent, in seconds after the first; ``None``: each as soon as there is room.
+    """Return the send time of each request in seconds after the first; ``None``: each as soon as there is room.
 
     Args:
         options: Options of the command line.
@@ -57,7 +57,7 @@ _LOWEST_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         rate: Highest rate that kept the targets; ``None``: none did.
@@ -76,7 +76,7 @@ async def find_knee(
     """Search.
 
     Args:
-        keeps: Puts a load at a rate, and says whether it kept the targets.
+        keeps: Puts on a load at a rate; returns whether the targets were kept.
         start: First rate tried, requests per second; ``None``: 1.
         most: Highest rate tried.
         precision: Width of the bracket at which the search ends, as a share of its lower end.

@@ -1,4 +1,8 @@
-"""What the load is put on: an OpenAI endpoint, or a Baton router over gRPC."""
+"""Services under load: an OpenAI endpoint, with an HTTP client of its own, or a Baton router over gRPC.
+
+General HTTP clients spend more time on an event than a fast service does, so that under load their own queue would be
+measured. Here an event costs a parser's callback and two searches, and its time is taken before either.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from baton_bench.serve.prompts import PlannedRequest
 from baton_bench.serve.records import Sample
 
 OnEvent = Callable[[bytes, float], None]
-"""Gets the data of each event and when it came, in seconds of ``time.perf_counter``."""
+"""Called with the data of each event and its arrival time in seconds of ``time.perf_counter``."""
 
 
 class BrokenStreamError(Exception):
@@ -207,14 +211,14 @@ class Target(Protocol):
     model: str
 
     async def prepare(self) -> None:
-        """Look whether it is there, and choose the model.
+        """Check that the service answers, and choose the model.
 
         Raises:
-            BatonError: It is not.
+            BatonError: It does not answer.
         """
 
     async def ask(self, request: PlannedRequest, sample: Sample) -> None:
-        """Send a request, and note in ``sample`` what comes; failures too."""
+        """Send a request, and record its events and errors in ``sample``."""
 
     async def close(self) -> None: ...
 
@@ -345,7 +349,7 @@ def _take_usage(sample: Sample, usage: dict[str, Any] | None) -> None:
 
 
 async def _guarded(work: Any, timeout_s: float, sample: Sample) -> None:
-    """Run a request; what goes wrong becomes the sample's error, by kind."""
+    """Run a request; a failure becomes the sample's error."""
     try:
         async with asyncio.timeout(timeout_s):
             await work

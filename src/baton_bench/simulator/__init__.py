@@ -1,1 +1,1 @@
-"""Deployments on virtual time."""
+"""Deployments on virtual time, placed by the router's own code; used by the planner and by ``baton bench router``."""

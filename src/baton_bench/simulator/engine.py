@@ -50,16 +50,16 @@ class SimulatedSequence:
 
     Attributes:
         key: Order of arrival.
-        base: Tokens of its prompt.
-        prompt: Tokens that have to be there before the next one is generated: after a preemption also its output.
-        target: Tokens that it generates.
-        names: Of its prompt's full blocks of 512 tokens.
-        pinned: It computes a prompt for another instance: its blocks are kept until they are read.
-        computed: How many of ``prompt`` are there.
+        base: Prompt tokens.
+        prompt: Tokens to compute before the next one is generated: after a preemption also its output.
+        target: Tokens to generate.
+        names: Names of its prompt's full blocks of 512 tokens.
+        pinned: Whether its prompt is computed for another instance: its blocks are kept until they are read.
+        computed: Number of the ``prompt`` tokens whose KV is in the pool.
         output: Tokens generated, as of ``joined``; an average with speculation.
         joined: The instance's step from which it decodes.
-        private: Tokens of the pool that it holds beside ``names``, as of ``joined``.
-        first_at, last_at: When its first token came, and the last one before it decodes.
+        private: Tokens of the pool that it uses beside ``names``, as of ``joined``.
+        first_at, last_at: Times of its first token, and of the last one before it decodes.
         slices: Parts of its instance's steps in which it decoded: first entry, end, and seconds it waited before.
     """
 
@@ -91,7 +91,7 @@ class SimulatedSequence:
 
 
 class ProfiledCost(StepCost):
-    """The time of steps where it is known: what the engine learns while it runs (:class:`StepCost`), learnt."""
+    """The cost of steps by the profile, in place of the one that the engine learns while it runs."""
 
     def __init__(self, engine: EngineProfile) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ class GrowingSequence:
 
 
 LOAD_SHARE = 0.75
-"""Part of the pool that sequences may hold whose KV is on its way (``--load-share``)."""
+"""Share of the pool for sequences whose KV is being loaded (``--load-share``)."""
 LOADS_PER_SEQUENCE = 4
-"""Loads at a time, per sequence that a batch takes (``--max-loads``)."""
+"""Concurrent loads per slot of the batch (``--max-loads``)."""
 _by_key = attrgetter("key")
 Plan = list[tuple[SimulatedSequence, int]]
 """Prompts of a step, each with the tokens of it that are computed."""
@@ -150,15 +150,15 @@ class Owner(Protocol):
     """Callbacks of a simulated engine."""
 
     def needs_load(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
-        """Whether a sequence's KV comes from elsewhere, where so many of its tokens are there."""
+        """Whether the KV of a sequence with ``matched`` cached tokens is loaded from another instance."""
 
     def start_load(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
-        """Have it come; :meth:`SimulatedEngine.load_ended` says that it has."""
+        """Start a load; :meth:`SimulatedEngine.load_ended` is called at its end."""
 
     def on_chunk_computed(
         self, engine: SimulatedEngine, sequence: SimulatedSequence, tokens: int, began: float
     ) -> None:
-        """So many tokens of a pinned sequence were computed, in a step that began then and ends now."""
+        """``tokens`` tokens of a pinned sequence were computed in a step from ``began`` until now."""
 
     def on_first_token(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
         """A sequence has its first token."""
@@ -168,15 +168,15 @@ class Owner(Protocol):
 
 @dataclass(slots=True)
 class EngineUse:
-    """What an engine did.
+    """What an engine has done since the start.
 
     Attributes:
         prefill_s: Seconds of steps with prompts.
-        decode_s: Seconds of other steps.
-        sequence_s: Sequences that decoded, over time.
-        most_held: Most tokens of the pool that were in use.
-        prompt_tokens: Computed.
-        matched_tokens: Found in the prefix cache instead.
+        decode_s: Seconds of steps with decodes alone.
+        sequence_s: Decoding sequences, integrated over the seconds of steps.
+        most_held: Highest number of used tokens of the pool.
+        prompt_tokens: Prompt tokens computed.
+        matched_tokens: Prompt tokens found in the prefix cache instead.
         preemptions: Number of preemptions.
     """
 
@@ -191,13 +191,13 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class EngineExtras:
-    """What some instances have.
+    """Optional properties of an instance.
 
     Attributes:
         on_change: Called after each change of the prefix cache.
         step_s: Seconds that each step takes beyond the profile.
         speculation: Speculative decoding.
-        processors: Shared with other instances; ``None``: it has its own.
+        processors: Processors shared with other instances; ``None``: it has its own.
     """
 
     on_change: OnBlocksChanged = lambda stored, dropped: None
@@ -208,7 +208,7 @@ class EngineExtras:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRun:
-    """Like steps that are taken together: the first one's seconds, what each takes more than the one before."""
+    """Consecutive steps of the same batch, simulated as one event: each is ``more_s`` seconds longer than the last."""
 
     began: float
     first_s: float
@@ -225,18 +225,18 @@ def _seconds(first: float, more: float, count: int) -> float:
 
 
 class SimulatedEngine:
-    """An instance.
+    """One instance.
 
     Args:
         role: Prefill or decode.
-        profile: How fast it is, and how much KV it holds.
+        profile: Speeds, and the size of the KV pool.
         limits: Configured limits of a step.
         timeline: Virtual time.
         owner: Gets the callbacks.
-        extras: Beyond what every instance has.
+        extras: Optional properties.
 
     Attributes:
-        gaps: Per run of like steps: seconds of each, how many, and the sequences that decoded.
+        gaps: Per run of steps: seconds of a step, number of steps, and number of decoding sequences.
         cache: KV pool and prefix cache.
         use: Time and tokens used since the start.
     """
@@ -279,14 +279,14 @@ class SimulatedEngine:
         self.gaps: list[tuple[float, int, int]] = []
         self.use = EngineUse()
 
-    # What comes from outside
+    # Called by the simulation
 
     def submit(self, sequence: SimulatedSequence) -> None:
         insort(self.waiting, sequence, key=_by_key)
         self._wake()
 
     def load_ended(self, sequence: SimulatedSequence) -> None:
-        """A sequence's KV has come, with its next token."""
+        """Note that a sequence's KV was loaded, with its next token."""
         self._came.append(sequence)
         self._wake()
 
@@ -439,10 +439,10 @@ class SimulatedEngine:
         self.cache.release(sequence.names)
         self.cache.used_tokens -= sequence.private
 
-    # Who gets into a step
+    # Scheduling
 
     def _take_loaded(self) -> None:
-        """Let those decode whose KV has come, as far as the batch has room."""
+        """Admit the sequences whose KV was loaded, as far as the batch has room."""
         came = self._came
         self._came = []
         for sequence in came:
@@ -546,7 +546,7 @@ class SimulatedEngine:
         insort(self.prefilling, sequence, key=_by_key)
 
     def _matched(self, sequence: SimulatedSequence) -> int:
-        """Return the leading tokens that are cached: all but the last one at most, from which logits come."""
+        """Return the number of leading cached tokens; the last one is always computed, for its logits."""
         matched = BLOCK_TOKENS * self.cache.match_prefix(sequence.names)
         return matched if matched < sequence.prompt else matched - BLOCK_TOKENS
 
@@ -563,7 +563,7 @@ class SimulatedEngine:
         return len(self._loading) < most and tokens <= LOAD_SHARE * self.cache.capacity
 
     def _fits(self, sequence: SimulatedSequence) -> bool:
-        """Whether a sequence can begin without others having to give their blocks back, as far as can be foreseen."""
+        """Whether a sequence can begin without a preemption, as far as can be predicted."""
         need = self._private(sequence) + self.cache.unused_tokens(sequence.names)
         free = self.cache.free_tokens
         if need > free:

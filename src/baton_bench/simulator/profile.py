@@ -1,4 +1,4 @@
-"""What a planner knows of an engine: how long steps take, how much KV fits, how fast KV travels; kept as JSON.
+"""The profile of an engine: time of steps, size of the KV pool, speed of transfers; a JSON file.
 
 A step's time is linear in what it computes, as in DistServe (Zhong et al., OSDI 2024) and Splitwise (Patel et al.,
 ISCA 2024): prefill ``a + b * tokens + c * pairs``, where pairs are tokens times the tokens that each attends to
@@ -32,7 +32,7 @@ class PrefillCost:
     per_pair_s: float = 0.0
 
     def seconds(self, tokens: float, pairs: float) -> float:
-        """Return the seconds of so much; 0 for nothing."""
+        """Return the seconds of ``tokens`` prompt tokens; 0 without any."""
         return self.fixed_s + self.per_token_s * tokens + self.per_pair_s * pairs if tokens else 0.0
 
     def prompt(self, tokens: float) -> float:
@@ -49,7 +49,7 @@ class DecodeCost:
     per_sequence_s: float
 
     def seconds(self, sequences: float, context: float) -> float:
-        """Return the seconds of so many sequences with so many tokens of context together; 0 for none."""
+        """Return the seconds of decodes with ``context`` tokens in all; 0 without sequences."""
         return self.fixed_s + self.per_context_s * context + self.per_sequence_s * sequences if sequences else 0.0
 
 
@@ -99,7 +99,7 @@ class EngineProfile:
         return decode + prefill
 
     def slower(self, prefill: float = 1.0, decode: float = 1.0) -> EngineProfile:
-        """Return the engine whose prefill and decode take so many times longer."""
+        """Return the engine with the times of prefill and decode multiplied by factors."""
         p = self.prefill
         d = self.decode
         return dataclasses.replace(
@@ -111,7 +111,7 @@ class EngineProfile:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine is told: the fields of its configuration that decide what goes into a step."""
+    """The fields of the engine's configuration that decide what goes into a step."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -123,7 +123,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What KV travels over: seconds per read, bytes per second, and whether layers go while others are computed."""
+    """The link of an instance: seconds per read, bytes per second, and whether KV is sent layer by layer."""
 
     latency_s: float
     bytes_per_s: float
@@ -155,14 +155,14 @@ class Profile:
     Attributes:
         model: Name or directory of the model.
         source: Where the figures are from.
-        layers: Of the model: the last one's KV is what layer-wise transfer cannot hide.
+        layers: Number of decoder layers; the last one's KV is what layer-wise transfer cannot hide.
         kv_bytes_per_token: All layers.
-        engines: One per parallel shape that was measured, the first one is what others are derived from.
+        engines: One per measured parallel shape; others are derived from the nearest one.
         link: Between a prefill and a decode instance.
         limits: Configured limits of a step.
         overheads: Beyond the engine.
         memory: ``None``: shapes that were not measured have the first one's KV per device.
-        tp_efficiency: Of each doubling of tensor parallelism, for shapes that were not measured.
+        tp_efficiency: Efficiency of each doubling of tensor parallelism, 0 to 1, for shapes that were not measured.
     """
 
     model: str

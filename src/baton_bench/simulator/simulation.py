@@ -26,11 +26,11 @@ from baton_bench.traces import BLOCK_TOKENS, TraceRequest
 
 FloatArray = npt.NDArray[np.float64]
 Gaps = tuple[float, int]
-"""Seconds between two tokens, and how often they came."""
+"""Seconds between two tokens, and how often that gap occurred."""
 
 
 def gaps_of(gaps: Sequence[tuple[float, int, int]], slices: Sequence[tuple[int, int, float]]) -> list[Gaps]:
-    """Return the seconds between the tokens of a sequence, and how often each came.
+    """Return the gaps between the tokens of a sequence in seconds, and how often each occurred.
 
     Args:
         gaps: Its instance's runs of steps: seconds of a step, steps, and sequences.
@@ -107,15 +107,15 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RoleUse:
-    """What the instances of a role did, as shares of the time, on average.
+    """What the instances of a role did, as shares of the time, averaged over them.
 
     Attributes:
-        prefill: Steps with prompts.
-        decode: Other steps.
-        batch: Sequences that decoded, while any did.
-        kv: Most of the pool that was in use, of the fullest instance.
-        link: The link carried KV, of the busiest instance.
-        matched: Prompt tokens that were cached, of those that instances were to compute.
+        prefill: Share of steps with prompts.
+        decode: Share of steps with decodes alone.
+        batch: Mean number of decoding sequences per step.
+        kv: Highest used share of the pool on any instance.
+        link: Share of the time that the busiest instance's link carried KV.
+        matched: Share of prompt tokens found in the prefix cache.
         preemptions: Number of preemptions on all instances.
     """
 
@@ -159,8 +159,8 @@ class Outcome:
         seconds: From the first arrival to the last end.
         prefill: Use of the prefill instances; ``None``: there are none.
         decode: Use of the decode instances.
-        gaps: Milliseconds between tokens [n], with how often they came [n].
-        stopped: It was ended early: too many had failed.
+        gaps: Milliseconds between tokens [n], and how often each occurred [n].
+        stopped: Whether it was ended early because too many requests had failed.
     """
 
     requests: tuple[RequestTimes, ...]
@@ -217,18 +217,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is simulated.
+    """A deployment to simulate.
 
     Attributes:
         prefills: Prefill instances; 0: decode instances compute their prompts.
         decodes: Decode instances.
-        prefill: Each prefill instance's engine.
-        decode: Each decode instance's engine.
+        prefill: Profile of each prefill instance's engine.
+        decode: Profile of each decode instance's engine.
         limits: Configured limits of a step on all instances.
-        link: Each instance's.
+        link: Link of each instance.
         layers: Number of decoder layers.
-        kv_bytes_per_token: All layers.
-        overheads: Beyond the engine.
+        kv_bytes_per_token: KV bytes of a token over all layers.
+        overheads: Seconds beyond the engine.
         speculation: Speculative decoding of decode instances.
         policy: Name of the router's placement policy.
         threshold: Missing prompt tokens from which prefill instances compute; ``None``: the policy decides.
@@ -265,8 +265,8 @@ class _Job:
     """A request on its way.
 
     Attributes:
-        sent: Leading tokens whose KV the decode instance has, or is being sent.
-        arrives_at: When all of it will have come.
+        sent: Leading tokens whose KV the decode instance has or is receiving.
+        arrives_at: Time at which all of it will have arrived.
     """
 
     number: int
@@ -345,7 +345,7 @@ class Simulation:
         )
 
     def run(self, requests: Sequence[TraceRequest], speedup: float = 1.0) -> Outcome:
-        """Serve requests, which are in order of arrival, so many times faster than they say."""
+        """Serve requests, given in order of arrival, with arrival times divided by ``speedup``."""
         first = requests[0].at_ms
         for number, request in enumerate(requests):
             job = _Job(number, request, (request.at_ms - first) / 1e3 / speedup)
@@ -368,7 +368,7 @@ class Simulation:
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Place who has waited longest, and the next, while a decode instance has room."""
+        """Place the request that has waited longest, and the next ones, while a decode instance has room."""
         while self._waiting:
             job = self._waiting[0]
             job.route = self._routing.place(job.request)
@@ -381,10 +381,10 @@ class Simulation:
             self._jobs[sequence] = job
             self.decodes[job.route.decode].submit(sequence)
 
-    # What engines ask and tell
+    # Callbacks of the engines
 
     def needs_load(self, engine: SimulatedEngine, sequence: SimulatedSequence, matched: int) -> bool:
-        """Whether a prefill instance computes a sequence's prompt: enough is missing, and there is one."""
+        """Whether a prefill instance was chosen and at least the threshold of prompt tokens is missing."""
         if sequence.pinned:
             return False
         route = self._jobs[sequence].route
@@ -474,7 +474,7 @@ class Simulation:
             self._place_waiting()
 
     def on_finished(self, engine: SimulatedEngine, sequence: SimulatedSequence) -> None:
-        """Note the request's times; who waits in the router may have room now."""
+        """Note the request's times; a request that waits in the router may have room now."""
         job = self._jobs.pop(sequence)
         gaps = gaps_of(engine.gaps, sequence.slices)
         times = RequestTimes.of(sequence, job.at, self._timeline.now, gaps, remote=job.remote)

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and processors that several instances share."""
+"""Virtual time: an event queue, and processors that several instances share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Action = Callable[[], None]
 
 
 class Event:
-    """Something that will happen; :meth:`cancel` has it not happen."""
+    """A scheduled action; :meth:`cancel` drops it."""
 
     __slots__ = ("action",)
 
@@ -22,7 +22,7 @@ class Event:
 
 
 class Timeline:
-    """Events in the order of their time; of equal times the one that was planned first.
+    """Events in order of time; events of equal time in the order in which they were scheduled.
 
     Attributes:
         now: Virtual time, in seconds.
@@ -34,13 +34,13 @@ class Timeline:
         self._order = count()
 
     def at(self, time: float, action: Action) -> Event:
-        """Have something happen at a time, now at the earliest."""
+        """Schedule an action at a time, now at the earliest."""
         event = Event(action)
         heapq.heappush(self._events, (max(time, self.now), next(self._order), event))
         return event
 
     def run_while(self, goes_on: Callable[[], bool]) -> None:
-        """Let everything happen, in order, while a function says so and there is something."""
+        """Run events in order while there are any and ``goes_on()`` is true."""
         events = self._events
         while events and goes_on():
             time, _, event = heapq.heappop(events)
@@ -60,8 +60,8 @@ class Processors:
 
     Args:
         timeline: Virtual time.
-        cores: Processors.
-        threads: That each job keeps busy.
+        cores: Number of processors.
+        threads: Processors that each job keeps busy.
     """
 
     def __init__(self, timeline: Timeline, cores: float, threads: float = 1.0) -> None:
@@ -71,7 +71,7 @@ class Processors:
         self._jobs: dict[int, tuple[float, Action]] = {}
         self._ids = count()
         self._served = 0.0
-        """Seconds of work that each job had which was there from the beginning."""
+        """Seconds of work that a job would have got which runs since the start."""
         self._since = 0.0
         self._next: Event | None = None
 
@@ -80,7 +80,7 @@ class Processors:
         return min(1.0, self._cores / (self._threads * len(self._jobs))) if self._jobs else 0.0
 
     def start(self, work_s: float, done: Action) -> None:
-        """Run something that takes so long alone, and then call a function."""
+        """Run a job of ``work_s`` seconds at full speed; calls ``done`` at its end."""
         self._advance()
         self._jobs[next(self._ids)] = (self._served + work_s, done)
         self._plan()

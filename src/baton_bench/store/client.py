@@ -1,4 +1,4 @@
-"""A client in a process of its own: ``python -m baton_bench.store.client --fd N``. The driver tells it what to do."""
+"""A client in a process of its own: ``python -m baton_bench.store.client --fd N``. The driver sends it orders."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StorePipe:
         return await self._client.contains(names)
 
     async def settle(self) -> None:
-        """Have the leases given back that are on their way: they go out while the event loop runs, before this call."""
+        """Wait until the leases that are being returned have been sent."""
         await self._client.ping()
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ def memcpy(stack: ExitStack, arena: HostArena, source_bytes: int) -> Once:
     Args:
         stack: Frees the memory.
         arena: Target.
-        source_bytes: How much there is to copy from.
+        source_bytes: Size of the memory to copy from.
     """
     size = arena.block_bytes
     source = stack.enter_context(closing(HostArena(max(arena.num_blocks, source_bytes // size), size)))
@@ -305,12 +305,12 @@ def bare_get(stack: ExitStack, port: int, target: Bytes) -> Once:
 _STORES = {"shm": ("dram", "shm"), "tcp": ("dram", "tcp"), "disk": ("disk", "shm")}
 """The store and the kind of pipe of each tier."""
 _COPY_BYTES = 512 << 20
-"""What the bare copy copies from: more than caches hold."""
+"""Bytes that the bare copy copies from: more than caches hold."""
 _WIPED = 0xA5
 
 
 class Client:
-    """What a client can be ordered to do. It has an event loop that runs while an order does."""
+    """Carries out the orders of a ``baton bench store`` driver; its event loop runs during an order."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -376,7 +376,7 @@ class _Opened:
         self._turns: dict[tuple[str, str], int] = {}
 
     async def fill(self, what: str, clients: int) -> None:
-        """Put this client's share of the chains where they will be read from."""
+        """Store this client's share of the chains that will be read."""
         spec = self._spec
         chains = range(spec.index, spec.plan.redis_chains if what == "redis" else spec.plan.chains, clients)
         redis = redis_client(spec.where.redis) if what == "redis" else None
@@ -445,7 +445,7 @@ class _Opened:
             await pipe.settle()
 
     def _chain_at(self, spec: TurnSpec, hits: int) -> list[BlockHash]:
-        """Return the chain to ask for after so many: clients take turns."""
+        """Return the chain to request after ``hits`` others: clients take turns."""
         return self._names[(spec.first + self._spec.index + hits * spec.clients) % self._among(spec)]
 
     def _among(self, spec: TurnSpec) -> int:

@@ -149,7 +149,7 @@ def redis_obstacle() -> str:
 
 @dataclass
 class _Site:
-    """One geometry's servers, and per method the place of the chain that is asked for next."""
+    """One geometry's servers, and per method the index of the chain to request next."""
 
     plan: Plan
     where: Addresses = field(default_factory=Addresses)
@@ -161,7 +161,7 @@ class _Site:
         return sum(server.cpu_s() for server in self.servers.values())
 
     def disk_bytes(self) -> int:
-        """What the store whose disk is read has read of its files."""
+        """Bytes that the disk store has read from its files."""
         return self.servers["disk"].read_bytes() if "disk" in self.servers else 0
 
 
@@ -186,7 +186,7 @@ class Driver:
         """Measure everything; returns the exit status.
 
         Raises:
-            ConfigError: It cannot be run as asked at all.
+            ConfigError: The options cannot work together.
             BatonError: A client or a server ended.
         """
         plans = make_plans(self._options)
@@ -282,7 +282,7 @@ class Driver:
                 ask_all(helpers, "fill", Fields, _TURN_S, what=what, clients=len(helpers))
 
     def _cells(self) -> list[Cell]:
-        """Return what takes turns, in order: those that are compared stand next to each other."""
+        """Return the cells of a round in order; cells that are compared are neighbours."""
         options = self._options
         cells = []
         for clients in options.clients:

@@ -1,4 +1,4 @@
-"""What ``baton bench store`` measures: options checked, sizes worked out."""
+"""Options of ``baton bench store``, sizes derived from them, and the orders of its clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line asks for; see ``baton bench store --help``.
+    """Options of the command line; see ``baton bench store --help``.
 
     Raises:
         ConfigError: Something that cannot work; names the flag.
@@ -172,7 +172,7 @@ class Addresses(Message, frozen=True):
     Attributes:
         dram: gRPC address of the store in memory that is read.
         dram_put: Address of the memory store that is written.
-        disk: Of the store whose blocks lie on disk and that is read.
+        disk: Address of the disk store that is read.
         disk_put: Address of the disk store that is written.
         disk_path: Folder of the files of ``disk``.
         redis: Port of a redis-server on 127.0.0.1.
@@ -211,7 +211,7 @@ class TurnSpec(Message, frozen=True):
         method: ``shm``, ``tcp``, ``disk`` or a baseline.
         op: ``get``, ``put`` or ``contains``.
         clients: That take part, this one among them.
-        hit_percent: Share of the requests whose chain is there; of the others not one block is.
+        hit_percent: Percent of the requests whose chain is stored; of other chains no block is.
         first: Place of the first chain. All clients together go through the chains in turn, over and over.
         start: ``time.monotonic()`` at which all begin.
         seconds: After which no request begins.
@@ -227,13 +227,13 @@ class TurnSpec(Message, frozen=True):
 
 
 class TurnResult(Message, frozen=True):
-    """What came of a turn.
+    """The result of a turn.
 
     Attributes:
         start: ``time.monotonic()`` at which the first request began.
         end: At which the last one ended.
-        blocks: That came, went or were found.
-        hits: Requests whose chain is there.
+        blocks: Blocks loaded, put or found.
+        hits: Requests whose chain is stored.
         cpu: Seconds of the client's process.
         seconds: Seconds of each request.
     """
@@ -259,7 +259,7 @@ def chain_names(seed: int, chain: int, blocks: int) -> list[BlockHash]:
 
 
 class Pattern:
-    """What is in a block: 8-byte words that rise from one that its name decides.
+    """The contents of blocks: 8-byte words that count up from one derived from the name.
 
     Args:
         block_bytes: A multiple of 8.
@@ -274,7 +274,7 @@ class Pattern:
             np.add(self._ramp, _base(name), out=block.view(np.uint64))
 
     def wrong(self, names: list[BlockHash], blocks: Bytes) -> int:
-        """Count the blocks that are not what they should be; every byte is compared."""
+        """Return the number of wrong blocks; every byte is compared."""
         return sum(
             not np.array_equal(block.view(np.uint64), self._ramp + _base(name))
             for name, block in zip(names, blocks, strict=True)

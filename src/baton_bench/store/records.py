@@ -116,7 +116,7 @@ RECORDS: tuple[type[Record], ...] = (
     RatioRecord,
     ResultRecord,
 )
-"""Every kind of record, in the order in which they come."""
+"""Every kind of record, in order of appearance."""
 
 NAMES = {"shm": "memory over shm", "tcp": "memory over tcp", "disk": "disk", "redis": "Redis", "plain": "plain reads"}
 NAMES |= {"redis-mget": "Redis MGET", "redis-bare": "Redis, bare socket"}
@@ -143,11 +143,11 @@ class Sample:
 
     Attributes:
         seconds: From the first request's start to the last one's end.
-        blocks: That came, went or were found.
+        blocks: Blocks loaded, put or found.
         wanted: That should have.
         latencies: Seconds of each request.
         cpu: Seconds of clients and servers together.
-        disk_bytes: Read by the store whose disk is read.
+        disk_bytes: Bytes that the disk store read from its files.
     """
 
     seconds: float
@@ -218,14 +218,14 @@ def measure_record(plan: Plan, cell: Cell) -> MeasureRecord:
 
 
 def _from_disk(cell: Cell, moved: int) -> float | None:
-    """Return the share of what came that was read from disk during the turns, in percent."""
+    """Return the percentage of the loaded bytes that was read from disk during the turns."""
     if (cell.method, cell.op) != ("disk", "get") or not moved:
         return None
     return round(min(100.0, 100.0 * sum(sample.disk_bytes for sample in cell.samples) / moved), 2)
 
 
 def _hit_percent(cell: Cell) -> float:
-    """Return the share of the blocks that should have come, in percent."""
+    """Return the percentage of the requested blocks that was received."""
     wanted = sum(sample.wanted for sample in cell.samples)
     return min(100.0, 100.0 * sum(sample.blocks for sample in cell.samples) / wanted) if wanted else 100.0
 

@@ -37,7 +37,7 @@ REPLAYED = (*POLICIES, PAPER, BELADY)
 BLOCK_TOKENS = 512
 MAX_BLOCKS = 1 << 24
 _BLOCK_BYTES = 64
-"""Of a block in the replay, whose bytes do not matter."""
+"""Bytes of a block in the replay; their value does not matter."""
 _NEVER = 1 << 62
 _CHECKS = 8
 """Times that a replay has the store check its books."""
@@ -93,7 +93,7 @@ def replay(chains: Chains, policy: str, blocks: int) -> ReplayRecord:
 
 
 Need = tuple[int, int]
-"""When a block is needed next, and its place in its chain; a larger one goes first."""
+"""Time at which a block is needed next, and its index in its chain; the largest is evicted first."""
 
 
 class Clairvoyant(Eviction):
@@ -134,7 +134,7 @@ class Clairvoyant(Eviction):
         heapq.heappush(self._heap, (-need[0], -need[1], self._count, entry))
 
     def touch(self, entry: Entry) -> None:
-        """What was is of no interest."""
+        """Past uses do not matter."""
 
     def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
         """There is no tier behind."""
@@ -243,7 +243,7 @@ class _Replay:
 
 
 class _Future:
-    """When each block is needed, and where in its chain it stands."""
+    """The times at which each block is needed, and its index in its chain."""
 
     def __init__(self, chains: Chains) -> None:
         self._needs: dict[bytes, list[int]] = {}
