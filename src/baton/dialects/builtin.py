@@ -270,7 +270,8 @@ REASONING_MARKS: tuple[tuple[str, str], ...] = (
 
 log = logging.getLogger(__name__)
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 D = TypeVar("D", ToolDialect, ReasoningDialect)
 
 

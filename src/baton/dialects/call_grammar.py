@@ -68,7 +68,8 @@ class AnswerGrammar:
     def key(self) -> bytes:
         """Equal for equal ones, and for no others."""
         names = [part and part.name for part in (self.dialects.tools, self.dialects.reasoning)]
-        use, content = self.use, self.content and (self.content.kind, self.content.text)
+        use = self.use
+        content = self.content and (self.content.kind, self.content.text)
         tools = (use.tools, use.mode, use.names, use.parallel)
         parts = (names, *tools, self.reasons, content, self.special_tokens, self.thinking_budget)
         return hashlib.sha256(json.dumps(parts).encode()).digest()
@@ -90,7 +91,9 @@ class _Writer:
     """Writes one grammar."""
 
     def __init__(self, answer: AnswerGrammar, special_tokens: Mapping[str, int]) -> None:
-        self._answer, self._use, self._special = answer, answer.use, special_tokens
+        self._answer = answer
+        self._use = answer.use
+        self._special = special_tokens
         names = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self._rules: list[str] = [_TEXT]
@@ -160,7 +163,8 @@ class _Writer:
 
     def _thought(self, end: str) -> tuple[str, str]:
         """Return what reasoning is made of, and what ends it, which together are not ambiguous."""
-        literal, budget = self._literal(end), self._answer.thinking_budget
+        literal = self._literal(end)
+        budget = self._answer.thinking_budget
         special = literal.startswith("<[")
         if budget is None:
             return ("TEXT", literal) if special else (self._up_to(end), "")
@@ -293,9 +297,11 @@ class _Writer:
 
     def _messages(self, channels: Channels) -> str:
         """Return the rule of messages with headers: reasoning, then a call or the answer."""
-        message, up_to_end = self._literal(channels.message), self._up_to(channels.end[0])
+        message = self._literal(channels.message)
+        up_to_end = self._up_to(channels.end[0])
         text, end = self._thought(channels.end[0])
-        begin, channel = self._literal(channels.begin[0]), channels.begin[1]
+        begin = self._literal(channels.begin[0])
+        channel = channels.begin[1]
         thought = f"{self._literal(channel + channels.reasoning[0])} {message} {text} {end} {begin}"
         thoughts = f"({thought})*" if self._answer.thinking_budget is None else f"({thought})?"
         final = f"{self._literal(f'{channel}final')} {message} {self._content()}"

@@ -48,7 +48,11 @@ def read_python_call(source: Source, tools: Mapping[str, Any], *, bare: bool) ->
 
 def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
     """Read from a parenthesis to the one that closes it; return that, and the places behind which arguments begin."""
-    begin, at, depth, quote, marks = source.at, source.at, 0, "", list[int]()
+    begin = source.at
+    at = source.at
+    depth = 0
+    quote = ""
+    marks = list[int]()
     while True:
         match = (_QUOTE[quote] if quote else _MARK).search(source.text, at)
         if match is None or match[0] == "\\":
@@ -58,7 +62,8 @@ def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
                 raise NotACallError
             yield
             continue
-        at, mark = match.end(), match[0]
+        at = match.end()
+        mark = match[0]
         if quote:
             quote = "" if mark == quote else quote
         elif mark in _QUOTE:
@@ -83,7 +88,9 @@ def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
         marks: Where arguments begin in it.
         names: Of those that are given without.
     """
-    given_names, parts, begin = list[str](), list[str](), 0
+    given_names = list[str]()
+    parts = list[str]()
+    begin = 0
     for mark in marks:  # names may be words that Python has for itself, such as "from"
         if found := _KEYWORD.match(text, mark):
             parts += text[begin:mark], f"k{len(given_names)}="
@@ -160,7 +167,9 @@ class SectionReader:
     __slots__ = ("_schemas", "_sink", "_source")
 
     def __init__(self, source: Source, sink: EventSink, schemas: Mapping[str, Any]) -> None:
-        self._source, self._sink, self._schemas = source, sink, schemas
+        self._source = source
+        self._sink = sink
+        self._schemas = schemas
 
     def read(self, section: Section, *, bare: bool) -> Reader[bool]:
         """Read a section behind its beginning; return whether its end was there.
@@ -168,7 +177,9 @@ class SectionReader:
         Raises:
             NotACallError: There is no call in it.
         """
-        source, count, separator = self._source, 0, ""
+        source = self._source
+        count = 0
+        separator = ""
         unanchored = bare and not any(isinstance(call, NamedCall) and call.begin for call in section.calls)
         while True:
             mark = source.mark()
@@ -336,7 +347,8 @@ class SectionReader:
 
     def _held_value(self) -> Reader[list[str]]:
         """Read arguments before the call's name is known."""
-        source, held = self._source, list[str]()
+        source = self._source
+        held = list[str]()
         if source.text.startswith("{", source.at):
             if not (yield from source.json_value(held.append, drop=False, most=_MAX_HELD)):
                 raise NotACallError
@@ -374,7 +386,8 @@ class SectionReader:
         if match is None:
             raise NotACallError
         groups = match.groupdict()
-        name, written = groups.get("name") or match[0], groups.get("id")
+        name = groups.get("name") or match[0]
+        written = groups.get("id")
         yield from source.space()
         if notation.parameters is not None:
             yield from self._parameters(name, written, notation.parameters, notation.end, section_end)
@@ -409,7 +422,8 @@ class SectionReader:
     def _parameters(
         self, name: str, written: str | None, tags: Parameters, end: tuple[str, ...], section_end: tuple[str, ...]
     ) -> Reader[None]:
-        source, first = self._source, True
+        source = self._source
+        first = True
         schema = self._schemas.get(name)
         known = parameter_schemas(schema)
         while True:
@@ -468,7 +482,8 @@ class SectionReader:
 
     def _parameter_value(self, tags: Parameters, types: frozenset[str]) -> Reader[bool]:
         """Read a value and hand it on, a string as it comes; return whether its end was there."""
-        source, held = self._source, list[str]()
+        source = self._source
+        held = list[str]()
         if tags.lines:
             yield from source.literal(("\n",))
         ends = (f"\n{tags.end}", tags.end) if tags.lines else (tags.end,)

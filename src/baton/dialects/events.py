@@ -73,7 +73,8 @@ class EventSink:
 
     def take(self) -> list[Event]:
         """Return the events since the last time."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def finish(self) -> None:

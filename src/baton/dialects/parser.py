@@ -31,11 +31,15 @@ class ChannelReader:
     __slots__ = ("_reasoning", "_sink", "_source", "_tools")
 
     def __init__(self, source: Source, sink: EventSink, *, tools: bool, reasoning: bool) -> None:
-        self._source, self._sink, self._tools, self._reasoning = source, sink, tools, reasoning
+        self._source = source
+        self._sink = sink
+        self._tools = tools
+        self._reasoning = reasoning
 
     def read(self, channels: Channels) -> Reader[None]:
         """Read messages up to the end of the text."""
-        source, kinds = self._source, set[type]()
+        source = self._source
+        kinds = set[type]()
         found = yield from source.literal((*channels.first, *channels.begin))
         while True:
             if not found:
@@ -98,7 +102,9 @@ class RegionReader:
     __slots__ = ("_schemas", "_sink", "_source")
 
     def __init__(self, source: Source, sink: EventSink, schemas: Mapping[str, Any]) -> None:
-        self._source, self._sink, self._schemas = source, sink, schemas
+        self._source = source
+        self._sink = sink
+        self._schemas = schemas
 
     def read(self, regions: tuple[Region, ...], prompt: str) -> Reader[None]:
         """Read regions and what is between them up to the end of the text.
@@ -107,7 +113,8 @@ class RegionReader:
             regions: All there are.
             prompt: The part of the prompt that the answer goes on from.
         """
-        source, begun = self._source, True
+        source = self._source
+        begun = True
         region, match = _open_at_end(regions, prompt)
         while True:
             if region is None or match is None:
@@ -115,7 +122,8 @@ class RegionReader:
                 if region is None or match is None:
                     if hold > source.at:
                         self._sink.text(source.text[source.at : hold])
-                        source.at, begun = hold, False
+                        source.at = hold
+                        begun = False
                     if source.ended:
                         return
                     if hold == len(source.text):
@@ -198,14 +206,17 @@ def _first_open(
         source: The text.
         begun: Whether this is where the answer begins; only there a region may begin with nothing.
     """
-    text, at = source.text, source.at
-    hold, best = len(text), None
+    text = source.text
+    at = source.at
+    hold = len(text)
+    best = None
     for region in regions:
         match = region.open.search(text, at)
         while match is not None and match.start() == match.end() and not (begun and match.start() == at and text):
             match = region.open.search(text, match.end() + 1) if match.end() < len(text) else None
         if match is not None and not (region.exact or source.ended or match.end() < len(text)):
-            hold, match = min(hold, match.start()), None
+            hold = min(hold, match.start())
+            match = None
         if match is not None and (best is None or match.start() < best[1].start()):
             best = region, match
         if source.ended:
@@ -247,8 +258,11 @@ class DialectParser:
         schemas: Mapping[str, Any] | None = None,
         prompt: str = "",
     ) -> None:
-        self._tools, self._reasoning, self._prompt = tools, reasoning, prompt
-        self._source, self._sink = Source(), EventSink("random" if tools is None else tools.ids)
+        self._tools = tools
+        self._reasoning = reasoning
+        self._prompt = prompt
+        self._source = Source()
+        self._sink = EventSink("random" if tools is None else tools.ids)
         self._schemas = schemas or {}
         self.plain = False
         self._sections = SectionReader(self._source, self._sink, self._schemas)
@@ -278,7 +292,8 @@ class DialectParser:
 
     def _answer(self) -> Reader[None]:
         yield  # until there is text
-        tools, reasoning = self._tools, self._reasoning
+        tools = self._tools
+        reasoning = self._reasoning
         channels = (tools and tools.channels) or (reasoning and reasoning.channels)
         own = tools if tools is not None and tools.regions else reasoning
         if channels:

@@ -23,8 +23,17 @@ NAME = "template"
 _FIELD = "response_template"
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _FIELD_KEYS = {
-    *("open", "open_pattern", "close", "close_pattern", "content", "content_args"),
-    *("repeats", "join", "optional", "transform", "transform_each"),
+    "open",
+    "open_pattern",
+    "close",
+    "close_pattern",
+    "content",
+    "content_args",
+    "repeats",
+    "join",
+    "optional",
+    "transform",
+    "transform_each",
 }
 _REASONING = {"thinking", "reasoning", "reasoning_content"}
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -54,12 +63,14 @@ def read_response_template(spec: Any) -> tuple[ToolDialect, ReasoningDialect]:
     if start is not None:  # the beginning of a message that follows another one
         pattern, literals = start
         regions.append(_literal_region(pattern, literals))
-    both, begins = tuple(regions), None if start is None else start[0]
+    both = tuple(regions)
+    begins = None if start is None else start[0]
     return ToolDialect(name=NAME, regions=both, start=begins), ReasoningDialect(name=NAME, regions=both, start=begins)
 
 
 def _regions(name: str, field: Mapping[str, Any], place: str) -> list[Region]:
-    opened, closed = _anchor(field, "open", place), _anchor(field, "close", place)
+    opened = _anchor(field, "open", place)
+    closed = _anchor(field, "close", place)
     if opened is None:  # all text that is nothing else
         return [] if closed is None else [_literal_region(*closed)]
     args = field.get("content_args") or {}
@@ -98,7 +109,8 @@ def _literal_region(pattern: re.Pattern[str], literals: tuple[str, ...]) -> Regi
 
 
 def _anchor(spec: Mapping[str, Any], key: str, place: str) -> tuple[re.Pattern[str], tuple[str, ...]] | None:
-    value, pattern = spec.get(key), spec.get(f"{key}_pattern")
+    value = spec.get(key)
+    pattern = spec.get(f"{key}_pattern")
     if value is not None:
         literals = (value,) if isinstance(value, str) else value
         if not isinstance(literals, list | tuple) or not literals:
@@ -156,7 +168,8 @@ def _convert(
 
 def _call(item: Any, schemas: Mapping[str, Any]) -> tuple[str, str]:
     function = item.get("function", item)
-    name, arguments = function["name"], function.get("arguments", {})
+    name = function["name"]
+    arguments = function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     if isinstance(arguments, str):
@@ -222,7 +235,8 @@ def _xml_inline(text: str, args: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     merged = set[str]()
     for found in re.finditer(args["tag_pattern"], text, re.DOTALL):
-        key, value = found["key"], _inner(found["value"] or "", args)
+        key = found["key"]
+        value = _inner(found["value"] or "", args)
         if key in values and args.get("merge_duplicates"):
             values[key] = [*values[key], value] if key in merged else [values[key], value]
             merged.add(key)
@@ -232,7 +246,8 @@ def _xml_inline(text: str, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kv_lines(text: str, args: dict[str, Any]) -> dict[str, Any]:
-    values, separator = {}, args.get("kv_sep", ":")
+    values = {}
+    separator = args.get("kv_sep", ":")
     for line in text.split(args.get("line_sep", "\n")):
         key, found, value = line.partition(separator)
         if found:

@@ -57,7 +57,9 @@ class Source:
     __slots__ = ("_dropped", "_text", "at", "ended", "in_vain")
 
     def __init__(self) -> None:
-        self._text, self._dropped, self.in_vain = "", 0, 0
+        self._text = ""
+        self._dropped = 0
+        self.in_vain = 0
         self.at = 0
         """Place in :attr:`text`."""
         self.ended = False
@@ -83,7 +85,9 @@ class Source:
         """Forget what has been read, if it is half of the text or more: else all that is left is copied each time."""
         if 2 * self.at < len(self._text):
             return
-        self._text, self._dropped, self.at = self._text[self.at :], self._dropped + self.at, 0
+        self._text = self._text[self.at :]
+        self._dropped = self._dropped + self.at
+        self.at = 0
 
     def space(self) -> Reader[None]:
         """Pass over white space."""
@@ -148,7 +152,10 @@ class Source:
         Raises:
             NotACallError: It is longer than ``most``.
         """
-        depth, in_string, at, size = 0, False, self.at, 0
+        depth = 0
+        in_string = False
+        at = self.at
+        size = 0
         while True:
             match = (_STRING_MARK if in_string else _JSON_MARK).search(self._text, at)
             waits = match is not None and match[0] == "\\" and not self.ended
@@ -169,7 +176,8 @@ class Source:
                     at = 0
                 yield
                 continue
-            at, mark = match.end(), match[0]
+            at = match.end()
+            mark = match[0]
             if in_string:
                 in_string = mark != '"'
             elif mark == '"':

@@ -36,7 +36,9 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
         schema: The schema of a value.
         root: What ``$ref`` in it points into.
     """
-    found, seen, left = set[str](), set[int](), [schema]
+    found = set[str]()
+    seen = set[int]()
+    left = [schema]
     for _ in range(_MOST_SCHEMAS):
         if not left:
             return frozenset(found)
@@ -149,7 +151,8 @@ class ToolUse:
         """What may be called, in a few words: what explanations show."""
         if self.mode == "none":
             return "none"
-        some, more = self.names[:_SHOWN], len(self.names) - _SHOWN
+        some = self.names[:_SHOWN]
+        more = len(self.names) - _SHOWN
         alone = "" if self.parallel else ", one call at most"
         return f"{self.mode}: {', '.join(some)}{f' and {more} more' if more > 0 else ''}{alone}"
 
@@ -214,7 +217,8 @@ def _check_function(function: Mapping[str, Any], place: str) -> None:
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         message = f"{place}.parameters must be the JSON schema of an object, got {shown(parameters)}"
         raise InvalidRequestError(message, field=f"{place}.parameters")
-    properties, required = parameters.get("properties"), parameters.get("required")
+    properties = parameters.get("properties")
+    required = parameters.get("required")
     if not isinstance(properties, Mapping | None):
         message = f"{place}.parameters.properties must be an object of schemas, got {shown(properties)}"
         raise InvalidRequestError(message, field=f"{place}.parameters.properties")

@@ -153,12 +153,14 @@ def plan_kv_blocks(config: EngineConfig, executor: Executor) -> int:
 
 def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     """Measure a trial run and return how many blocks fit into the configured share of what it leaves."""
-    activations, graphs = _activation_bytes(config, executor), executor.graph_bytes()
+    activations = _activation_bytes(config, executor)
+    graphs = executor.graph_bytes()
     layouts = _layouts(config, executor)
     staging = STAGING_BYTES if executor.device.type == "cuda" else 0
     blocks = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
     for memory, ranks in _by_memory(_devices(config, executor)).items():
-        peaks, available = sum(activations[rank] for rank in ranks), free_bytes(memory)
+        peaks = sum(activations[rank] for rank in ranks)
+        available = free_bytes(memory)
         block_bytes = sum(layouts[rank].block_bytes * layouts[rank].num_groups for rank in ranks)
         usable = config.pool_fraction * max(0, available - peaks - graphs - staging)
         blocks = min(int(usable) // block_bytes, blocks)
@@ -193,7 +195,8 @@ def _activation_bytes(config: EngineConfig, executor: Executor) -> list[int]:
     per_token = max(1e-9, (time.perf_counter() - begin) / tokens)
     more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
-        tokens, peaks = more, _peaks_of(executor, more)
+        tokens = more
+        peaks = _peaks_of(executor, more)
     drafts = MOST_ROWS if config.speculative != "none" else 0
     logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS + drafts) * executor.vocab_size * 4 * 3
     return [int(peak * config.max_num_batched_tokens / tokens) + logits for peak in peaks]

@@ -53,7 +53,8 @@ class Communicator:
     """
 
     def __init__(self, spec: ShardSpec, device: torch.device | None = None) -> None:
-        self.spec, self.generation = spec, 0
+        self.spec = spec
+        self.generation = 0
         self._device = device or torch.device("cpu")
         self._stage: Any = None
         self._all: Any = None
@@ -110,7 +111,9 @@ class Communicator:
 
     def disconnect(self) -> None:
         """Close the connections, which wakes ranks that wait for this one; harmless if repeated."""
-        groups, self._stage, self._all = (self._stage, self._all), None, None
+        groups = (self._stage, self._all)
+        self._stage = None
+        self._all = None
         for group in groups:
             if group is not None and self._device.type == "cuda":
                 group.abort()  # what is queued on the device would wait for the others for ever
@@ -193,7 +196,9 @@ def _gloo_group(store: Any, name: str, rank: int, size: int) -> Any:
     parts: Any = dist
     options = parts.ProcessGroupGloo._Options()
     device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)
-    options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=STEP_TIMEOUT_S)
+    options._devices = [device]
+    options._threads = 1
+    options._timeout = timedelta(seconds=STEP_TIMEOUT_S)
     return parts.ProcessGroupGloo(parts.PrefixStore(name, store), rank, size, options)
 
 

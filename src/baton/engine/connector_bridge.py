@@ -89,7 +89,8 @@ class ConnectorBridge:
 
     def take_landing(self) -> list[BlockId]:
         """Remove and return :attr:`landing`."""
-        landing, self.landing = self.landing, []
+        landing = self.landing
+        self.landing = []
         return landing
 
     def cancel(self, sequence: Sequence) -> None:
@@ -124,7 +125,8 @@ class ConnectorBridge:
             self._connector.step_begins(saves)
 
     def _planned(self, sequence: Sequence, count: int) -> PlannedSave:
-        request, done = sequence.group.request, sequence.num_launched
+        request = sequence.group.request
+        done = sequence.num_launched
         return PlannedSave(
             request.request_id,
             tuple(sequence.block_ids),
@@ -148,7 +150,8 @@ class ConnectorBridge:
 
     def finish(self, sequence: Sequence) -> None:
         """Take back an ended sequence's blocks, or hold them if the connector wants that."""
-        connector, held = self._follower(sequence), False
+        connector = self._follower(sequence)
+        held = False
         if connector is not None:
             if not sequence.pinned and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.progress(sequence)  # with what it generated
@@ -185,9 +188,11 @@ class ConnectorBridge:
     def _load_request(self, sequence: Sequence) -> LoadRequest:
         group = sequence.group
         request = group.request
-        prefilled, candidates = request.prefilled, request.candidates
+        prefilled = request.prefilled
+        candidates = request.candidates
         if sequence.num_preemptions and prefilled is not None:  # claimed before: it is computed again there
-            where, prefilled = prefilled.address, None
+            where = prefilled.address
+            prefilled = None
             candidates = (where, *(address for address in candidates if address != where))
         return LoadRequest(
             request_id=request.request_id,

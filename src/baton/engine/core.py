@@ -268,7 +268,9 @@ class EngineCore:
 
         The request's own are included; the second value says whether it waits no more.
         """
-        scheduler, found, ahead = self._scheduler, dict[RequestId, tuple[int, bool]](), 0
+        scheduler = self._scheduler
+        found = dict[RequestId, tuple[int, bool]]()
+        ahead = 0
         loading = [each for each in self._bridge.loading.values() if each.state is SequenceState.LOADING]
         for sequence in sorted([*scheduler.running, *scheduler.all_waiting(), *loading], key=lambda each: each.key):
             if sequence.num_missing > 1 or not sequence.num_computed:
@@ -304,7 +306,8 @@ class EngineCore:
         Raises:
             ExecutorLostError: A process that runs part of the model is gone, or the device; the engine cannot go on.
         """
-        outputs, self._early = self._early, []
+        outputs = self._early
+        self._early = []
         loads = self._bridge.poll()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
@@ -424,7 +427,8 @@ class EngineCore:
     def _accept(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """Add tokens, and those that the grammar forces after them: the next step computes all of these together."""
         self._append(chosen, outputs)
-        sequence, constraint = chosen.sequence, chosen.sequence.sampler.constraint
+        sequence = chosen.sequence
+        constraint = chosen.sequence.sampler.constraint
         if self.masks is not None and constraint is not None:
             for forced in self.masks.forced(constraint):
                 if sequence.finish_reason is not None:
@@ -434,7 +438,8 @@ class EngineCore:
 
     def _append(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """Add tokens to a sequence, end the sequence if one of them does, and report both."""
-        sequence, group = chosen.sequence, chosen.sequence.group
+        sequence = chosen.sequence
+        group = chosen.sequence.group
         count = 0
         for token in chosen.token_ids:
             if count:

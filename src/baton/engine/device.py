@@ -185,7 +185,8 @@ class HostStaging:
             places: First byte of each in ``target``; what comes after the last ends the copy.
             target: uint8, at least ``places[-1]`` bytes.
         """
-        index, self._next = self._next, (self._next + 1) % _BUFFERS
+        index = self._next
+        self._next = (self._next + 1) % _BUFFERS
         copied = self._copied[index]
         if copied is not None:
             copied.synchronize()

@@ -50,7 +50,8 @@ from baton.types import Epoch
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_HOST_TO_DEVICE = 1
+_DEVICE_TO_HOST = 2
 _STAND_IN = struct.Struct("<8sqqq")
 _STAND_IN_MAGIC = b"BATONMEM"
 
@@ -132,8 +133,10 @@ def queue_copy(target: Place, source: Place, size: int, stream: int) -> None:
     if target.device is None and source.device is None:
         ctypes.memmove(target.address, source.address, size)
         return
-    to, since = ctypes.c_void_p(target.address), ctypes.c_void_p(source.address)
-    count, queue = ctypes.c_size_t(size), ctypes.c_void_p(stream)
+    to = ctypes.c_void_p(target.address)
+    since = ctypes.c_void_p(source.address)
+    count = ctypes.c_size_t(size)
+    queue = ctypes.c_void_p(stream)
     if target.device is not None and source.device is not None:
         devices = ctypes.c_int(target.device), ctypes.c_int(source.device)
         _cuda_runtime().call("cudaMemcpyPeerAsync", to, devices[0], since, devices[1], count, queue)
@@ -196,7 +199,8 @@ class CudaMemory:
     """Memory of a GPU; see :class:`DeviceMemory`."""
 
     def __init__(self, device: torch.device, address: int, size: int, free: str) -> None:
-        self._device, self._address = device, address
+        self._device = device
+        self._address = address
         region = _Region(address, size)
         weakref.finalize(region, _release, device, address, free)
         self.tensor: torch.Tensor = torch.as_tensor(region)
@@ -255,7 +259,8 @@ class StandInMemory:
 
     def __init__(self, fd: int, size: int) -> None:
         mapping = mmap.mmap(fd, size)
-        self._fd, self._size = fd, size
+        self._fd = fd
+        self._size = size
         weakref.finalize(self, os.close, fd)
         self.tensor: torch.Tensor = torch.from_numpy(np.frombuffer(mapping, np.uint8))
 
@@ -324,11 +329,17 @@ class DeviceArena:
         self._leader = leader or device
 
     def _use(self, device: ComputeDevice, state: ArenaState, fd: int, memory: DeviceMemory) -> None:
-        self._device, self._state_fd, self._whole = device, fd, memory
-        self._leader, self._handle = device, b""
+        self._device = device
+        self._state_fd = fd
+        self._whole = memory
+        self._leader = device
+        self._handle = b""
         self._elsewhere: dict[torch.device, torch.Tensor] = {}
-        self.num_blocks, self.block_bytes, self.epoch = state.num_blocks, state.block_bytes, state.epoch
-        self.generations, self.progress = state.generations, state.progress
+        self.num_blocks = state.num_blocks
+        self.block_bytes = state.block_bytes
+        self.epoch = state.epoch
+        self.generations = state.generations
+        self.progress = state.progress
         self.memory = memory.tensor.view(self.num_blocks, self.block_bytes)
         self._copies = _copies(on_gpu=device.on_gpu)
         self._lock = threading.Lock()
@@ -452,9 +463,11 @@ class DeviceArena:
         self._check(int(taken[:, 2].sum()), into)
         if not np.array_equal(taken[:, 2], into[:, 2]):
             raise InternalError("spans that are copied to spans of another size")
-        source, at = peer._reached_from(self._device.memory), 0
+        source = peer._reached_from(self._device.memory)
+        at = 0
         for part in self._parts(taken):
-            size, to = int(part[:, 2].sum()), into[at : at + len(part)]
+            size = int(part[:, 2].sum())
+            to = into[at : at + len(part)]
             with self._copying():
                 staging, _ = self._buffers(host=False)
                 self._copies.gather_spans(source, part, staging[:size])
@@ -478,11 +491,14 @@ class DeviceArena:
 
     def _parts(self, spans: Spans) -> Iterator[Spans]:
         """Divide spans into copies that fit the staging memory."""
-        ends, at, before = np.cumsum(spans[:, 2]), 0, 0
+        ends = np.cumsum(spans[:, 2])
+        at = 0
+        before = 0
         while at < len(spans):
             stop = int(np.searchsorted(ends, before + self._staging_bytes, side="right"))
             yield spans[at:stop]
-            at, before = stop, int(ends[stop - 1])
+            at = stop
+            before = int(ends[stop - 1])
 
     @property
     def _staging_bytes(self) -> int:

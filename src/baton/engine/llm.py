@@ -238,7 +238,8 @@ class _Job:
             text += detokenizer.flush()
         result.text += matcher.push(text)
         if matcher.matched is not None:
-            result.finish_reason, result.stop_reason = FinishReason.STOP, matcher.matched
+            result.finish_reason = FinishReason.STOP
+            result.stop_reason = matcher.matched
         elif output.finish_reason is not None:
             result.text += matcher.flush()
 

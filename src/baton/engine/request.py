@@ -149,7 +149,8 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
     sampling.validate(vocab_size=vocab_size)
     if sampling.grammar is not None and request.constraint is None:
         raise InvalidRequestError("this instance has no support for grammars", field="grammar")
-    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    num_prompt = len(request.prompt_token_ids)
+    num_output = len(request.output_token_ids)
     if request.prefill_only:
         sampling = sampling.replace(n=1)
         limit = max_model_len

@@ -67,7 +67,8 @@ def filtered_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 def filter_batch(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Filter scaled logits [R, vocab] and return probabilities, with sorts over whole rows."""
-    device, vocab = logits.device, logits.shape[-1]
+    device = logits.device
+    vocab = logits.shape[-1]
     top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     rows = [i for i, k in enumerate(top_k) if k < vocab]
     if rows:
@@ -260,7 +261,8 @@ def sample(
         late: Of rows under a grammar without a mask; default: these may have any token.
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
-    logits, draws = edit_logits(logits.detach(), rows), row_draws(rows)
+    logits = edit_logits(logits.detach(), rows)
+    draws = row_draws(rows)
     waiting = [] if late is None else [i for i, row in enumerate(rows) if row.constraint and row.mask is None]
     draws_first = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
     if late is not None and waiting:
@@ -467,7 +469,8 @@ def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:
     chunked = probs.view(count, -1, CHUNK)
     sums = chunked.sum(dim=-1).cpu().numpy()
     chunk = _race(sums, exponentials(keys, np.arange(sums.shape[1], dtype=np.uint64)))
-    device, rows = probs.device, np.arange(count)
+    device = probs.device
+    rows = np.arange(count)
     inside = chunked[torch.from_numpy(rows).to(device), torch.from_numpy(chunk).to(device)].cpu().numpy()
     ids = chunk[:, None] * CHUNK + np.arange(CHUNK)
     at = _race(inside, exponentials(keys, ids.astype(np.uint64) + TOKENS))
@@ -576,7 +579,8 @@ def queue_sample(
         operator: Of the device.
         link: To it.
     """
-    logits, draws = edit_logits(logits.detach(), rows, link.upload), row_draws(rows)
+    logits = edit_logits(logits.detach(), rows, link.upload)
+    draws = row_draws(rows)
     filters = [row.filter for row in rows]
     masks = [None if row.unfiltered else row.mask for row in rows]
     tokens = operator(logits, filters, draws.keys(), masks, upload=link.upload)
@@ -586,19 +590,22 @@ def queue_sample(
         mask_tokens(logits, forbidden, [mask for i in forbidden if (mask := rows[i].mask) is not None], link.upload)
     if again:
         (at,) = link.upload(np.array(again, np.int64))
-        masked, first = logits[at], tokens[at]
+        masked = logits[at]
+        first = tokens[at]
         keys = draws.keys(again, [True] * len(again))
         second = operator(masked, [filters[i] for i in again], keys, upload=link.upload)
         allowed = masked.gather(1, first.clamp(min=0)[:, None])[:, 0] > float("-inf")
         tokens[at] = torch.where((first >= 0) & allowed, first, second)
     scored = [(i, count) for i, row in enumerate(rows) if (count := row.params.logprobs) is not None]
-    index, num_top = [i for i, _ in scored], [count for _, count in scored]
+    index = [i for i, _ in scored]
+    num_top = [count for _, count in scored]
     figures: tuple[torch.Tensor, ...] = ()
     if scored:
         chosen = tokens.clamp(min=0)
         if len(index) < len(rows):
             (at,) = link.upload(np.array(index, np.int64))
-            logits, chosen = logits[at], chosen[at]
+            logits = logits[at]
+            chosen = chosen[at]
         figures = logprob_figures(logits, chosen, max(num_top))
     read = link.download(tokens, *figures)
 

@@ -165,7 +165,8 @@ def _join(
 
 LEAST_TEMPERATURE = 1e-30
 """Temperatures below it are treated as this one: the row's greatest logit wins."""
-REFUSALS, TRIED_AGAIN = 2, 8
+REFUSALS = 2
+TRIED_AGAIN = 8
 """After so many tokens in a row that a grammar refused, masks come first, but for every eighth token's."""
 
 
@@ -265,9 +266,14 @@ class SamplerRow:
     def unguided(self) -> SamplerRow:
         """Return a row that draws alike, but for its grammar."""
         row = SamplerRow.__new__(SamplerRow)
-        row.params, row.seed, row.edits, row.filter = self.params, self.seed, self.edits, self.filter
+        row.params = self.params
+        row.seed = self.seed
+        row.edits = self.edits
+        row.filter = self.filter
         row.unfiltered = self.unfiltered
-        row._banned, row.position, row.counts = self._banned, self.position, self.counts
+        row._banned = self._banned
+        row.position = self.position
+        row.counts = self.counts
         row.mask = row.constraint = None
         return row
 
@@ -277,7 +283,8 @@ class SamplerRow:
 
         It need not: the same token is chosen if the mask is there before.
         """
-        constraint, params = self.constraint, self.params
+        constraint = self.constraint
+        params = self.params
         if constraint is None or params.logprobs is not None:
             return False
         if params.top_k > MOST_KEPT and params.top_p >= 1.0 and params.min_p <= 0.0 and not params.greedy:

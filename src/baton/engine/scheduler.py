@@ -157,7 +157,9 @@ class BlockForecast:
     """
 
     def __init__(self, lengths: OutputLengths, block_size: int, groups: int = 1) -> None:
-        self._lengths, self._block_size, self._groups = lengths, block_size, groups
+        self._lengths = lengths
+        self._block_size = block_size
+        self._groups = groups
         self._needs: list[tuple[int, int, int]] = []
 
     def add(self, sequence: Growing) -> None:
@@ -319,7 +321,8 @@ class Scheduler:
         Returns:
             The plan; an empty one if there is nothing to compute, or it has to wait.
         """
-        size, missing = self._block_size, 0
+        size = self._block_size
+        missing = 0
         for sequence in itertools.chain(self.running, self.loaded):
             missing += max(0, -(-(sequence.num_tokens + sequence.num_expected) // size) - len(sequence.block_ids))
         if missing * self._groups.count > self._pool.num_free or (self._preempts and self.num_waiting):
@@ -619,7 +622,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take an ended sequence out, wherever it is; blocks under a load stay until the load has ended."""
-        state, sequence.state = sequence.state, SequenceState.FINISHED
+        state = sequence.state
+        sequence.state = SequenceState.FINISHED
         if state is SequenceState.LOADING:
             self._bridge.cancel(sequence)
             return

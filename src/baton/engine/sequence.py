@@ -45,20 +45,24 @@ class WindowTable:
     __slots__ = ("_null", "block_ids", "first", "group", "table", "window")
 
     def __init__(self, group: int, window: int, null: int) -> None:
-        self.group, self.window, self._null = group, window, null
+        self.group = group
+        self.window = window
+        self._null = null
         self.first = 0
         self.block_ids: list[BlockId] = []
         self.table: npt.NDArray[np.int32] = np.full(16, null, np.int32)
 
     def begin(self, first: int, block_ids: SequenceOf[BlockId]) -> None:
         """Hold these blocks alone, from a place on."""
-        self.first, self.block_ids = first, []
+        self.first = first
+        self.block_ids = []
         self.table[:] = self._null
         self.append(block_ids)
 
     def append(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end."""
-        have, want = self.first + len(self.block_ids), self.first + len(self.block_ids) + len(block_ids)
+        have = self.first + len(self.block_ids)
+        want = self.first + len(self.block_ids) + len(block_ids)
         if want > len(self.table):
             table = np.full(max(want, 2 * len(self.table)), self._null, np.int32)
             table[: len(self.table)] = self.table
@@ -73,7 +77,8 @@ class WindowTable:
     def give_back(self, place: int) -> list[BlockId]:
         """Remove and return the blocks before a place."""
         count = min(max(0, place - self.first), len(self.block_ids))
-        gone, self.block_ids = self.block_ids[:count], self.block_ids[count:]
+        gone = self.block_ids[:count]
+        self.block_ids = self.block_ids[count:]
         self.table[self.first : self.first + count] = self._null
         self.first += count
         return gone
@@ -81,7 +86,8 @@ class WindowTable:
     def cut(self, end: int) -> list[BlockId]:
         """Remove and return the blocks from a place on."""
         keep = max(0, end - self.first)
-        gone, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        gone = self.block_ids[keep:]
+        self.block_ids = self.block_ids[:keep]
         return gone
 
     def take(self) -> list[BlockId]:
@@ -120,7 +126,8 @@ class WindowGroups:
 
     def __init__(self, groups: SequenceOf[LayerGroup], null: int, block_size: int) -> None:
         self._windows = [group.window for group in groups[1:]]
-        self._null, self._block_size = null, block_size
+        self._null = null
+        self._block_size = block_size
         self.count = max(1, len(groups))
 
     def new_tables(self) -> list[WindowTable]:
@@ -278,7 +285,8 @@ class Sequence:
 
     def __init__(self, group: RequestGroup, index: int) -> None:
         request = group.request
-        prompt, output = request.prompt_token_ids, request.output_token_ids
+        prompt = request.prompt_token_ids
+        output = request.output_token_ids
         self.group = group
         self.index = index
         self.key: SortKey = (group.priority, group.arrival, index)
@@ -390,7 +398,8 @@ class Sequence:
             for i, window in enumerate(self.windows, 1):
                 window.append(block_ids[i * each : (i + 1) * each])
             block_ids = block_ids[:each]
-        have, want = len(self.block_ids), len(self.block_ids) + len(block_ids)
+        have = len(self.block_ids)
+        want = len(self.block_ids) + len(block_ids)
         if want > len(self.table):
             table = np.zeros(max(want, 2 * len(self.table)), np.int32)
             table[:have] = self.table[:have]
@@ -421,7 +430,9 @@ class Sequence:
 
     def take_blocks(self) -> list[BlockId]:
         """Remove and return all its blocks: its KV is gone."""
-        blocks, self.block_ids, self.windows = self.all_blocks, [], []
+        blocks = self.all_blocks
+        self.block_ids = []
+        self.windows = []
         self.num_lost = max(self.num_lost, self.num_computed)
         self.num_computed = self.num_committed = 0
         return blocks
@@ -453,7 +464,8 @@ class Sequence:
         if any(table.first > table.first_needed(computed, block_size) for table in self.windows):
             # What the remaining tokens see was given back: all is computed again.
             self.num_computed = self.num_committed = keep = 0
-        dropped, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        dropped = self.block_ids[keep:]
+        self.block_ids = self.block_ids[:keep]
         for table in self.windows:
             dropped += table.cut(keep) if keep else table.take()
         return dropped
@@ -472,14 +484,16 @@ class Sequence:
         keep = -(-self.num_tokens // block_size)
         if len(self.block_ids) <= keep:
             return []
-        dropped, self.block_ids = self.block_ids[keep:], self.block_ids[:keep]
+        dropped = self.block_ids[keep:]
+        self.block_ids = self.block_ids[:keep]
         for table in self.windows:
             dropped += table.cut(keep)
         return dropped
 
     def advance(self, count: int) -> None:
         """Note that the KV of ``count`` more tokens is in the pool."""
-        start, end = self.num_computed, self.num_computed + count
+        start = self.num_computed
+        end = self.num_computed + count
         self.num_computed = end
         self.num_repeated += max(0, min(end, self.num_lost) - start)
         if start < self.num_prompt:
@@ -497,7 +511,8 @@ class Sequence:
             logprobs: Their log probabilities, if asked for.
             first: Whether the request's first token here is among them.
         """
-        group, reason = self.group, self.finish_reason
+        group = self.group
+        reason = self.finish_reason
         return SequenceOutput(
             request_id=group.request.request_id,
             index=self.index,

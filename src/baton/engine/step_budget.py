@@ -196,7 +196,10 @@ class PrefillRoom:
     """
 
     def __init__(self, budget: StepBudget, work: StepWork, seconds: float, tokens: int, least: int) -> None:
-        self._budget, self._seconds, self._tokens, self._least = budget, seconds, tokens, least
+        self._budget = budget
+        self._seconds = seconds
+        self._tokens = tokens
+        self._least = least
         self._bounded = False
         self.work = work
 

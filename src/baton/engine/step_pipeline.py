@@ -96,7 +96,9 @@ class FlyingStep:
     @property
     def live(self) -> dict[Sequence, int]:
         """The plan's sequences that have not ended meanwhile, with how many of their tokens it computes."""
-        counts, ended, out = self.plan.counts, SequenceState.FINISHED, self.left_out
+        counts = self.plan.counts
+        ended = SequenceState.FINISHED
+        out = self.left_out
         return {each: count for each, count in counts.items() if each.state is not ended and each is not out}
 
     @property
@@ -139,8 +141,11 @@ class StepPipeline:
         speculator: Callable[[], Speculator | None],
         clock: Callable[[], float],
     ) -> None:
-        self._executor, self._scheduler, self._bridge = executor, scheduler, bridge
-        self._masks, self._clock = masks, clock
+        self._executor = executor
+        self._scheduler = scheduler
+        self._bridge = bridge
+        self._masks = masks
+        self._clock = clock
         self._drafting = speculator
         self._block_size = config.block_size
         self._read_at = 0.0
@@ -152,7 +157,8 @@ class StepPipeline:
 
         What is on its way of its sequences is that of the step after it alone, from now on.
         """
-        step, self.flying = self.flying, None
+        step = self.flying
+        self.flying = None
         if step is None:
             step = self._launch(self._scheduler.schedule())
         if step is None:
@@ -163,13 +169,15 @@ class StepPipeline:
 
     def last_step(self) -> FlyingStep | None:
         """Return the step that is on its way, to be read with none after it; ``None``: there is none."""
-        step, self.flying = self.flying, None
+        step = self.flying
+        self.flying = None
         return None if step is None else self._landed(step)
 
     def note_time(self, step: FlyingStep) -> None:
         """Learn from the time of a step that was read: since the one before was."""
         now = self._clock()
-        seconds, self._read_at = now - max(step.started, self._read_at), now
+        seconds = now - max(step.started, self._read_at)
+        self._read_at = now
         self._scheduler.note_time(step.plan, seconds)
         if (speculator := self._drafting()) is not None:
             speculator.note_time(step.plan, seconds, step.drafting)
@@ -194,7 +202,8 @@ class StepPipeline:
 
     @torch.inference_mode()
     def _run(self, step: FlyingStep, before: FlyingStep | None) -> None:
-        chosen, speculator = None, self._drafting()
+        chosen = None
+        speculator = self._drafting()
         if before is not None and before.expected and before.sampling is not None:
             chosen = ChosenTokens(before.sampling.token_ids, before.expected)
         hidden_of = () if speculator is None else speculator.hidden_of
@@ -206,7 +215,9 @@ class StepPipeline:
         finally:
             sampling.end_masks()
         sampling.choose(output)
-        step.batch, step.output, step.sampling = batch, output, sampling
+        step.batch = batch
+        step.output = output
+        step.sampling = sampling
         for row, sequence in enumerate(batch.sampled):
             if sequence.num_output + sequence.num_expected + 1 < sequence.max_output:
                 step.expected[sequence] = row

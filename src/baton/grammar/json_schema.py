@@ -27,18 +27,44 @@ _MANY = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _VALUES = frozenset(
     {
-        *("type", "enum", "const", "required", "pattern", "format"),
-        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-        *("$ref", "$schema", "$id", "$anchor"),
+        "type",
+        "enum",
+        "const",
+        "required",
+        "pattern",
+        "format",
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "$ref",
+        "$schema",
+        "$id",
+        "$anchor",
     }
 )
 SUPPORTED = _ONE | _MANY | _NAMED | _VALUES
 """Keywords that decide what is valid, and are kept to."""
 ANNOTATIONS = frozenset(
     {
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
-        *("contentEncoding", "contentMediaType", "contentSchema"),  # annotations since draft 2019-09
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",  # annotations since draft 2019-09
         "discriminator",  # OpenAPI's hint beside oneOf
     }
 )

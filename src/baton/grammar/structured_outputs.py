@@ -162,7 +162,8 @@ def structural_tag_grammar(value: Any, field: str = "structural_tag") -> Grammar
         place = f"{field}.structures[{at}]"
         if not isinstance(item, Mapping) or not {*item} <= {"begin", "schema", "end"}:
             raise InvalidRequestError(f"{place} must be an object with begin, schema and end", field=place)
-        begin, end = _text(item.get("begin"), f"{place}.begin"), item.get("end") or ""
+        begin = _text(item.get("begin"), f"{place}.begin")
+        end = item.get("end") or ""
         trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
             raise InvalidRequestError(f"{place}.begin begins with none of the triggers", field=f"{place}.begin")
@@ -246,7 +247,8 @@ class StructuredOutputs:
         for name, kind in (("json_object", bool | None), ("disable_any_whitespace", bool)):
             if not isinstance(getattr(self, name), kind):
                 raise InvalidRequestError(f"{self.field}.{name} must be true or false", field=f"{self.field}.{name}")
-        pattern, place = self.whitespace_pattern, f"{self.field}.whitespace_pattern"
+        pattern = self.whitespace_pattern
+        place = f"{self.field}.whitespace_pattern"
         if not (pattern is None or (isinstance(pattern, str) and 0 < len(pattern) <= 256)):
             raise InvalidRequestError(f"{place} must be a string of 1 to 256 characters", field=place)
         if (pattern or self.disable_any_whitespace) and given[0] not in ("json", "json_object"):
@@ -271,7 +273,8 @@ class StructuredOutputs:
         Raises:
             InvalidRequestError: It is wrong, not supported or too costly; names field and place.
         """
-        kind, place = self.kind, self.place
+        kind = self.kind
+        place = self.place
         match kind:
             case "json" | "json_object":
                 spaces = {

@@ -39,7 +39,8 @@ def check_repeats(pattern: str, field: str) -> None:
 def count_parts(pattern: str) -> int:
     """Return the number of parts, repeats of groups written out; broken expressions are counted somehow."""
     groups = [(0, 0)]  # per open group its parts, and those that it has where it is repeated
-    parts, written = 0, 0  # of the piece before: what a repeat would repeat
+    parts = 0  # of the piece before: what a repeat would repeat
+    written = 0
     for found in _PIECE.finditer(pattern):
         piece = found[0]
         if piece == "(":
@@ -80,7 +81,9 @@ TRIAL_BYTES = 12
 _PART = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*+|/(?P<regex>(?:\\.|[^/\\\n])++)/?')
 """A string, a comment or a regular expression of a Lark grammar."""
 _EOS = 256
-_TOKEN_IDS, _UNKNOWN_TOKEN, _SPECIAL = "<[", "unknown special token", "can't validate <special_token>"
+_TOKEN_IDS = "<["
+_UNKNOWN_TOKEN = "unknown special token"
+_SPECIAL = "can't validate <special_token>"
 """How tokens are written by their ids, and what the compiler says of those by name: with a tokenizer, and without."""
 
 

@@ -45,7 +45,8 @@ class _Finder:
         self._first, self._last = ({name[at] for name in ordered} for at in (0, -1))
         self._heads = {part for name in ordered for end in range(1, len(name)) if _is_odd(part := name[:end])}
         self._tails = {part for name in ordered for begin in range(1, len(name)) if _is_odd(part := name[begin:])}
-        self._longest, self._ordered = max(map(len, ordered), default=0), ordered
+        self._longest = max(map(len, ordered), default=0)
+        self._ordered = ordered
 
     def finds(self, text: str) -> bool:
         """Whether a name is in a text."""
@@ -63,10 +64,12 @@ class _Finder:
 
     def ends(self, text: str) -> tuple[int, int]:
         """Return where, in a text, what is no part of a name at its beginning begins, and at its end ends."""
-        begin, end = 0, len(text)
+        begin = 0
+        end = len(text)
         if end < self._longest and _is_odd(text) and any(text in name for name in self._ordered):
             return end, end
-        head, tail = text[: self._longest - 1], text[1 - self._longest :] if self._longest > 1 else ""
+        head = text[: self._longest - 1]
+        tail = text[1 - self._longest :] if self._longest > 1 else ""
         if any(char in tail for char in self._first):
             end -= next((size for size in range(len(tail), 0, -1) if tail[-size:] in self._heads), 0)
         if any(char in head for char in self._last):
@@ -78,7 +81,8 @@ class _Finder:
         if self._pattern is None:
             return text
         core = text.strip()
-        before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] if core else ""
+        before = text[: len(text) - len(text.lstrip())]
+        behind = text[len(text.rstrip()) :] if core else ""
         begin, end = self.ends(core)
         middle = self._pattern.sub(lambda match: hidden.hide(match[0]), core[begin:end])
         return before + hidden.hide(core[:begin]) + middle + hidden.hide(core[end:]) + behind
@@ -126,7 +130,8 @@ class ControlTokens:
             if not token.special and _MARKER.fullmatch(token.content) and token.content in template
         ]
         self._names = [name for name in (*special, *written) if name]
-        self._any, self._special = _Finder(self._names), _Finder(filter(None, special))
+        self._any = _Finder(self._names)
+        self._special = _Finder(filter(None, special))
         # Such as fullwidth letters under NFKC: what becomes a name is not looked for, all texts count as having one.
         self._in_all = _rewrites(backend.normalizer) and any(
             token.normalized for _, token in added if token.content in self._names
@@ -199,7 +204,8 @@ class _LiteralTokenizer:
         """Control tokens that are words of the model as well."""
         self.works = True
         for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
-            name, own = private.get(token.content), token.content in private
+            name = private.get(token.content)
+            own = token.content in private
             added = tokenizers.AddedToken(
                 name or token.content,
                 single_word=token.single_word and not own,

@@ -117,8 +117,10 @@ class StopStringMatcher:
         """Take more text and return what is certain to come before any stop string; nothing after a match."""
         if self.matched is not None:
             return ""
-        stops, state = self._stops, self._state
-        step, found = stops.step, stops.found
+        stops = self._stops
+        state = self._state
+        step = stops.step
+        found = stops.found
         for at, char in enumerate(text, 1):
             state = step(state, char)
             stop = found(state)
@@ -138,7 +140,9 @@ class StopStringMatcher:
 
     def flush(self) -> str:
         """Return what was held back: the text has ended without a match. Begins anew."""
-        held, self._held, self._state = self._held, "", 0
+        held = self._held
+        self._held = ""
+        self._state = 0
         return held
 
 
@@ -173,7 +177,9 @@ class IncrementalDetokenizer:
             shown: Special tokens that are not left out.
         """
         self._hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
-        self._token_bytes, self._held, self._strip = tokenizer.token_bytes, b"", 0
+        self._token_bytes = tokenizer.token_bytes
+        self._held = b""
+        self._strip = 0
         self._texts = tokenizer.whole_texts
         self._window: _WindowDecoder | None = None
         """Decodes where a text is not the concatenation of its tokens' bytes."""

@@ -74,7 +74,8 @@ def check_model_path(path: str | Path) -> None:
     Raises:
         ConfigError: It is none of them.
     """
-    local, name = Path(path).expanduser(), str(path)
+    local = Path(path).expanduser()
+    name = str(path)
     if local.is_dir() or is_gguf(local):
         return
     if local.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
@@ -252,7 +253,8 @@ def _most_normalized(normalizer: dict[str, Any] | None) -> int | None:
     """Return how many characters a normalizer makes one of, at most; ``None``: any number."""
     most = 1
     for step in _steps(normalizer, "normalizers"):
-        kind, pattern = step.get("type"), (step.get("pattern") or {}).get("String")
+        kind = step.get("type")
+        pattern = (step.get("pattern") or {}).get("String")
         if kind == "NFC":
             most *= _COMPOSED
         elif kind == "Replace" and pattern and step.get("content"):

@@ -426,12 +426,14 @@ class TextModel:
         """
         if self.chat_template is None:
             raise InvalidRequestError("the model has no chat template: send a prompt instead", field="messages")
-        extra, named = variables or {}, {"tools": tools}
+        extra = variables or {}
+        named = {"tools": tools}
         known = allow_special_tokens or not self._control.in_conversation([*messages, named], extra)
         hidden = None if known else Hidden()
         if hidden is not None:
             messages = [self._control.hide(message, hidden) for message in messages]
-            extra, tools = self._control.hide(extra, hidden), self._control.hide(named, hidden)["tools"]
+            extra = self._control.hide(extra, hidden)
+            tools = self._control.hide(named, hidden)["tools"]
         text = self.chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,

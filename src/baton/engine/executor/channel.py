@@ -32,7 +32,8 @@ _COUNTS = 6
 _Counts = tuple[int, int, int, int, int, int]
 """int64 at the beginning: tokens T, sequences S, width W of the block tables, rows R of the logits, layer groups, and
 whether there are trees."""
-_LEAST_TOKENS, _LEAST_SEQUENCES = 64, 8
+_LEAST_TOKENS = 64
+_LEAST_SEQUENCES = 8
 """Room for the steps of the self-check, whatever the configuration."""
 
 Message = dict[str, Any]
@@ -165,7 +166,9 @@ class StepBuffer:
             InternalError: It is larger than the configuration allows.
         """
         width = batch.block_tables.shape[1]
-        tokens, sequences, trees = len(batch.token_ids), len(batch.context_lens), int(batch.trees is not None)
+        tokens = len(batch.token_ids)
+        sequences = len(batch.context_lens)
+        trees = int(batch.trees is not None)
         counts = (tokens, sequences, width, len(batch.logit_rows), batch.groups, trees)
         if _num_bytes(counts) > len(self._memory):
             raise InternalError(f"a step of {counts[0]} tokens and {counts[1]} sequences is larger than was planned")

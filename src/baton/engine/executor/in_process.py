@@ -58,7 +58,9 @@ class InProcessExecutor:
         """Load rank 0, and choose how to run the model once the other ranks are there."""
         config = self.config
         whole = load_whole(config)
-        model, self.geometry, self.max_model_len = whole.model, whole.geometry, whole.max_len
+        model = whole.model
+        self.geometry = whole.geometry
+        self.max_model_len = whole.max_len
         self.device = self.compute.memory
         self.vocab_size = int(model.text_config.vocab_size)
         self.eos_token_ids = model.eos_token_ids
@@ -87,7 +89,9 @@ class InProcessExecutor:
 
     def _fingerprint(self, whole: WholeModel) -> Fingerprint:
         """Identity of the whole instance's KV: block_bytes are those of an undivided block."""
-        config, model, groups = self.config, whole.model, whole.groups
+        config = self.config
+        model = whole.model
+        groups = whole.groups
         layout = KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype)
         found = Fingerprint.of(
             model=config.model_name,
@@ -110,21 +114,25 @@ class InProcessExecutor:
 
         All ranks together are compared with the model as it was before it was divided.
         """
-        model, error = whole.model, self._generic_error(check)
+        model = whole.model
+        error = self._generic_error(check)
         return_free_memory()
         if not error < check.tolerance:
-            field, figures = self._refused_field, f"attention {self.attention_backend}, relative error {error:.2g}"
+            field = self._refused_field
+            figures = f"attention {self.attention_backend}, relative error {error:.2g}"
             if len(self.shards) > 1:
                 why = f"cannot be divided over {field}: its logits differ from those of the whole"
             else:
                 why = f"cannot be served: {check.explain(whole)}"
             raise ConfigError(f"{model.architecture} {why} ({figures})", field=field)
-        linears, path = self._runner.linears, "transformers' modules"
+        linears = self._runner.linears
+        path = "transformers' modules"
         packs = True
         if self.config.packed_linears and self._try(ExecutionPath.FUSED, check):
             path = "fused decoder"
         elif not self._runner.packs or not self._try(ExecutionPath.PACKED, check):
-            linears, packs = ("torch" if self._runner.packs else linears), False
+            linears = "torch" if self._runner.packs else linears
+            packs = False
         self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
         if quantized := self._runner.describe_quantized(packs=packs):
             self.description += f", {quantized}"
@@ -139,7 +147,8 @@ class InProcessExecutor:
         Raises:
             ConfigError: It changes too much; names ``kv_dtype``.
         """
-        kind, error = self.geometry.dtype, check.storage_error(self._logits, self._stored_logits)
+        kind = self.geometry.dtype
+        error = check.storage_error(self._logits, self._stored_logits)
         allowed = STORAGE_TOLERANCE[kind.partition(";")[0]]
         if not error < allowed:
             raise ConfigError(

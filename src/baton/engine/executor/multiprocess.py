@@ -394,7 +394,8 @@ class MultiprocessExecutor(InProcessExecutor):
         if self.compute.is_cuda:
             self.communicator.disconnect()  # the step in flight waits on the device, for ever, and somebody for that
         with self._lock:
-            on_lost, closed = self._on_lost, self._closed
+            on_lost = self._on_lost
+            closed = self._closed
         if not closed and on_lost is not None:
             on_lost(lost)
 

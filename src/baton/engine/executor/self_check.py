@@ -75,7 +75,8 @@ class SelfCheck:
     """
 
     def __init__(self, whole: WholeModel, block_size: int) -> None:
-        model, max_len = whole.model, whole.max_len
+        model = whole.model
+        max_len = whole.max_len
         self._dtype = model.dtype
         self._has_experts = has_experts(model.module)
         self._vocab_size = int(model.text_config.vocab_size)
@@ -86,8 +87,10 @@ class SelfCheck:
         last = max_len - FAR_TOKENS
         starts = (original_length(model.text_config, max_len), last)
         self._far = sorted({_within_chunks(start, whole) for start in starts if 0 < start <= last})
-        self._near, self._expected = near, [reference_logits(whole, tokens, 0) for tokens in near]
-        self._worst_offset, self._near_error = 0, 0.0
+        self._near = near
+        self._expected = [reference_logits(whole, tokens, 0) for tokens in near]
+        self._worst_offset = 0
+        self._near_error = 0.0
         self._rounding = self._of_rounded_inputs(whole) if model.rounds_inputs else 0.0
         self._steps = _near_steps(near, self._expected, self._blocks_of)
         far_tokens = generator.integers(0, self._vocab_size, FAR_TOKENS)
@@ -100,7 +103,8 @@ class SelfCheck:
 
     def _far_rows(self, tokens: Tokens, block_size: int) -> ForwardBatch | None:
         """Single tokens at the far positions, whose context repeats the blocks of the first sequence."""
-        filled, rows = self._blocks_of[0], []
+        filled = self._blocks_of[0]
+        rows = []
         own = sum(map(len, self._blocks_of))
         for index, position in enumerate(start + FAR_TOKENS - 1 - i for start in self._far for i in range(FAR_ROWS)):
             before = [filled[i % len(filled)] for i in range(position // block_size)]
@@ -128,13 +132,15 @@ class SelfCheck:
         The largest one: of a token in float32; in 16 bits of the median token of a sequence's part in a step, or of a
         token whose logits are unrelated. Mixtures may have such tokens by chance (near ties of a router), but no parts.
         """
-        worst, near = 0.0, []
+        worst = 0.0
+        near = []
         for step in self._steps:
             parts = self._errors(forward, step)
             near += [] if step.offset else parts
             error = max(self._unrelated(parts), *(float(self._of_most(part)) for part in parts))
             if error > worst:
-                worst, self._worst_offset = error, step.offset
+                worst = error
+                self._worst_offset = step.offset
         self._near_error = self._overall(near)
         return worst
 
@@ -241,7 +247,8 @@ def _near_steps(near: list[Tokens], expected: list[torch.Tensor], tables: list[l
     splits = [min(split, len(tokens) - 1) for split, tokens in zip(SPLITS, near, strict=True)]
     steps = []
     for order, part in (((0, 1), slice(0, 1)), ((1, 0), slice(1, 2))):
-        pieces, wanted = [], []
+        pieces = []
+        wanted = []
         for row in order:
             begin, end = [(0, splits[row]), (splits[row], len(near[row]))][part.start]
             if end > begin:
@@ -340,7 +347,8 @@ a speed. Questions for the reader: 1. Why is the difference not exactly 1,000 se
 
 def compare(logits: torch.Tensor, reference: torch.Tensor) -> Quality:
     """Compare logits [tokens, vocab] with those of the reference."""
-    divergence, same = [], []
+    divergence = []
+    same = []
     for parts in in_float32(reference, logits):
         expected, found = (each.log_softmax(-1) for each in parts)
         divergence.append((expected.exp() * (expected - found)).sum(-1).clamp_min(0))
@@ -387,7 +395,8 @@ class QualityCheck:
 
     def measure(self, forward: Forward) -> Quality | None:
         """Compare; ``None``: no weights are quantized. The reference is dropped."""
-        reference, self._reference = self._reference, None
+        reference = self._reference
+        self._reference = None
         if reference is None:
             return None
         blocks = -(-len(self._tokens) // self._block_size)

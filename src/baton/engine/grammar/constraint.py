@@ -87,8 +87,11 @@ class Constraint:
     )
 
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
-        self._origin, self.grammar, self.eos_token_ids = origin, grammar, eos_token_ids
-        self.cost, self.refusals = RequestCost(), 0
+        self._origin = origin
+        self.grammar = grammar
+        self.eos_token_ids = eos_token_ids
+        self.cost = RequestCost()
+        self.refusals = 0
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
@@ -107,15 +110,23 @@ class Constraint:
     def fork(self) -> Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
-        copy._origin, copy.grammar, copy.eos_token_ids = self._origin, self.grammar, self.eos_token_ids
-        copy.cost, copy.refusals = self.cost, self.refusals
-        copy.matcher, copy.started, copy.error, copy._seen = self.matcher.fork(), self.started, self.error, self._seen
-        copy._ahead, copy._forced = self._ahead, self._forced
+        copy._origin = self._origin
+        copy.grammar = self.grammar
+        copy.eos_token_ids = self.eos_token_ids
+        copy.cost = self.cost
+        copy.refusals = self.refusals
+        copy.matcher = self.matcher.fork()
+        copy.started = self.started
+        copy.error = self.error
+        copy._seen = self._seen
+        copy._ahead = self._ahead
+        copy._forced = self._forced
         return copy
 
     def append(self, token: int) -> None:
         """Take note of the next output token."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead == token:
             return
         if ahead is not None:
@@ -145,7 +156,8 @@ class Constraint:
         forced = self._forced if self._forced is not None else self.forced()
         if (forced and forced[0] != token) or not self.matcher.take(token):
             return False
-        self._ahead, self._forced = token, None
+        self._ahead = token
+        self._forced = None
         self.forced()
         return True
 
@@ -266,7 +278,8 @@ class StepMasks:
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int, team: ThreadTeam | None = None) -> None:
-        self._backend, self._team = backend, team
+        self._backend = backend
+        self._team = team
         self._words = mask_words(vocab_size)
         self._memory = np.empty((0, self._words), np.uint32)
         self._vocab_size = vocab_size
@@ -417,7 +430,8 @@ class StepMasks:
 
     def _drain(self, left: Iterator[tuple[Constraint, TokenMask]]) -> None:
         # Masks are computed without the interpreter's lock, and with few instructions between them threads seldom meet.
-        fill, clock = self._backend.fill_mask, time.thread_time
+        fill = self._backend.fill_mask
+        clock = time.thread_time
         if not self._watched:
             for one, mask in left:
                 fill(one.matcher, mask)
@@ -501,7 +515,9 @@ class GrammarCompiler:
     ) -> None:
         self.backend = backend
         self._eos = eos_token_ids
-        self._max, self._max_bytes, self._bytes = max_grammars, max_text_bytes, 0
+        self._max = max_grammars
+        self._max_bytes = max_text_bytes
+        self._bytes = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str, str], tuple[GrammarMatcher, int]] = OrderedDict()
         self.cache_hits = self.compiled = self.refused = 0
@@ -551,7 +567,8 @@ class GrammarCompiler:
         except InvalidRequestError:
             self.refused += 1
             raise
-        key, size = (owner, grammar.digest), len(grammar.text)
+        key = (owner, grammar.digest)
+        size = len(grammar.text)
         with self._lock:
             self.compiled += 1
             self.compile_seconds += time.perf_counter() - started

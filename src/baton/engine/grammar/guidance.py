@@ -48,7 +48,9 @@ class GuidanceMatcher:
         taken: Sequence[int] = (),
         family: MatcherFamily | None = None,
     ) -> None:
-        self.inner, self._ends, self.family = inner, ends, family or MatcherFamily()
+        self.inner = inner
+        self._ends = ends
+        self.family = family or MatcherFamily()
         self._origin = inner.deep_copy() if origin is None else origin
         self._taken = list(taken)
 
@@ -129,7 +131,8 @@ class GuidanceBackend:
             )
         except Exception as error:  # whatever a tokenizer of an unknown kind leads to
             raise ConfigError(f"grammars cannot use this tokenizer: {error}", field="grammar_backend") from error
-        self._executor, self._ends = LLExecutor(), eos_token_ids
+        self._executor = LLExecutor()
+        self._ends = eos_token_ids
 
     def compile(self, grammar: Grammar) -> GuidanceMatcher:
         """Return a matcher at the beginning of a grammar."""

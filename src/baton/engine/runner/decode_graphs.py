@@ -140,11 +140,17 @@ class _Step:
 
     def fill(self, batch: ForwardBatch, tables: npt.NDArray[np.int32], staging: HostStaging) -> None:
         """Put a batch's numbers where the step reads them; ``tables`` int32 [n, G * w]."""
-        shape, count, size = self._shape, len(batch.context_lens), self.size
+        shape = self._shape
+        count = len(batch.context_lens)
+        size = self.size
         used = tables.shape[1] // shape.groups
-        tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        lens, padded = np.zeros(size, np.int32), np.zeros((size, shape.groups, used), np.int32)
-        tokens[:count], positions[:count], lens[:count] = batch.token_ids, batch.positions, batch.context_lens
+        tokens = np.zeros(size, np.int64)
+        positions = np.zeros(size, np.int64)
+        lens = np.zeros(size, np.int32)
+        padded = np.zeros((size, shape.groups, used), np.int32)
+        tokens[:count] = batch.token_ids
+        positions[:count] = batch.positions
+        lens[:count] = batch.context_lens
         padded[:count] = tables.reshape(count, shape.groups, used)
         places = [*self._places[:4], self._places[3] + padded.nbytes]
         staging.copy((tokens, positions, lens, padded), places, self._inputs)
@@ -178,7 +184,10 @@ class DecodeGraphs:
         staging: HostStaging,
         recorder: Recorder | None = None,
     ) -> None:
-        self._device, self._forward, self._attention, self._shape = device, forward, attention, shape
+        self._device = device
+        self._forward = forward
+        self._attention = attention
+        self._shape = shape
         self._staging = staging
         self._recorder = recorder or (CudaGraphRecorder(device.memory) if device.is_cuda else CallRecorder())
         self._steps: dict[int, tuple[_Step, Replay]] = {}
@@ -284,8 +293,11 @@ class StepCapture:
         communicator: Communicator,
     ) -> None:
         self._communicator = communicator
-        self.sizes, self._named = config.graph_sizes, config.cuda_graphs != ("on",)
-        self._model, self._attention, self._staging = model, attention, staging
+        self.sizes = config.graph_sizes
+        self._named = config.cuda_graphs != ("on",)
+        self._model = model
+        self._attention = attention
+        self._staging = staging
 
     def capture(
         self, decoder: GenericDecoder | FusedDecoder, pools: list[LayerPool], shape: TableShape
@@ -349,7 +361,8 @@ class StepCapture:
             return None  # its launches depend on what the host knows
 
         def forward(tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, plan: Any) -> torch.Tensor:
-            told, decoder.on_layer = decoder.on_layer, None
+            told = decoder.on_layer
+            decoder.on_layer = None
             try:
                 return decoder.forward(tokens, positions, rows, plan, pools)[0]
             finally:

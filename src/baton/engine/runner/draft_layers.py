@@ -43,8 +43,12 @@ class DraftLayers:
     """
 
     def __init__(self, draft: str, spec: AttentionSpec, dtype: str, width: int, block_size: int) -> None:
-        self.draft, self.dtype, self._width, self._block_size = draft, dtype, width, block_size
-        marks, self._slice = MARK_BYTES // TORCH_DTYPES[dtype].itemsize, -(-width // block_size)
+        self.draft = draft
+        self.dtype = dtype
+        self._width = width
+        self._block_size = block_size
+        marks = MARK_BYTES // TORCH_DTYPES[dtype].itemsize
+        self._slice = -(-width // block_size)
         others = (AttentionSpec(1, 1, size, size, 1.0, latent=True) for size in (marks, self._slice + marks))
         self.specs = (spec, *others)
         self.shapes = tuple(
@@ -56,9 +60,11 @@ class DraftLayers:
     def bind(self, pool: LayerPool, marks: LayerPool, states: LayerPool) -> None:
         """Use these layers of the KV pool."""
         kind, _ = _NUMBERS[TORCH_DTYPES[self.dtype].itemsize]
-        self._pool, self._marks = pool, marks.k[:, 0].view(kind)
+        self._pool = pool
+        self._marks = marks.k[:, 0].view(kind)
         whole = states.k[:, 0]
-        self._states, self._state_marks = whole[..., : self._slice], whole.view(kind)[..., self._slice :]
+        self._states = whole[..., : self._slice]
+        self._state_marks = whole.view(kind)[..., self._slice :]
 
     def keep_state(
         self, tokens: npt.NDArray[np.uint32], position: int, table: npt.NDArray[np.int32], state: torch.Tensor
@@ -132,7 +138,8 @@ class DraftLayers:
     def _copy(
         self, source: LayerPool, by: tuple[torch.Tensor, ...], target: LayerPool, to: tuple[torch.Tensor, ...]
     ) -> None:
-        (blocks, offsets), (into, at) = by, to
+        (blocks, offsets) = by
+        (into, at) = to
         target.k[into, :, at] = source.k[blocks, :, offsets]
         if not self.specs[0].latent:
             target.v[into, :, at] = source.v[blocks, :, offsets]

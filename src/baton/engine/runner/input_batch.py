@@ -200,7 +200,9 @@ def build_batch(
         hidden_of: Which hidden states are wanted.
         chosen: Tokens of the step before, if that is on its way.
     """
-    counts, drafts, trees = plan.counts, plan.drafts, plan.trees
+    counts = plan.counts
+    drafts = plan.drafts
+    trees = plan.trees
     width = max(-(-(s.num_launched + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
     groups = 1 + max(len(sequence.windows) for sequence in counts)
     take = _new_arrays if buffers is None else buffers.take

@@ -139,7 +139,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, whole: WholeModel, communicator: Communicator) -> None:
-        self._max_len, self._communicator = whole.max_len, communicator
+        self._max_len = whole.max_len
+        self._communicator = communicator
         self.layout: KVLayout = shard_layout(whole.geometry, communicator.spec, config.block_size, whole.groups)
         self._stored = self.layout
         self._plain: KVLayout = dataclasses.replace(self.layout, dtype=whole.model.dtype)
@@ -151,7 +152,8 @@ class ModelRunner:
         device = whole.model.compute
         self._model = model = dataclasses.replace(whole.model, device=device.memory)
         library = cpu_operators(config, on_gpu=device.on_gpu)
-        numbers, specs = TORCH_DTYPES[whole.model.dtype], tuple(self._share.specs.values())
+        numbers = TORCH_DTYPES[whole.model.dtype]
+        specs = tuple(self._share.specs.values())
         context = AttentionContext(device.memory, library, device.on_gpu, numbers, specs)
         self._attention: PagedAttention = choose_attention(config.attention_backend, context)
         types = [POOL_DTYPES[kind] for kind in layer_types(self.layout.dtype, len(self.layout.layers))]
@@ -164,7 +166,8 @@ class ModelRunner:
         self._quantized = quantized_layers(whole.model.module)
         self.linears, make = choose_linear(config, model, library)
         self._operators: LayerOperators = GpuOperators() if device.on_gpu else CpuOperators(library, make)
-        self._on_gpu, self._staging = device.on_gpu, HostStaging(device)
+        self._on_gpu = device.on_gpu
+        self._staging = HostStaging(device)
         self._returned = self._staging if device.on_gpu else None
         self._generic = GenericDecoder(model, self._share, self._attention)
         self._decoder: GenericDecoder | FusedDecoder = self._generic
@@ -285,7 +288,8 @@ class ModelRunner:
             )
         self._arena = arena
         own = () if self._draft is None else self._draft.specs
-        specs, scales = [*self._share.specs.values(), *own], [*self._scales, *(None for _ in own)]
+        specs = [*self._share.specs.values(), *own]
+        scales = [*self._scales, *(None for _ in own)]
         self._pools = pool_views(self.layout, arena_memory(arena), specs, scales)
         if self._draft is not None:
             self._draft.bind(*self._pools[-len(own) :])
@@ -416,9 +420,12 @@ def _kept_per_token(pool: LayerPool) -> list[torch.Tensor]:
 
 def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:
     """The checkpoint's scales of a rank's layers and heads, where attention reads them."""
-    spec, found, device = communicator.spec, list[HeadScales | None](), whole.model.compute.memory
+    spec = communicator.spec
+    found = list[HeadScales | None]()
+    device = whole.model.compute.memory
     for layer in layer_range(len(whole.scales), spec.pp_size, spec.pp_rank):
-        pair, heads = whole.scales[layer], list(shard_heads(whole.geometry, spec, layer))
+        pair = whole.scales[layer]
+        heads = list(shard_heads(whole.geometry, spec, layer))
         found.append(None if pair is None else (pair[0][heads].to(device), pair[1][heads].to(device)))
     return found
 
@@ -450,7 +457,8 @@ def pool_views(
 
     pools = []
     for index, (shape, spec) in enumerate(zip(layout.layers, specs, strict=True)):
-        place, rows = layout.places[index], (shape.kv_heads, layout.block_size)
+        place = layout.places[index]
+        rows = (shape.kv_heads, layout.block_size)
         dtype = POOL_DTYPES[place.dtype]
         k = view(dtype, place.k, *rows, shape.k_dim)
         v = k[..., : spec.v_dim] if spec.latent else view(dtype, place.v, *rows, shape.v_dim)

@@ -103,7 +103,9 @@ class ChainDrafter(ABC, Generic[StateT]):
     """Whether proposals say what their tokens were drawn from."""
 
     def __init__(self, num_blocks: int, block_size: int, max_len: int, device: ComputeDevice) -> None:
-        self._block_size, self._max_len, self._device = block_size, max_len, device
+        self._block_size = block_size
+        self._max_len = max_len
+        self._device = device
         self._free = list(range(num_blocks))
         self._states: OrderedDict[Sequence, StateT] = OrderedDict()
 
@@ -172,7 +174,8 @@ class ChainDrafter(ABC, Generic[StateT]):
             amend = functools.partial(_note_draws, jobs) if self.tells_draws else None
             rows = [job.row for job in jobs]
             found = sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu)
-            going, tokens = [], []
+            going = []
+            tokens = []
             for i, job in enumerate(jobs):
                 token = found.token_ids[i]
                 if i in found.bad_rows:

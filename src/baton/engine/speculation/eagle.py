@@ -130,14 +130,18 @@ class EagleDrafter(ChainDrafter[EagleState]):
     """
 
     def __init__(self, name: str, head: HiddenHead, config: EngineConfig, max_len: int, device: ComputeDevice) -> None:
-        spec, size = head.spec, config.block_size
+        spec = head.spec
+        size = config.block_size
         shape = LayerShape(spec.kv_heads, spec.k_dim, 0 if spec.latent else spec.v_dim)
         layout = KVLayout((shape,), size, head.dtype)
         blocks = draft_blocks(config, max_len, layout.block_bytes, device.memory)
         super().__init__(blocks, size, max_len, device)
-        self.name, self.hidden_of = name, head.hidden_of
-        self._head, self._width = head, config.speculative_width
-        self._attention, self._staging = head.attention, HostStaging(device)
+        self.name = name
+        self.hidden_of = head.hidden_of
+        self._head = head
+        self._width = config.speculative_width
+        self._attention = head.attention
+        self._staging = HostStaging(device)
         memory = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8, device=device.memory)
         (self._pool,) = pool_views(layout, memory, [spec], [None])
         self.layers: DraftLayers | None = None
@@ -145,14 +149,17 @@ class EagleDrafter(ChainDrafter[EagleState]):
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
         """Keep what later slots take of hidden states; see the protocol."""
-        joined, at = self._head.join(hidden), 0
+        joined = self._head.join(hidden)
+        at = 0
         asked = {sequence for sequence, _, _ in rows}
         for sequence, start, count in rows:
-            new, at = joined[at : at + count], at + count
+            new = joined[at : at + count]
+            at = at + count
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = EagleState()
-            first, end = start + 1, state.begin + state.sure
+            first = start + 1
+            end = state.begin + state.sure
             known = 0 if state.rows is None else len(state.rows)
             if state.begin <= first <= end + known and (state.sure or known):
                 state.sure = min(state.sure, first - state.begin)
@@ -160,7 +167,10 @@ class EagleDrafter(ChainDrafter[EagleState]):
                 kept = first - state.begin - state.sure
                 state.rows = new.clone() if not kept or state.rows is None else torch.cat([state.rows[:kept], new])
             else:  # tokens in between were computed elsewhere
-                state.begin, state.sure, state.kept, state.rows = first, 0, 0, new.clone()
+                state.begin = first
+                state.sure = 0
+                state.kept = 0
+                state.rows = new.clone()
                 self._bring(sequence, state, start, asked)
         if self.layers is not None:
             self._compute_prompts(rows, asked)
@@ -179,7 +189,9 @@ class EagleDrafter(ChainDrafter[EagleState]):
             return
         if count:
             self.layers.copy_to(self._pool, state.blocks, np.arange(start - count, start), sequence.table)
-        state.begin, state.sure, state.kept = start - count, count, count
+        state.begin = start - count
+        state.sure = count
+        state.kept = count
         state.guessed = start if before is None else -1
         before = torch.zeros_like(state.rows[0]) if before is None else before.to(state.rows.dtype)
         state.rows = torch.cat([before[None], state.rows])
@@ -192,7 +204,8 @@ class EagleDrafter(ChainDrafter[EagleState]):
             begin = state.begin + state.sure
             count = 0 if state.rows is None else min(len(state.rows), sequence.num_tokens - begin)
             if start < sequence.num_prompt and count > 0 and self._make_room(state, state.sure + count, asked):
-                state.num_computed, state.own = state.sure, None
+                state.num_computed = state.sure
+                state.own = None
                 parts.append((sequence, state, sequence.buffer[begin : begin + count]))
         if parts:
             self._compute(parts)
@@ -219,7 +232,8 @@ class EagleDrafter(ChainDrafter[EagleState]):
         if state is None:
             return None
         self._states.move_to_end(sequence)  # used last
-        state.num_computed, state.own = state.sure, None
+        state.num_computed = state.sure
+        state.own = None
         missing = sequence.num_tokens - state.begin - state.sure
         known = 0 if state.rows is None else len(state.rows)
         return state if 1 <= missing <= known else None
@@ -286,7 +300,8 @@ class EagleDrafter(ChainDrafter[EagleState]):
         while levels:
             rows = [row for level in levels for row in level.branches.rows]
             found = likeliest(logits, rows, self._width)
-            going, at = [], 0
+            going = []
+            at = 0
             for level in levels:
                 count = len(level.branches.level)
                 if level.branches.grow(found[at : at + count]):
@@ -298,11 +313,17 @@ class EagleDrafter(ChainDrafter[EagleState]):
 
     def _forward_levels(self, levels: list[_Level]) -> torch.Tensor:
         """Compute the tokens that go on; return the logits [n, vocab] behind them, sequence by sequence."""
-        starts, contexts, roots = [0], [], []
-        tokens, positions, ancestors, hidden = list[int](), list[int](), list[int](), list[torch.Tensor]()
+        starts = [0]
+        contexts = []
+        roots = []
+        tokens = list[int]()
+        positions = list[int]()
+        ancestors = list[int]()
+        hidden = list[torch.Tensor]()
         tables = np.zeros((len(levels), max(len(level.state.blocks) for level in levels)), np.int32)
         for row, level in enumerate(levels):
-            branches, state = level.branches, level.state
+            branches = level.branches
+            state = level.state
             masks = ancestor_masks(branches.parents)
             # Tokens of a level that end the sequence are computed too: a tree's slots have no gaps.
             new = range(level.computed, len(branches.tokens))
@@ -395,7 +416,9 @@ class NextTokenHead:
         specs, _ = probe(model, max_len)
         self._share = divide(model, use_latents(model, specs), Communicator(shard_specs(1, 1)[0]))
         (self.spec,) = self._share.specs.values()
-        self.dtype, self.attention, self.width = model.dtype, attention, int(target.text_config.hidden_size)
+        self.dtype = model.dtype
+        self.attention = attention
+        self.width = int(target.text_config.hidden_size)
         self._decoder = GenericDecoder(model, self._share, attention)
         on_gpu = target.compute.on_gpu
         library = cpu_operators(config, on_gpu=on_gpu)

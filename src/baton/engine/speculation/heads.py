@@ -88,7 +88,8 @@ class HeadFiles:
         if tensor is None:
             raise ConfigError(f"{self.path} has no {name}", field=FIELD)
         if tuple(tensor.shape) != shape:
-            have, want = list(tensor.shape), list(shape)
+            have = list(tensor.shape)
+            want = list(shape)
             raise ConfigError(f"{self.path}: {name} has shape {have}, but {want} fits the model", field=FIELD)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise ConfigError(f"{self.path}: {name} has values that are not finite", field=FIELD)
@@ -176,7 +177,9 @@ class EagleHead:
     """
 
     def __init__(self, files: HeadFiles, model: LoadedModel, attention: PagedAttention, *, third: bool) -> None:
-        self.third, self.dtype, self.attention = third, model.dtype, attention
+        self.third = third
+        self.dtype = model.dtype
+        self.attention = attention
         self._dtype = TORCH_DTYPES[model.dtype]
         self.width = int(model.text_config.hidden_size)
         self._vocab_size = int(model.text_config.vocab_size)
@@ -184,7 +187,8 @@ class EagleHead:
         layers = int(model.text_config.num_hidden_layers)
         self.hidden_of: tuple[int, ...] = _layers_read(files, layers) if third else (FINAL,)
         config = _layer_config(files, self.width)
-        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads or config.num_attention_heads)
+        heads = int(config.num_attention_heads)
+        kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
         self._dim = dim = int(config.head_dim or self.width // heads)
         self.spec = AttentionSpec(heads, kv_heads, dim, dim, dim**-0.5)
         self._eps = float(config.rms_norm_eps)
@@ -261,7 +265,8 @@ class EagleHead:
         q, k, v = (F.linear(inner, *part).view(len(tokens), -1, self._dim) for part in self._qkv)
         cos, sin = self._rotary(embedded, positions[None])
         q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-        q, k = q[0].transpose(0, 1).contiguous(), k[0].transpose(0, 1).contiguous()
+        q = q[0].transpose(0, 1).contiguous()
+        k = k[0].transpose(0, 1).contiguous()
         out = self.attention.run(plan, self.spec, pool, q, k, v.contiguous())
         hidden = residual + F.linear(out.reshape(len(tokens), -1), *self._out)
         inner = self._rms(hidden, self._mlp_norm)

@@ -176,10 +176,13 @@ class SuffixDrafter:
             min(limit * self._width, MAX_NODES),
             *(address_of(array) for array in (self._tokens, self._parents, self._chances, self._length)),
         )
-        tokens, chances = self._tokens[:found].tolist(), self._chances[:found].tolist()
+        tokens = self._tokens[:found].tolist()
+        chances = self._chances[:found].tolist()
         parents = self._parents[:found].tolist() if self._width > 1 else None
         path = tokens if parents is None else [tokens[i] for i in first_path(parents)]
-        own.drafted_at, own.draft, own.length = count, tuple(path), int(self._length[0])
+        own.drafted_at = count
+        own.draft = tuple(path)
+        own.length = int(self._length[0])
         return Proposal(tokens, chances, parents=parents)
 
     def _learn(self, sequence: Sequence, own: _Own) -> None:

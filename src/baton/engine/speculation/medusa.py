@@ -52,8 +52,10 @@ class MedusaHeads:
     """
 
     def __init__(self, files: HeadFiles, model: LoadedModel) -> None:
-        self._files, self._dtype = files, TORCH_DTYPES[model.dtype]
-        self._width, self._vocab_size = int(model.text_config.hidden_size), int(model.text_config.vocab_size)
+        self._files = files
+        self._dtype = TORCH_DTYPES[model.dtype]
+        self._width = int(model.text_config.hidden_size)
+        self._vocab_size = int(model.text_config.vocab_size)
         self._drafted: torch.Tensor | None = None
         self._scale = 1.0
         vllm = files.has("blocks.0.layers.0.weight")
@@ -145,7 +147,9 @@ class MedusaDrafter:
     hidden_of = (FINAL,)
 
     def __init__(self, heads: MedusaHeads, device: ComputeDevice, width: int = 1) -> None:
-        self._heads, self._device, self._width = heads, device, width
+        self._heads = heads
+        self._device = device
+        self._width = width
         self._last: dict[Sequence, tuple[int, torch.Tensor]] = {}
         """Position of the first hidden state that a step computed of a sequence, and what it computed."""
 
@@ -198,7 +202,8 @@ class MedusaDrafter:
             repeats = torch.tensor([len(tree.level) for tree in levels], device=logits.device)
             rows = [row for tree in levels for row in tree.rows]
             found = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
-            going, at = [], 0
+            going = []
+            at = 0
             for job, tree in zip(jobs, levels, strict=True):
                 count = len(tree.level)
                 if tree.grow(found[at : at + count]):

@@ -56,8 +56,10 @@ class BoundedDrafter:
     """
 
     def __init__(self, drafter: Drafter, wait_s: float = WAIT_S) -> None:
-        self.name, self.sequential = drafter.name, drafter.sequential
-        self._drafter, self._wait_s = drafter, wait_s
+        self.name = drafter.name
+        self.sequential = drafter.sequential
+        self._drafter = drafter
+        self._wait_s = wait_s
         self._ended: deque[Sequence] = deque(maxlen=MAX_ENDED)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._last: _Call | None = None
@@ -102,7 +104,8 @@ class BoundedDrafter:
         return self._last is not None and not self._last.done.is_set()
 
     def _begin(self, work: Callable[[], list[Proposal]]) -> _Call:
-        ended, self._ended = list(self._ended), deque(maxlen=MAX_ENDED)
+        ended = list(self._ended)
+        self._ended = deque(maxlen=MAX_ENDED)
 
         def told() -> list[Proposal]:
             for sequence in ended:

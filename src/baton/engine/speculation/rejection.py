@@ -75,7 +75,8 @@ def _decide(drafts: list[DrawnDraft], decide: _Decide) -> tuple[torch.Tensor, to
     """Decide on drafts of n tokens each, all drawn or none: tokens [B, n + 1] and how many are kept [B]."""
     rows = [row for each in drafts for row in each.rows]
     logits = torch.cat([each.logits for each in drafts]).float()
-    length, vocab = len(drafts[0].draft), logits.shape[-1]
+    length = len(drafts[0].draft)
+    vocab = logits.shape[-1]
     target = filtered_probs(logits, [row.params for row in rows]).view(len(drafts), length + 1, vocab)
     sources = [each.drawn_from[:length] for each in drafts if each.drawn_from is not None]
     drawn = [torch.as_tensor(each, dtype=torch.float32, device=target.device) for each in sources]

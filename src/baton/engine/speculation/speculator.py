@@ -71,7 +71,8 @@ class StepTimes:
         took = math.log(max(seconds, 1e-7))
         self._seen[size] = seen = self._seen.get(size, 0) + 1
         if not self._own:
-            self._common, self._own[size] = took, 0.0
+            self._common = took
+            self._own[size] = 0.0
         elif size not in self._own:
             self._own[size] = took - self._common
         else:
@@ -261,7 +262,8 @@ class _Draft:
             self.parents = () if is_chain(parents) else parents
         else:
             order = tokens.tolist()
-        self.token_ids, self.chances = tuple(self.token_ids[i] for i in order), self.chances[order]
+        self.token_ids = tuple(self.token_ids[i] for i in order)
+        self.chances = self.chances[order]
 
 
 class SpeculationStats:
@@ -308,7 +310,8 @@ class Speculator:
         self._asked = False
         self._records: dict[Sequence, Record] = {}
         self._promised: dict[Sequence, float] = {}
-        self._usual, self._seen = USUAL_RATE, 0
+        self._usual = USUAL_RATE
+        self._seen = 0
         self.drafter = drafter
         self.drawn_from: DrawnFrom | None = {} if config.speculative_acceptance == "rejection" else None
         self.stats = SpeculationStats(drafter.name)
@@ -319,7 +322,8 @@ class Speculator:
         """Add drafts to the decodes of a plan that is complete else: they get what is left of budget and blocks."""
         if self.drawn_from is not None:
             self.drawn_from.clear()
-        self._planned, self._asked = plan.trees, False
+        self._planned = plan.trees
+        self._asked = False
         room = min(scheduler.room_for_drafts(plan), MOST_ROWS)
         if room <= 0 or self._rest > 0 or (self._pace is not None and self._pace.wait()):
             self._rest = max(0, self._rest - 1)
@@ -463,10 +467,13 @@ class Speculator:
 
     def _usable(self, sequence: Sequence, proposal: Proposal, limit: int) -> _Draft:
         """Return the part of a draft that can come true: known tokens, none behind an end, as the grammar allows."""
-        tokens, given, parents = proposal.token_ids, proposal.chances, proposal.parents
+        tokens = proposal.token_ids
+        given = proposal.chances
+        parents = proposal.parents
         if parents is not None and not self._trees:
             path = first_path(parents)
-            tokens, parents = [tokens[i] for i in path], None
+            tokens = [tokens[i] for i in path]
+            parents = None
             given = None if given is None else [given[i] for i in path]
         # Of what was drawn a grammar takes only what it allows: that is no draw from the whole any more.
         drawn_from = proposal.drawn_from if sequence.sampler.constraint is None else None
@@ -507,8 +514,14 @@ class _Usable:
     """
 
     def __init__(self, sequence: Sequence, vocab_size: int, limit: int, *, branches: bool) -> None:
-        self.tokens, self.parents, self.kept, self.bad_ids = list[int](), list[int](), list[int](), 0
-        self._sequence, self._vocab_size, self._limit, self._branches = sequence, vocab_size, limit, branches
+        self.tokens = list[int]()
+        self.parents = list[int]()
+        self.kept = list[int]()
+        self.bad_ids = 0
+        self._sequence = sequence
+        self._vocab_size = vocab_size
+        self._limit = limit
+        self._branches = branches
         constraint = sequence.sampler.constraint
         # Per token: its index among those kept, its depth, and the grammar after it.
         self._open: dict[int, tuple[int, int, Constraint | None]] = {-1: (-1, 0, constraint)}
@@ -549,7 +562,8 @@ def _right_rows(
     at = 0
     for sequence, start, count in rows:
         if sequence in plan.trees:
-            own, path = plan.counts[sequence], paths.get(sequence, ())
+            own = plan.counts[sequence]
+            path = paths.get(sequence, ())
             found.append((sequence, start, own + len(path)))
             kept += [*range(at, at + own), *(at + own + node for node in path)]
         else:

@@ -67,7 +67,8 @@ def chances_of(
     for i, parent in enumerate(parents):
         if given is None:
             rest = left.get(parent, rate)
-            each, left[parent] = rest * FIRST_SHARE, rest * (1.0 - FIRST_SHARE)
+            each = rest * FIRST_SHARE
+            left[parent] = rest * (1.0 - FIRST_SHARE)
         else:
             each = given[i] * factor
         found[i] = each if parent < 0 else each * found[parent]
@@ -150,7 +151,9 @@ class Branches:
         self._chances: list[float] = []
         self._products = {-1: 1.0}
         self._rows = {-1: row}
-        self._sequence, self._left, self._width = sequence, depth, width
+        self._sequence = sequence
+        self._left = depth
+        self._width = width
 
     @property
     def rows(self) -> list[SamplerRow]:
@@ -229,14 +232,17 @@ def _first_in_race(probs: torch.Tensor, keys: npt.NDArray[np.uint64], width: int
     speeds = sums / exponentials(keys, np.arange(sums.shape[1], dtype=np.uint64))
     chunks = np.argsort(-speeds, axis=-1)[:, :width]
     shares = np.take_along_axis(speeds / speeds.sum(axis=-1, keepdims=True), chunks, axis=-1)
-    own_rows, device = torch.arange(count, device=probs.device)[:, None], probs.device
+    own_rows = torch.arange(count, device=probs.device)[:, None]
+    device = probs.device
     inside = chunked[own_rows, torch.from_numpy(chunks).to(device)].cpu().numpy()
     ids = chunks[..., None] * CHUNK + np.arange(CHUNK)
     times = exponentials(keys, ids.reshape(count, -1).astype(np.uint64) + TOKENS).reshape(inside.shape)
     own = inside / times
     chances = (own / np.maximum(own.sum(axis=-1, keepdims=True), 1e-300) * shares[..., None]).reshape(count, -1)
     # The token that would be drawn has the greatest chance, also where one of another chunk seemed to have more.
-    rows, drawn, top = np.arange(count), own[:, 0].argmax(axis=-1), chances.argmax(axis=-1)
+    rows = np.arange(count)
+    drawn = own[:, 0].argmax(axis=-1)
+    top = chances.argmax(axis=-1)
     chances[rows, drawn], chances[rows, top] = chances[rows, top], chances[rows, drawn]
     best = np.argsort(-chances, axis=-1, kind="stable")[:, :width]
     return [

@@ -94,7 +94,8 @@ class StepSampling:
     """
 
     def __init__(self, batch: StepBatch, masks: StepMasks | None, drawn_from: DrawnFrom | None = None) -> None:
-        self._drawn_from, self._on_gpu = drawn_from, False
+        self._drawn_from = drawn_from
+        self._on_gpu = False
         self._wanted = [
             _Rows(sequence, [], [row], [_next_row(sequence)])
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
@@ -132,7 +133,8 @@ class StepSampling:
         """
         if not self._wanted:
             return
-        logits, staging = output.logits, output.staging
+        logits = output.logits
+        staging = output.staging
         rows = [row for each in self._wanted for row in each.rows]
         self._on_gpu = staging is not None
         amend = self._reject if self._drawn_from is not None and any(each.draft for each in self._wanted) else None
@@ -162,7 +164,8 @@ class StepSampling:
             return []
         found = self._queued.read()
         bad = set(found.bad_rows)
-        chosen, at = [], 0
+        chosen = []
+        at = 0
         for each in self._wanted:
             chosen.append(_verified(each, found, bad, at))
             at += len(each.rows)
@@ -171,9 +174,12 @@ class StepSampling:
     def _reject(self, logits: torch.Tensor, tokens: list[int], bad: tuple[int, ...]) -> None:
         """Choose the tokens of sequences that have a draft, and draw, by rejection."""
         assert self._drawn_from is not None
-        begins, drafts, at = list[int](), list[DrawnDraft](), 0
+        begins = list[int]()
+        drafts = list[DrawnDraft]()
+        at = 0
         for each in self._wanted:
-            begin, at = at, at + len(each.rows)
+            begin = at
+            at = at + len(each.rows)
             if not each.draft or each.samplers[0].params.greedy:
                 continue
             wrong = (i for i, row in enumerate(each.samplers) if row.error or begin + i in bad)
@@ -201,7 +207,8 @@ def accepted_moves(sampled: list[Chosen], block_size: int) -> KVMoves | None:
     sources: list[npt.NDArray[np.int64]] = []
     targets: list[npt.NDArray[np.int64]] = []
     for chosen in moved:
-        sequence, path = chosen.sequence, np.array(chosen.path)
+        sequence = chosen.sequence
+        path = np.array(chosen.path)
         tables = [sequence.table, *(window.table for window in sequence.windows)]
         for slots, found in ((path, sources), (np.arange(len(path)), targets)):
             blocks, places = np.divmod(sequence.num_tokens + slots, block_size)
@@ -219,7 +226,8 @@ def _along(sampler: SamplerRow, draft: list[int], parents: tuple[int, ...]) -> l
 
 def _verified(rows: _Rows, found: SamplerOutput, bad: set[int], at: int) -> Chosen:
     """Keep the draft while it is what was sampled; ``at`` is the first of the sequence's rows."""
-    sequence, draft = rows.sequence, rows.draft
+    sequence = rows.sequence
+    draft = rows.draft
     if error := rows.samplers[0].error:
         return Chosen(sequence, [], error=error)
     if at in bad:
