@@ -332,13 +332,13 @@ def choose_dialects(
             own = read_response_template(response_template)
         except ConfigError as error:
             log.warning("the tokenizer's %s is not used: %s", error.field, error.message)
-    found = (
+    chosen = (
         _choose(tools, own[0], TOOL_DIALECTS, TOOL_MARKS, chat_template),
         _choose(reasoning, own[1], REASONING_DIALECTS, REASONING_MARKS, chat_template),
     )
-    if found[0] is not None and found[0].channels is not None and reasoning == AUTO:
-        return Dialects(found[0], REASONING_DIALECTS["gpt_oss"])
-    return Dialects(*found)
+    if chosen[0] is not None and chosen[0].channels is not None and reasoning == AUTO:
+        return Dialects(chosen[0], REASONING_DIALECTS["gpt_oss"])
+    return Dialects(*chosen)
 
 
 def _choose(

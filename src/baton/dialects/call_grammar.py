@@ -253,9 +253,9 @@ class _Writer:
                 return self._named(notation, name, gap)
 
     def _named(self, notation: NamedCall, name: str, gap: str) -> str:
-        before, found, after = notation.written_name.replace("{name}", name).partition("{index}")
-        index = f"/[0-9]{{1,3}}/ {self._literal(after + notation.name_end[0])}" if found else ""
-        head = f"{self._literal(notation.begin + before + ('' if found else notation.name_end[0]))} {index}"
+        before, placeholder, after = notation.written_name.replace("{name}", name).partition("{index}")
+        index = f"/[0-9]{{1,3}}/ {self._literal(after + notation.name_end[0])}" if placeholder else ""
+        head = f"{self._literal(notation.begin + before + ('' if placeholder else notation.name_end[0]))} {index}"
         end = self._literal(notation.end[0]) if notation.end else ""
         if notation.parameters is None:
             return f"({head} {self._arguments(name)} {end})"

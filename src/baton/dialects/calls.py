@@ -92,10 +92,10 @@ def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
     parts = list[str]()
     begin = 0
     for mark in marks:  # names may be words that Python has for itself, such as "from"
-        if found := _KEYWORD.match(text, mark):
+        if match := _KEYWORD.match(text, mark):
             parts += text[begin:mark], f"k{len(given_names)}="
-            given_names.append(found[1])
-            begin = found.end()
+            given_names.append(match[1])
+            begin = match.end()
     text = "".join((*parts, text[begin:]))
     try:
         with warnings.catch_warnings():
@@ -202,7 +202,7 @@ class SectionReader:
                 if self._sink.calls == calls:
                     source.seek(mark)
                 if separator:
-                    self._sink.text(separator)
+                    self._sink.add_text(separator)
                 return False
             separator = ""
             count += 1
@@ -257,9 +257,9 @@ class SectionReader:
             first = False
             mark = source.mark()
             yield from source.space()
-            found = yield from source.literal((",", "]"))
-            if found != ",":
-                if not found:
+            literal = yield from source.literal((",", "]"))
+            if literal != ",":
+                if not literal:
                     source.seek(mark)
                 return
             yield from source.space()
@@ -268,9 +268,9 @@ class SectionReader:
 
     def _python_call(self, unanchored: bool) -> Reader[None]:
         name, arguments = yield from read_python_call(self._source, self._schemas, bare=unanchored)
-        self._sink.start(name)
-        self._sink.arguments(arguments)
-        self._sink.end()
+        self._sink.start_call(name)
+        self._sink.add_arguments(arguments)
+        self._sink.end_call()
         self._source.drop()
 
     def _json_call(self, notation: JsonCall, unanchored: bool) -> Reader[None]:
@@ -311,16 +311,16 @@ class SectionReader:
                 raise NotACallError
             mark = source.mark()
             yield from source.space()
-            found = yield from source.literal((",", "}"))
-            if found == "}" or (done and not found):
-                if found != "}":
+            literal = yield from source.literal((",", "}"))
+            if literal == "}" or (done and not literal):
+                if literal != "}":
                     source.seek(mark)
                 if name is None:
                     raise NotACallError
                 if not done:
                     self._whole(name, ["{}"])
                 return
-            if not found:
+            if not literal:
                 raise NotACallError
 
     def _key(self, done: bool, mark: int) -> Reader[str | None]:
@@ -340,9 +340,9 @@ class SectionReader:
         return key
 
     def _whole(self, name: str, arguments: list[str]) -> None:
-        self._sink.start(name)
-        self._sink.arguments("".join(arguments))
-        self._sink.end()
+        self._sink.start_call(name)
+        self._sink.add_arguments("".join(arguments))
+        self._sink.end_call()
         self._source.drop()
 
     def _held_value(self) -> Reader[list[str]]:
@@ -359,10 +359,10 @@ class SectionReader:
         """Read arguments and hand them on as they come."""
         source = self._source
         if source.text.startswith("{", source.at):
-            self._sink.start(name)
+            self._sink.start_call(name)
             source.drop()
-            yield from source.json_value(self._sink.arguments, drop=True)
-            self._sink.end()
+            yield from source.json_value(self._sink.add_arguments, drop=True)
+            self._sink.end_call()
         else:
             self._whole(name, [(yield from self._other_value())])
 
@@ -379,9 +379,9 @@ class SectionReader:
         source = self._source
         if notation.begin and not (yield from source.literal((notation.begin,))):
             raise NotACallError
-        text, found = yield from source.until((*notation.name_end, *notation.name_before), _MAX_NAME)
-        if found in notation.name_before:
-            source.at -= len(found)
+        text, literal = yield from source.until((*notation.name_end, *notation.name_before), _MAX_NAME)
+        if literal in notation.name_before:
+            source.at -= len(literal)
         match = re.fullmatch(notation.name, text.strip())
         if match is None:
             raise NotACallError
@@ -393,20 +393,20 @@ class SectionReader:
             yield from self._parameters(name, written, notation.parameters, notation.end, section_end)
             return
         if source.text.startswith("{", source.at):
-            self._sink.start(name, written)
+            self._sink.start_call(name, written)
             source.drop()
-            closed = yield from source.json_value(self._sink.arguments, drop=True)
+            closed = yield from source.json_value(self._sink.add_arguments, drop=True)
         elif notation.end:
             if not (yield from source.literal(notation.end)):
                 raise NotACallError
-            self._sink.start(name, written)
-            self._sink.arguments("{}")
-            self._sink.end()
+            self._sink.start_call(name, written)
+            self._sink.add_arguments("{}")
+            self._sink.end_call()
             source.drop()
             return
         else:
             raise NotACallError
-        self._sink.end()
+        self._sink.end_call()
         if closed:
             yield from self._pass_end(notation)
 
@@ -429,17 +429,17 @@ class SectionReader:
         while True:
             mark = source.mark()
             yield from source.space()
-            found = yield from source.literal((tags.begin, *(end or section_end)))
-            if found != tags.begin:
+            literal = yield from source.literal((tags.begin, *(end or section_end)))
+            if literal != tags.begin:
                 if first:
-                    if not found:
+                    if not literal:
                         raise NotACallError
-                    self._sink.start(name, written)
-                    self._sink.arguments("{")
-                if not found or not end:  # what ends the section is not the call's
+                    self._sink.start_call(name, written)
+                    self._sink.add_arguments("{")
+                if not literal or not end:  # what ends the section is not the call's
                     source.seek(mark)
-                self._sink.arguments("}")
-                self._sink.end()
+                self._sink.add_arguments("}")
+                self._sink.end_call()
                 source.drop()
                 return
             try:
@@ -448,18 +448,18 @@ class SectionReader:
                 if first:
                     raise
                 source.seek(mark)
-                self._sink.arguments("}")
-                self._sink.end()
+                self._sink.add_arguments("}")
+                self._sink.end_call()
                 return
             if types is None:
                 types = schema_types(known.get(key), schema) or frozenset({"string"} if known else ())
             if first:
-                self._sink.start(name, written)
-            self._sink.arguments(("{" if first else ", ") + json_string(key) + ": ")
+                self._sink.start_call(name, written)
+            self._sink.add_arguments(("{" if first else ", ") + json_string(key) + ": ")
             source.drop()
             first = False
             if not (yield from self._parameter_value(tags, types)):
-                self._sink.end()
+                self._sink.end_call()
                 return
 
     def _parameter_name(self, tags: Parameters) -> Reader[tuple[str, frozenset[str] | None]]:
@@ -488,14 +488,16 @@ class SectionReader:
             yield from source.literal(("\n",))
         ends = (f"\n{tags.end}", tags.end) if tags.lines else (tags.end,)
         if types == {"string"}:
-            self._sink.arguments('"')
-            found = yield from self._source.stream(ends, lambda text: self._sink.arguments(json_string(text)[1:-1]))
-            if found:
-                self._sink.arguments('"')
-            return bool(found)
-        found = yield from self._source.stream(ends, held.append)
-        self._sink.arguments(json_of_text("".join(held), types))
-        return bool(found)
+            self._sink.add_arguments('"')
+            literal = yield from self._source.stream(
+                ends, lambda text: self._sink.add_arguments(json_string(text)[1:-1])
+            )
+            if literal:
+                self._sink.add_arguments('"')
+            return bool(literal)
+        literal = yield from self._source.stream(ends, held.append)
+        self._sink.add_arguments(json_of_text("".join(held), types))
+        return bool(literal)
 
 
 def _decoded(quoted: str) -> str:

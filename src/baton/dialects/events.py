@@ -71,7 +71,7 @@ class EventSink:
         self._behind_call = self._all = False
         self.calls = 0
 
-    def take(self) -> list[Event]:
+    def drain(self) -> list[Event]:
         """Return the events since the last time."""
         events = self._events
         self._events = []
@@ -87,15 +87,15 @@ class EventSink:
         """Take white space as it comes: nothing can follow that it would not belong to."""
         self._all = True
 
-    def text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Take text."""
-        if kept := self._kept(text):
+        if kept := self._without_trailing_space(text):
             self._behind_call = False
             self._add(Text, kept)
 
-    def reasoning(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Take reasoning."""
-        self._add(Reasoning, self._kept(text))
+        self._add(Reasoning, self._without_trailing_space(text))
 
     def break_line(self, kind: type[Text] | type[Reasoning]) -> None:
         """Separate what comes from what came before it of the kind."""
@@ -110,7 +110,7 @@ class EventSink:
         self._add(Reasoning, self._space)
         self._space = ""
 
-    def _kept(self, text: str) -> str:
+    def _without_trailing_space(self, text: str) -> str:
         text = self._space + text
         kept = text if self._all else text.rstrip()
         self._space = text[len(kept) :]
@@ -125,7 +125,7 @@ class EventSink:
         else:
             self._events.append(kind(text))
 
-    def start(self, name: str, written_id: str | None = None) -> None:
+    def start_call(self, name: str, written_id: str | None = None) -> None:
         """Begin a call.
 
         Args:
@@ -140,7 +140,7 @@ class EventSink:
         self._events.append(CallStart(self.calls, ident, name))
         self.calls += 1
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """Take more of the arguments of the call that began last."""
         last = self._events[-1] if self._events else None
         if isinstance(last, CallArguments):
@@ -148,13 +148,7 @@ class EventSink:
         elif text:
             self._events.append(CallArguments(self.calls - 1, text))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """End that call."""
         self._events.append(CallEnd(self.calls - 1))
         self._behind_call = True
-
-    def call(self, name: str, arguments: str) -> None:
-        """Take a whole call."""
-        self.start(name)
-        self.arguments(arguments)
-        self.end()

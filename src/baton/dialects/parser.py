@@ -40,54 +40,56 @@ class ChannelReader:
         """Read messages up to the end of the text."""
         source = self._source
         kinds = set[type]()
-        found = yield from source.literal((*channels.first, *channels.begin))
+        literal = yield from source.literal((*channels.first, *channels.begin))
         while True:
-            if not found:
-                found = yield from self._source.stream(channels.begin, self._sink.text)
-                if not found:
+            if not literal:
+                literal = yield from self._source.stream(channels.begin, self._sink.add_text)
+                if not literal:
                     return
             begun = source.mark()
             try:
                 rest, _ = yield from source.until((channels.message,), _MAX_HEADER)
-                header = re.fullmatch(channels.header, found + rest)
+                header = re.fullmatch(channels.header, literal + rest)
                 if header is None:
                     raise NotACallError
             except NotACallError:
                 source.seek(begun)
-                self._sink.text(found)
-                found = ""
+                self._sink.add_text(literal)
+                literal = ""
                 continue
-            found = yield from self._message(channels, header, kinds)
-            if found in channels.end:
-                found = ""
+            literal = yield from self._message(channels, header, kinds)
+            if literal in channels.end:
+                literal = ""
 
     def _message(self, channels: Channels, header: re.Match[str], kinds: set[type]) -> Reader[str]:
         """Read a message behind its header; return what ended it."""
         recipient = header["first"] or header["recipient"]
         stops = (*channels.end, *channels.begin)
         if recipient and self._tools:
-            self._sink.start(recipient)
+            self._sink.start_call(recipient)
             empty = True
 
-            def take(text: str) -> None:
+            def add_arguments(text: str) -> None:
                 nonlocal empty
                 empty = empty and not text
-                self._sink.arguments(text)
+                self._sink.add_arguments(text)
 
-            found = yield from self._source.stream(stops, take)
+            literal = yield from self._source.stream(stops, add_arguments)
             if empty:
-                self._sink.arguments("{}")
-            self._sink.end()
-            return found
+                self._sink.add_arguments("{}")
+            self._sink.end_call()
+            return literal
         kind = Reasoning if self._reasoning and header["channel"] in channels.reasoning else Text
         self._sink.strip()
         if kind in kinds:
             self._sink.break_line(kind)
         kinds.add(kind)
-        found = yield from self._source.stream(stops, self._sink.reasoning if kind is Reasoning else self._sink.text)
+        literal = yield from self._source.stream(
+            stops, self._sink.add_reasoning if kind is Reasoning else self._sink.add_text
+        )
         if kind is Reasoning:
             self._sink.strip()
-        return found
+        return literal
 
 
 class RegionReader:
@@ -121,7 +123,7 @@ class RegionReader:
                 region, match, hold = _first_open(regions, source, begun=begun)
                 if region is None or match is None:
                     if hold > source.at:
-                        self._sink.text(source.text[source.at : hold])
+                        self._sink.add_text(source.text[source.at : hold])
                         source.at = hold
                         begun = False
                     if source.ended:
@@ -130,7 +132,7 @@ class RegionReader:
                         source.drop()
                     yield
                     continue
-                self._sink.text(source.text[source.at : match.start()])
+                self._sink.add_text(source.text[source.at : match.start()])
                 source.at = match.end()
             begun = False
             yield from self._region(region, match)
@@ -144,38 +146,38 @@ class RegionReader:
             closed = yield from self._up_to_close(region, held.append)
             calls = region.convert("".join(held), match.groupdict(""), self._schemas) if region.convert else None
             if calls is None:
-                self._sink.text(match[0] + "".join(held) + closed)
+                self._sink.add_text(match[0] + "".join(held) + closed)
             for name, arguments in calls or ():
-                self._sink.start(name)
-                self._sink.arguments(arguments)
-                self._sink.end()
+                self._sink.start_call(name)
+                self._sink.add_arguments(arguments)
+                self._sink.end_call()
             return
         if region.strip:
             yield from source.space()
         if region.kind == "reasoning":
             self._sink.strip()
-            yield from self._up_to_close(region, self._sink.reasoning)
+            yield from self._up_to_close(region, self._sink.add_reasoning)
         else:
-            yield from self._up_to_close(region, self._sink.text)
+            yield from self._up_to_close(region, self._sink.add_text)
         if region.strip:
             self._sink.strip()
             yield from source.space()
         elif region.kind == "reasoning":
             self._sink.keep_space()
 
-    def _up_to_close(self, region: Region, take: Callable[[str], None]) -> Reader[str]:
+    def _up_to_close(self, region: Region, on_text: Callable[[str], None]) -> Reader[str]:
         """Hand a region's text on and return what closed it; nothing at the end of the text."""
         source = self._source
         if region.close is None or region.close_literals:
-            return (yield from self._source.stream(region.close_literals, take))
+            return (yield from self._source.stream(region.close_literals, on_text))
         while True:
             match = region.close.search(source.text, source.at)
             if match is not None and (match.end() < len(source.text) or source.ended):
-                take(source.text[source.at : match.start()])
+                on_text(source.text[source.at : match.start()])
                 source.at = match.end()
                 return match[0]
             if source.ended:
-                take(source.text[source.at :])
+                on_text(source.text[source.at :])
                 source.at = len(source.text)
                 return ""
             yield
@@ -279,7 +281,7 @@ class DialectParser:
         if text:
             self._source.push(text)
             next(self._run)
-        return self._sink.take()
+        return self._sink.drain()
 
     def finish(self) -> list[Event]:
         """Return what is left: no more text comes."""
@@ -288,7 +290,7 @@ class DialectParser:
             for _ in self._run:
                 raise AssertionError("a reader waits for text behind the end")
             self._sink.finish()
-        return self._sink.take()
+        return self._sink.drain()
 
     def _answer(self) -> Reader[None]:
         yield  # until there is text
@@ -337,12 +339,12 @@ class DialectParser:
         if tools is not None and tools.ends_reasoning:
             ends += tuple(begin for section in tools.sections for begin in section.begin)
         yield from self._source.space()
-        found = yield from self._source.stream(ends, self._sink.reasoning)
+        literal = yield from self._source.stream(ends, self._sink.add_reasoning)
         self._sink.strip()
-        if found == end:
+        if literal == end:
             yield from self._source.space()
-        elif found:
-            self._source.at -= len(found)
+        elif literal:
+            self._source.at -= len(literal)
 
     def _begin_bare(self, sections: list[Section]) -> Reader[None]:
         """Read calls that the message may begin with."""
@@ -365,26 +367,26 @@ class DialectParser:
         source = self._source
         closers: tuple[str, ...] = ()
         while True:
-            found = yield from self._source.stream((*anchors, *closers), self._sink.text)
-            if not found:
+            literal = yield from self._source.stream((*anchors, *closers), self._sink.add_text)
+            if not literal:
                 return
-            if found not in openers:  # what ends a section that was left before its end
+            if literal not in openers:  # what ends a section that was left before its end
                 closers = ()
                 continue
-            section = openers[found]
+            section = openers[literal]
             mark = source.mark()
             calls = self._sink.calls
-            own = found not in section.begin
+            own = literal not in section.begin
             if own:  # a call without a section around it
-                source.at -= len(found)
+                source.at -= len(literal)
             try:
                 ended = yield from self._sections.read(section, bare=own)
             except NotACallError:
                 if self._sink.calls == calls:
-                    self._sink.text(found)
+                    self._sink.add_text(literal)
                     source.seek(mark)
                 if source.in_vain > MAX_IN_VAIN:  # the answer was made to look so
-                    yield from source.stream((), self._sink.text)
+                    yield from source.stream((), self._sink.add_text)
                     return
             else:
                 closers = () if ended else section.end

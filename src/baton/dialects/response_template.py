@@ -131,14 +131,14 @@ def _first_literal(pattern: str) -> tuple[str, ...]:
     """Return the text that every match of a pattern begins with; none: there is no such text."""
     if "|" in re.sub(r"\\.|\([^()]*\)|\[[^\]]*\]", "", pattern):  # alternatives outside of groups
         return ()
-    found: list[str] = []
+    literals: list[str] = []
     for part in re.finditer(r"\\([^\w])|([^\\.^$*+?{}\[\]()|])|(.)", pattern, re.DOTALL):
         if part[3] is not None:
-            if part[3] in "*?{" and found:
-                found.pop()
+            if part[3] in "*?{" and literals:
+                literals.pop()
             break
-        found.append(part[1] or part[2])
-    return ("".join(found),) if found else ()
+        literals.append(part[1] or part[2])
+    return ("".join(literals),) if literals else ()
 
 
 # --- from a region's text to calls ---
@@ -190,11 +190,11 @@ def _transform(value: Any, scope: Mapping[str, Any]) -> Any:
         return {key: _transform(item, scope) for key, item in value.items()}
     if isinstance(value, list):
         return [_transform(item, scope) for item in value]
-    found = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         return value
     result: Any = scope
-    for part in found[1].split("."):
+    for part in match[1].split("."):
         result = result[part]
     return result
 
@@ -206,16 +206,16 @@ def _text(text: str, args: dict[str, Any]) -> str:
 def _json(text: str, args: dict[str, Any]) -> Any:
     strings: list[str] = []
 
-    def keep(found: re.Match[str]) -> str:
-        strings.append(json.dumps(found[1]))
+    def replace_string(match: re.Match[str]) -> str:
+        strings.append(json.dumps(match[1]))
         return f'"\ue000{len(strings) - 1}\ue001"'
 
     plain = text
     for begin, end in args.get("string_delims", ()):
-        plain = re.sub(re.escape(begin) + "(.*?)" + re.escape(end), keep, plain, flags=re.DOTALL)
+        plain = re.sub(re.escape(begin) + "(.*?)" + re.escape(end), replace_string, plain, flags=re.DOTALL)
     if args.get("unquoted_keys"):
         plain = re.sub(r"(?<=[{,])\s*(\w+)\s*:", r'"\1":', plain)
-    plain = re.sub('"\ue000([0-9]+)\ue001"', lambda found: strings[int(found[1])], plain)
+    plain = re.sub('"\ue000([0-9]+)\ue001"', lambda match: strings[int(match[1])], plain)
     try:
         return json.loads(plain)
     except ValueError:
@@ -234,9 +234,9 @@ def _inner(text: str, args: dict[str, Any]) -> Any:
 def _xml_inline(text: str, args: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     merged = set[str]()
-    for found in re.finditer(args["tag_pattern"], text, re.DOTALL):
-        key = found["key"]
-        value = _inner(found["value"] or "", args)
+    for match in re.finditer(args["tag_pattern"], text, re.DOTALL):
+        key = match["key"]
+        value = _inner(match["value"] or "", args)
         if key in values and args.get("merge_duplicates"):
             values[key] = [*values[key], value] if key in merged else [values[key], value]
             merged.add(key)
@@ -249,8 +249,8 @@ def _kv_lines(text: str, args: dict[str, Any]) -> dict[str, Any]:
     values = {}
     separator = args.get("kv_sep", ":")
     for line in text.split(args.get("line_sep", "\n")):
-        key, found, value = line.partition(separator)
-        if found:
+        key, has_separator, value = line.partition(separator)
+        if has_separator:
             values[_text(key, args)] = _inner(_text(value, args), args)
     return values
 

@@ -42,8 +42,8 @@ def beginning_at_end(literals: tuple[str, ...], text: str, at: int) -> int | Non
     """Return where, behind ``at``, the longest beginning of any of some texts begins that a text ends with."""
     # All of a long text is looked through for the literals once; this is asked at each of them.
     first = len(text) + 1 - max(map(len, literals), default=1)
-    found = _beginnings_pattern(literals).search(text, max(at, first))
-    return None if found is None else found.start()
+    match = _beginnings_pattern(literals).search(text, max(at, first))
+    return None if match is None else match.start()
 
 
 class Source:

@@ -182,15 +182,15 @@ class ToolDialect:
     @property
     def anchors(self) -> tuple[str, ...]:
         """All literal texts that the model writes around calls."""
-        found: list[str] = []
+        literals: list[str] = []
         for section in self.sections:
-            found += (*section.begin, *section.end, *section.separators)
+            literals += (*section.begin, *section.end, *section.separators)
             for call in section.calls:
                 if isinstance(call, NamedCall):
-                    found += (_unescaped(call.name), call.begin, *call.name_end, *call.name_before, *call.end)
+                    literals += (_unescaped(call.name), call.begin, *call.name_end, *call.name_before, *call.end)
                     if call.parameters is not None:
-                        found += (call.parameters.begin, call.parameters.name_end, call.parameters.end)
-        return (*found, *_message_anchors(self.channels, self.regions))
+                        literals += (call.parameters.begin, call.parameters.name_end, call.parameters.end)
+        return (*literals, *_message_anchors(self.channels, self.regions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,15 +231,15 @@ class ReasoningDialect:
 
 
 def _message_anchors(channels: Channels | None, regions: tuple[Region, ...]) -> tuple[str, ...]:
-    found: list[str] = []
+    literals: list[str] = []
     if channels is not None:
-        found += (*channels.begin, channels.message, *channels.end, "<|constrain|>")
+        literals += (*channels.begin, channels.message, *channels.end, "<|constrain|>")
     for region in regions:
         # Literals of patterns are in their source; what matters is which special tokens stand in it.
-        found += (*region.literals, *region.close_literals, _unescaped(region.open.pattern))
+        literals += (*region.literals, *region.close_literals, _unescaped(region.open.pattern))
         if region.close is not None:
-            found.append(_unescaped(region.close.pattern))
-    return tuple(found)
+            literals.append(_unescaped(region.close.pattern))
+    return tuple(literals)
 
 
 def _unescaped(pattern: str) -> str:

@@ -36,12 +36,12 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
         schema: The schema of a value.
         root: What ``$ref`` in it points into.
     """
-    found = set[str]()
+    types = set[str]()
     seen = set[int]()
     left = [schema]
     for _ in range(_MOST_SCHEMAS):
         if not left:
-            return frozenset(found)
+            return frozenset(types)
         part = left.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
@@ -53,17 +53,17 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
         declared = part.get("type")
         values = [part["const"]] if "const" in part else part.get("enum")
         if isinstance(declared, str):
-            found.add(declared)
+            types.add(declared)
         elif isinstance(declared, list):
-            found.update(item for item in declared[:_MOST_SCHEMAS] if isinstance(item, str))
+            types.update(item for item in declared[:_MOST_SCHEMAS] if isinstance(item, str))
         else:
             if isinstance(values, list):
-                found.update(kind for value in values[:_MOST_SCHEMAS] for kind in _KINDS.get(type(value), ()))
+                types.update(kind for value in values[:_MOST_SCHEMAS] for kind in _KINDS.get(type(value), ()))
             for name in ("anyOf", "oneOf", "allOf"):
                 choices = part.get(name)
                 left += choices[:_MOST_SCHEMAS] if isinstance(choices, list) else ()
         if part.get("nullable") is True:
-            found.add("null")
+            types.add("null")
     return frozenset()
 
 
@@ -168,14 +168,14 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
     Raises:
         InvalidRequestError: One is wrong, or they contradict each other; names the place.
     """
-    found = _tools(tools)
-    if not found:
+    functions = _tools(tools)
+    if not functions:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice needs tools", field="tool_choice")
         return ToolUse()
-    names = tuple(tool["function"]["name"] for tool in found)
+    names = tuple(tool["function"]["name"] for tool in functions)
     mode, chosen = _choice(choice, names)
-    return ToolUse(found, mode, chosen, parallel is not False)
+    return ToolUse(functions, mode, chosen, parallel is not False)
 
 
 def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:

@@ -45,13 +45,13 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     Raises:
         ConfigError: No pool that is worth it fits into memory, or not the one that was asked for.
     """
-    devices = _devices(config, executor)
+    devices = _rank_devices(config, executor)
     blocks = plan_kv_blocks(config, executor)
     layouts = _layouts(config, executor)
     groups = executor.layout.num_groups
     # The one more is never written: it stands in tables where a block was given back.
     arena_blocks = blocks if groups == 1 else blocks * groups + 1
-    for memory, ranks in _by_memory(devices).items():
+    for memory, ranks in _ranks_by_memory(devices).items():
         wanted = sum(arena_bytes(arena_blocks, layouts[rank].block_bytes) for rank in ranks)
         available = free_bytes(memory)
         if wanted > available:
@@ -158,7 +158,7 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     layouts = _layouts(config, executor)
     staging = STAGING_BYTES if executor.device.type == "cuda" else 0
     blocks = config.max_num_seqs * executor.layout.num_blocks_for(executor.max_model_len)
-    for memory, ranks in _by_memory(_devices(config, executor)).items():
+    for memory, ranks in _ranks_by_memory(_rank_devices(config, executor)).items():
         peaks = sum(activations[rank] for rank in ranks)
         available = free_bytes(memory)
         block_bytes = sum(layouts[rank].block_bytes * layouts[rank].num_groups for rank in ranks)
@@ -172,18 +172,18 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
     return blocks
 
 
-def _devices(config: EngineConfig, executor: Executor) -> list[ComputeDevice]:
+def _rank_devices(config: EngineConfig, executor: Executor) -> list[ComputeDevice]:
     """The ranks' devices."""
     ranks = len(executor.shards)
     return [rank_device(config.device, rank, ranks) for rank in range(ranks)]
 
 
-def _by_memory(devices: list[ComputeDevice]) -> dict[torch.device, list[int]]:
+def _ranks_by_memory(devices: list[ComputeDevice]) -> dict[torch.device, list[int]]:
     """Which ranks' pools and activations are in the same memory."""
-    found: dict[torch.device, list[int]] = {}
+    ranks_of: dict[torch.device, list[int]] = {}
     for rank, device in enumerate(devices):
-        found.setdefault(device.memory, []).append(rank)
-    return found
+        ranks_of.setdefault(device.memory, []).append(rank)
+    return ranks_of
 
 
 def _activation_bytes(config: EngineConfig, executor: Executor) -> list[int]:
@@ -191,18 +191,18 @@ def _activation_bytes(config: EngineConfig, executor: Executor) -> list[int]:
     tokens = min(FIRST_TRIAL_TOKENS, config.max_num_batched_tokens, executor.max_model_len)
     executor.trial_run(tokens)
     begin = time.perf_counter()
-    peaks = _peaks_of(executor, tokens)
+    peaks = _peak_bytes(executor, tokens)
     per_token = max(1e-9, (time.perf_counter() - begin) / tokens)
     more = min(config.max_num_batched_tokens, executor.max_model_len, int(TRIAL_SECONDS / per_token))
     if more > tokens:
         tokens = more
-        peaks = _peaks_of(executor, more)
+        peaks = _peak_bytes(executor, more)
     drafts = MOST_ROWS if config.speculative != "none" else 0
     logits = (config.max_num_seqs + PROMPT_LOGPROB_ROWS + drafts) * executor.vocab_size * 4 * 3
     return [int(peak * config.max_num_batched_tokens / tokens) + logits for peak in peaks]
 
 
-def _peaks_of(executor: Executor, tokens: int) -> list[int]:
+def _peak_bytes(executor: Executor, tokens: int) -> list[int]:
     """Return the peak of each rank; on a CPU a follower's is taken to be as large as the leader's."""
     if executor.device.type == "cuda":
         return executor.peak_bytes(tokens)

@@ -130,18 +130,18 @@ class Communicator:
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks of this stage, in place where it is contiguous."""
         total = partial.contiguous()
-        self._need(self._stage).allreduce([total]).wait()
+        self._connected_group(self._stage).allreduce([total]).wait()
         return total
 
     def receive_hidden(self, like: torch.Size | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Receive hidden states from the same place of the stage before."""
         hidden = torch.empty(tuple(like), dtype=dtype, device=self._device)
-        self._need(self._all).recv([hidden], self.spec.index - self.spec.tp_size, 0).wait()
+        self._connected_group(self._all).recv([hidden], self.spec.index - self.spec.tp_size, 0).wait()
         return hidden
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send hidden states to the same place of the stage after."""
-        self._need(self._all).send([hidden.contiguous()], self.spec.index + self.spec.tp_size, 0).wait()
+        self._connected_group(self._all).send([hidden.contiguous()], self.spec.index + self.spec.tp_size, 0).wait()
 
     def gather_logits(self, logits: torch.Tensor, rows: int, vocab_size: int) -> torch.Tensor:
         """Bring the logits from the last stage to the leader.
@@ -159,15 +159,15 @@ class Communicator:
         if self.has_head and rows:
             if logits.shape != (rows, vocab_size):
                 raise InternalError(f"logits of shape {tuple(logits.shape)}, expected {(rows, vocab_size)}")
-            self._need(self._all).send([logits.float().contiguous()], 0, 1).wait()
+            self._connected_group(self._all).send([logits.float().contiguous()], 0, 1).wait()
         if self.spec.index == 0:
             logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=self._device)
             if rows:
                 last = (self.spec.pp_size - 1) * self.spec.tp_size
-                self._need(self._all).recv([logits], last, 1).wait()
+                self._connected_group(self._all).recv([logits], last, 1).wait()
         return logits
 
-    def _need(self, group: Any) -> Any:
+    def _connected_group(self, group: Any) -> Any:
         if group is None:
             raise InternalError("this rank is not connected to the others")
         return group

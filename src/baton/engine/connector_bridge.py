@@ -24,8 +24,8 @@ class ConnectorBridge:
             connector says that their last write has ended.
         held: Blocks of ended requests that the connector still offers to others.
         saving: Blocks of other ended sequences that the connector has not saved yet, by the name it knows them by.
-        landing: Blocks that were given up while a later step was on its way that knows them: a reference each, to be
-            given back when that step has been read.
+        deferred_blocks: Blocks that were given up while a launched step may still use them: one reference each,
+            released when that step has been read.
     """
 
     def __init__(self, connector: KVConnector | None, pool: BlockPool, block_size: int) -> None:
@@ -35,7 +35,7 @@ class ConnectorBridge:
         self.loading: dict[RequestId, Sequence] = {}
         self.held: dict[RequestId, list[BlockId]] = {}
         self.saving: dict[RequestId, list[BlockId]] = {}
-        self.landing: list[BlockId] = []
+        self.deferred_blocks: list[BlockId] = []
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
@@ -50,11 +50,11 @@ class ConnectorBridge:
         return self._connector is not None and self._connector.has_pending()
 
     def may_load(self, sequence: Sequence) -> bool:
-        """Whether :meth:`plan` would ask the connector for a sequence."""
+        """Whether :meth:`plan_load` would ask the connector for a sequence."""
         alone = sequence.index or sequence.wants_prompt_logprobs
         return self._connector is not None and not alone
 
-    def plan(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
+    def plan_load(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
         """Ask how much of a sequence could come from outside.
 
         Asked at each admission: who computed the prompt of what was preempted may still have its blocks. A connector
@@ -68,7 +68,7 @@ class ConnectorBridge:
             self._note_failure(sequence, error)
             return None
 
-    def start(self, sequence: Sequence, num_local: int) -> bool:
+    def start_load(self, sequence: Sequence, num_local: int) -> bool:
         """Begin a load into a sequence's blocks; ``False``: it could not begin."""
         if self._connector is None:
             return False
@@ -81,24 +81,24 @@ class ConnectorBridge:
         self.loading[sequence.group.request.request_id] = sequence
         return True
 
-    def keep_for_flying(self, sequence: Sequence, blocks: list[BlockId]) -> None:
+    def defer_release(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         """See to it that blocks which a sequence is about to give up are nobody's before a step on its way is read."""
-        if sequence.num_flying:
+        if sequence.num_in_flight:
             self._pool.acquire(blocks)
-            self.landing += blocks
+            self.deferred_blocks += blocks
 
-    def take_landing(self) -> list[BlockId]:
-        """Remove and return :attr:`landing`."""
-        landing = self.landing
-        self.landing = []
-        return landing
+    def pop_deferred_blocks(self) -> list[BlockId]:
+        """Remove and return :attr:`deferred_blocks`."""
+        blocks = self.deferred_blocks
+        self.deferred_blocks = []
+        return blocks
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel_load(self, sequence: Sequence) -> None:
         """Stop a load; the sequence stays in :attr:`loading` until its update comes."""
         if self._connector is not None:
             self._connector.cancel_load(sequence.group.request.request_id)
 
-    def poll(self) -> list[tuple[Sequence, LoadUpdate]]:
+    def poll_loads(self) -> list[tuple[Sequence, LoadUpdate]]:
         """Return the loads that ended, and give back blocks that are held no more."""
         if self._connector is None:
             return []
@@ -112,7 +112,7 @@ class ConnectorBridge:
             self.stop_saving(request_id)
         return ended
 
-    def begin_step(self, counts: Mapping[Sequence, int]) -> None:
+    def announce_step(self, counts: Mapping[Sequence, int]) -> None:
         """Tell the connector what a step is about to compute of prompts that others may fetch.
 
         Args:
@@ -120,11 +120,11 @@ class ConnectorBridge:
         """
         if self._connector is None:
             return
-        saves = [self._planned(sequence, count) for sequence, count in counts.items() if sequence.pinned]
+        saves = [self._planned_save(sequence, count) for sequence, count in counts.items() if sequence.pinned]
         if saves:
             self._connector.step_begins(saves)
 
-    def _planned(self, sequence: Sequence, count: int) -> PlannedSave:
+    def _planned_save(self, sequence: Sequence, count: int) -> PlannedSave:
         request = sequence.group.request
         done = sequence.num_launched
         return PlannedSave(
@@ -136,52 +136,52 @@ class ConnectorBridge:
             tenant=request.tenant,
         )
 
-    def progress(self, sequence: Sequence) -> None:
+    def save_computed(self, sequence: Sequence) -> None:
         """Tell the connector how far a sequence's KV is, if it follows this one."""
-        connector = self._follower(sequence)
+        connector = self._following_connector(sequence)
         if connector is None:
             return
         done = sequence.num_computed
         hashes = tuple(sequence.hash_blocks(done, self._block_size))
         tenant = sequence.group.request.tenant
         if tenant is not None:
-            connector.blocks_belong(_name(sequence), tenant)
-        connector.blocks_computed(_name(sequence), tuple(sequence.block_ids), hashes, done)
+            connector.blocks_belong(_connector_id(sequence), tenant)
+        connector.blocks_computed(_connector_id(sequence), tuple(sequence.block_ids), hashes, done)
 
-    def finish(self, sequence: Sequence) -> None:
+    def release_finished(self, sequence: Sequence) -> None:
         """Take back an ended sequence's blocks, or hold them if the connector wants that."""
-        connector = self._follower(sequence)
+        connector = self._following_connector(sequence)
         held = False
         if connector is not None:
             if not sequence.pinned and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.progress(sequence)  # with what it generated
-            held = connector.request_finished(_name(sequence))
-        blocks = sequence.take_blocks()
-        self.keep_for_flying(sequence, blocks)
+                self.save_computed(sequence)  # with what it generated
+            held = connector.request_finished(_connector_id(sequence))
+        blocks = sequence.pop_blocks()
+        self.defer_release(sequence, blocks)
         if not held:
             self._pool.release(blocks)
         elif sequence.pinned:
-            self.held[_name(sequence)] = blocks
+            self.held[_connector_id(sequence)] = blocks
         else:
-            self.stop_saving(_name(sequence))  # of an earlier sequence of that name
-            self.saving[_name(sequence)] = blocks
+            self.stop_saving(_connector_id(sequence))  # of an earlier sequence of that name
+            self.saving[_connector_id(sequence)] = blocks
 
     def release(self, request_id: RequestId) -> bool:
         """Give back held blocks; ``False`` if there are none under that id."""
-        return self._give_back(self.held, request_id)
+        return self._release_blocks(self.held, request_id)
 
     def stop_saving(self, request_id: RequestId) -> bool:
         """Give back blocks that were to be saved; copies under way see it by the generation. ``False``: none there."""
-        return self._give_back(self.saving, request_id)
+        return self._release_blocks(self.saving, request_id)
 
-    def _give_back(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:
+    def _release_blocks(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:
         blocks = blocks_of.pop(request_id, None)
         if blocks is None:
             return False
         self._pool.release(blocks)
         return True
 
-    def _follower(self, sequence: Sequence) -> KVConnector | None:
+    def _following_connector(self, sequence: Sequence) -> KVConnector | None:
         connector = self._connector
         return connector if connector is not None and (sequence.pinned or connector.follows_all) else None
 
@@ -220,7 +220,7 @@ class ConnectorBridge:
         group.transfer = replace(group.transfer, local_reason=f"connector: {error}")
 
 
-def _name(sequence: Sequence) -> RequestId:
+def _connector_id(sequence: Sequence) -> RequestId:
     """What a connector knows a sequence by: its request's id, of which the ``n`` sequences need one each."""
     request_id = sequence.group.request.request_id
     return RequestId(f"{request_id}#{sequence.index}") if sequence.index else request_id

@@ -26,7 +26,7 @@ from baton.engine.speculation.drafter import Drafter
 from baton.engine.speculation.speculator import Speculator
 from baton.engine.speculation.verification import Chosen, accepted_moves
 from baton.engine.step_budget import step_budget
-from baton.engine.step_pipeline import FlyingStep, StepPipeline
+from baton.engine.step_pipeline import InFlightStep, StepPipeline
 from baton.errors import ConfigError, InternalError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
 from baton.kv_cache.arena import Arena
@@ -109,7 +109,7 @@ class EngineCore:
         if self._bridge.on_layer is not None:
             executor.on_layer = self._bridge.on_layer
         self._scheduler = Scheduler(config, self._pool, self._bridge, groups)
-        self.bound_steps(False)
+        self.limit_step_time(False)
         self._groups: dict[RequestId, RequestGroup] = {}
         self._early: list[SequenceOutput] = []
         self._progressed = False
@@ -200,7 +200,7 @@ class EngineCore:
         group = self._groups.get(request_id)
         if group is None or not 0 <= index < len(group.sequences):
             raise InternalError(f"request {request_id!r} has no sequence {index} to roll back")
-        self._settle(group.sequences[index])
+        self._drain_pipeline(group.sequences[index])
         self._scheduler.roll_back(group.sequences[index], count)
 
     def clear_cache(self) -> None:
@@ -214,7 +214,7 @@ class EngineCore:
         self._flush_events()
         return num_blocks
 
-    def bound_steps(self, bounded: bool) -> None:
+    def limit_step_time(self, bounded: bool) -> None:
         """Say whether steps with decodes are bounded in time where the configuration says nothing of it.
 
         Args:
@@ -227,7 +227,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
         scheduler = self._scheduler
-        work = self._early or scheduler.running or scheduler.num_waiting or self.steps.flying
+        work = self._early or scheduler.running or scheduler.num_waiting or self.steps.in_flight
         return bool(work) or self._bridge.pending
 
     @property
@@ -269,14 +269,14 @@ class EngineCore:
         The request's own are included; the second value says whether it waits no more.
         """
         scheduler = self._scheduler
-        found = dict[RequestId, tuple[int, bool]]()
+        queue = dict[RequestId, tuple[int, bool]]()
         ahead = 0
         loading = [each for each in self._bridge.loading.values() if each.state is SequenceState.LOADING]
         for sequence in sorted([*scheduler.running, *scheduler.all_waiting(), *loading], key=lambda each: each.key):
             if sequence.num_missing > 1 or not sequence.num_computed:
                 ahead += sequence.num_missing
-                found[sequence.group.request.request_id] = ahead, sequence.state is SequenceState.RUNNING
-        return found
+                queue[sequence.group.request.request_id] = ahead, sequence.state is SequenceState.RUNNING
+        return queue
 
     def snapshot(self) -> list[BlocksStored]:
         """Return what is in the prefix cache, parents before children."""
@@ -289,7 +289,7 @@ class EngineCore:
             AssertionError: A block leaked or is owned twice.
         """
         bridge = self._bridge
-        idle = not (self._groups or bridge.loading or bridge.held or bridge.saving or bridge.landing)
+        idle = not (self._groups or bridge.loading or bridge.held or bridge.saving or bridge.deferred_blocks)
         self._pool.check_integrity(idle=idle)
 
     # Steps
@@ -308,38 +308,38 @@ class EngineCore:
         """
         outputs = self._early
         self._early = []
-        loads = self._bridge.poll()
+        loads = self._bridge.poll_loads()
         for sequence, update in loads:
             self._finish_load(sequence, update, outputs)
         step = None if loads and outputs else self.steps.next_step()
         if step is not None:
-            self._end_step(step, outputs)
+            self._finish_step(step, outputs)
         self._progressed = bool(step or outputs or loads)
         self._flush_events()
         return outputs
 
-    def _settle(self, without: Sequence) -> None:
+    def _drain_pipeline(self, without: Sequence) -> None:
         """Read the step that is on its way, as if a sequence were not in it; :meth:`step` reports it."""
         if (step := self.steps.last_step()) is not None:
             step.left_out = without
-            self._end_step(step, self._early)
+            self._finish_step(step, self._early)
 
-    def _end_step(self, step: FlyingStep, outputs: list[SequenceOutput]) -> None:
+    def _finish_step(self, step: InFlightStep, outputs: list[SequenceOutput]) -> None:
         """Read a step, and end its sequences if it failed."""
         try:
-            self._read(step, outputs)
+            self._process_step(step, outputs)
         except Exception as error:
             raise_if_lost(error)
             live = step.live
             _log.exception("step of %d sequences failed", len(live))
             for sequence in live:
-                self._fail(sequence, f"{type(error).__name__}: {error}", outputs)
+                self._fail_request(sequence, f"{type(error).__name__}: {error}", outputs)
         else:
-            self.steps.note_time(step)
+            self.steps.observe_step_time(step)
         self._pool.release(step.blocks)
 
     @torch.inference_mode()
-    def _read(self, step: FlyingStep, outputs: list[SequenceOutput]) -> None:
+    def _process_step(self, step: InFlightStep, outputs: list[SequenceOutput]) -> None:
         # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
         output, chosen = step.read()
         live = step.live
@@ -360,22 +360,22 @@ class EngineCore:
             sequence.advance(count)
             self._scheduler.commit(sequence)
             if prompt or sequence.pinned:
-                self._bridge.progress(sequence)
+                self._bridge.save_computed(sequence)
         for each in sampled:
             if each.sequence.state is not SequenceState.FINISHED:
-                self._accept(each, outputs)
+                self._append_with_forced(each, outputs)
 
     def _fail_sampled(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """End a sequence that could not be given a token."""
         if chosen.bad_logits:
             for sequence in chosen.sequence.group.sequences:
                 self._pool.forget(sequence.all_blocks)
-        self._fail(chosen.sequence, chosen.error, outputs)
+        self._fail_request(chosen.sequence, chosen.error, outputs)
 
     def _finish_load(self, sequence: Sequence, update: LoadUpdate, outputs: list[SequenceOutput]) -> None:
         """Go on with a sequence whose load ended, with as much as arrived."""
         if sequence.state is SequenceState.FINISHED:
-            self._bridge.finish(sequence)
+            self._bridge.release_finished(sequence)
             return
         group = sequence.group
         again = sequence.num_preemptions > 0
@@ -384,8 +384,8 @@ class EngineCore:
             extra = {"request_id": update.request_id}
             _log.warning("load of request %s fell short: %s", update.request_id, update.error, extra=extra)
             if self._config.kv_load_failure == "fail":
-                self._scheduler.load_ended(sequence)  # it can be ended like any other
-                self._fail(sequence, f"its KV could not be loaded: {update.error}", outputs)
+                self._scheduler.finish_load(sequence)  # it can be ended like any other
+                self._fail_request(sequence, f"its KV could not be loaded: {update.error}", outputs)
                 return
         first = update.first_token
         if first is not None and not 0 <= first.token_id < self.executor.vocab_size:
@@ -413,20 +413,20 @@ class EngineCore:
             sequence.num_transferred = moved
         sequence.skip_to(valid)
         if valid > local:
-            self._scheduler.give_back(sequence)  # first, as these were not loaded: they must not be found
+            self._scheduler.release_out_of_window(sequence)  # first, as these were not loaded: they must not be found
         self._scheduler.commit(sequence)
         if sequence.pinned:
-            self._bridge.progress(sequence)
-        self._scheduler.load_ended(sequence)
+            self._bridge.save_computed(sequence)
+        self._scheduler.finish_load(sequence)
         if first is not None:
             logprobs = [first] if group.sampling.logprobs is not None else None
-            self._accept(Chosen(sequence, [first.token_id], logprobs), outputs)
+            self._append_with_forced(Chosen(sequence, [first.token_id], logprobs), outputs)
 
     # Tokens and ends
 
-    def _accept(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
+    def _append_with_forced(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """Add tokens, and those that the grammar forces after them: the next step computes all of these together."""
-        self._append(chosen, outputs)
+        self._append_tokens(chosen, outputs)
         sequence = chosen.sequence
         constraint = chosen.sequence.sampler.constraint
         if self.masks is not None and constraint is not None:
@@ -434,9 +434,9 @@ class EngineCore:
                 if sequence.finish_reason is not None:
                     break
                 logprobs = None if chosen.logprobs is None else [forced]
-                self._append(Chosen(sequence, [forced.token_id], logprobs), outputs)
+                self._append_tokens(Chosen(sequence, [forced.token_id], logprobs), outputs)
 
-    def _append(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
+    def _append_tokens(self, chosen: Chosen, outputs: list[SequenceOutput]) -> None:
         """Add tokens to a sequence, end the sequence if one of them does, and report both."""
         sequence = chosen.sequence
         group = chosen.sequence.group
@@ -454,7 +454,7 @@ class EngineCore:
         if chosen.num_drafted:
             if self.speculator is not None:
                 self.speculator.verified(sequence, chosen.num_drafted, chosen.path[:count])
-            self._scheduler.end_draft(sequence)
+            self._scheduler.finish_draft(sequence)
         first = sequence.index == 0 and not group.first_token_ns
         if first:
             group.first_token_ns = time.monotonic_ns()
@@ -464,17 +464,17 @@ class EngineCore:
             for sibling in group.spawn_siblings():
                 self._scheduler.waiting.push(sibling)
         if sequence.finish_reason is not None:
-            self._finish(sequence)
+            self._finish_sequence(sequence)
             if group.finished:
                 del self._groups[group.request.request_id]
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish_sequence(self, sequence: Sequence) -> None:
         """Take an ended sequence out."""
         self._scheduler.finish(sequence)
         if self.speculator is not None:
-            self.speculator.ended(sequence)
+            self.speculator.sequence_finished(sequence)
 
-    def _fail(self, sequence: Sequence, error: str, outputs: list[SequenceOutput]) -> None:
+    def _fail_request(self, sequence: Sequence, error: str, outputs: list[SequenceOutput]) -> None:
         """End the request of a sequence with an error."""
         group = sequence.group
         if self._groups.get(group.request.request_id) is group:
@@ -489,7 +489,7 @@ class EngineCore:
         for sequence in group.sequences:
             if sequence.state is not SequenceState.FINISHED:
                 sequence.finish_reason = reason
-                self._finish(sequence)
+                self._finish_sequence(sequence)
                 outputs.append(sequence.end_output(error))
 
     def _flush_events(self) -> None:

@@ -274,8 +274,8 @@ class StandInMemory:
     @classmethod
     def open(cls, device: torch.device, handle: bytes, size: int) -> StandInMemory:
         """Open another process's memory; see :func:`open_memory`."""
-        magic, pid, number, theirs = _STAND_IN.unpack_from(handle)
-        if magic != _STAND_IN_MAGIC or theirs != size:
+        magic, pid, number, peer_size = _STAND_IN.unpack_from(handle)
+        if magic != _STAND_IN_MAGIC or peer_size != size:
             raise PipeClosedError("the peer's device memory is of another kind, or size")
         try:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -480,11 +480,11 @@ class DeviceArena:
         if device == self._device.memory:
             return self.memory
         with self._lock:
-            found = self._elsewhere.get(device)
-            if found is None:
+            reachable = self._elsewhere.get(device)
+            if reachable is None:
                 opened = open_memory(device, self._handle, self.num_blocks * self.block_bytes)
-                found = self._elsewhere[device] = opened.tensor.view(self.num_blocks, self.block_bytes)
-        return found
+                reachable = self._elsewhere[device] = opened.tensor.view(self.num_blocks, self.block_bytes)
+        return reachable
 
     def _check(self, num_bytes: int, spans: Spans) -> None:
         require_spans(spans, num_bytes, self.num_blocks, self.block_bytes)

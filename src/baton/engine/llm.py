@@ -133,11 +133,11 @@ class LLM:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise InvalidRequestError(f"{len(each)} sampling parameters for {len(many)} prompts", field="sampling")
-        jobs = [self._job(prompt, params) for prompt, params in zip(many, each, strict=True)]
+        jobs = [self._make_job(prompt, params) for prompt, params in zip(many, each, strict=True)]
         self._run(jobs)
         return [job.output for job in jobs]
 
-    def _job(self, prompt: str | Sequence[int], sampling: SamplingParams) -> _Job:
+    def _make_job(self, prompt: str | Sequence[int], sampling: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -171,20 +171,20 @@ class LLM:
                 if not live:
                     return
                 for output in self.core.step():
-                    self._take(live, output)
+                    self._process_output(live, output)
         finally:
             for request_id in live:
                 self.core.abort(request_id)
             while self.core.has_work():
                 self.core.step()
 
-    def _take(self, live: dict[RequestId, _Job], output: SequenceOutput) -> None:
+    def _process_output(self, live: dict[RequestId, _Job], output: SequenceOutput) -> None:
         job = live.get(output.request_id)
         if job is None:
             return
         if output.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the model failed: {output.error}")
-        job.take(output)
+        job.add_output(output)
         if job.done:
             del live[output.request_id]
             self.core.abort(output.request_id)
@@ -207,7 +207,7 @@ class _Job:
     def done(self) -> bool:
         return all(result.finish_reason is not None for result in self.output.outputs)
 
-    def take(self, output: SequenceOutput) -> None:
+    def add_output(self, output: SequenceOutput) -> None:
         """Add a step's output, unless a stop string ended the sequence before."""
         result = self.output.outputs[output.index]
         if result.finish_reason is not None:

@@ -269,7 +269,7 @@ def sample(
         tokens = _choose_before_masks(operator, logits, rows, draws, waiting, late)
     else:
         tokens = _choose(operator, logits, rows, draws)
-    refused = [i for i in draws_first if tokens[i] < 0 or not _has(rows[i], tokens[i])]
+    refused = [i for i in draws_first if tokens[i] < 0 or not _allows(rows[i], tokens[i])]
     _choose_again(operator, logits, rows, draws, refused, tokens)
     masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
     if shown := [(i, mask) for i, mask in masked if amend is not None or rows[i].params.logprobs is not None]:
@@ -299,7 +299,7 @@ def _choose_before_masks(
     def ready(begin: int, end: int, tokens: Sequence[int]) -> None:
         places = waiting[begin:end]
         own = [rows[i] for i in places]
-        wanted = [_needed(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
+        wanted = [_tokens_to_allow(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
         if refused := late.refused(own, wanted):
             late.set_masks([own[i] for i in refused])
             _choose_again(operator, logits, rows, draws, [places[i] for i in refused], again)
@@ -310,7 +310,7 @@ def _choose_before_masks(
     return tokens
 
 
-def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
+def _tokens_to_allow(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
     """Return what has to be allowed for a token to be right that was chosen without its mask, itself last.
 
     Args:
@@ -327,7 +327,7 @@ def _needed(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at:
     return [] if left[0] < 0 else [*(each for each in left if each >= 0 and each != token), token]
 
 
-def _has(row: SamplerRow, token: int) -> bool:
+def _allows(row: SamplerRow, token: int) -> bool:
     return row.mask is None or has_token(row.mask, token)
 
 
@@ -341,8 +341,8 @@ def _choose_again(
 ) -> None:
     """Choose tokens under masks, of the rows at ``places``, which were not to have what was chosen without."""
     if places:
-        found = _choose(operator, logits, [rows[i] for i in places], draws, places, again=True)
-        for i, token in zip(places, found, strict=True):
+        chosen = _choose(operator, logits, [rows[i] for i in places], draws, places, again=True)
+        for i, token in zip(places, chosen, strict=True):
             tokens[i] = token
 
 
@@ -380,12 +380,12 @@ def _choose(
     if any(mask is not None for mask in masks):
         logits = logits.clone()
         apply_masks(logits, [(i, mask) for i, mask in enumerate(masks) if mask is not None])
-    found = _argmax(logits)
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and found[i] >= 0]
+    chosen = _argmax(logits)
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy and chosen[i] >= 0]
     if drawn:
         subset = logits if len(drawn) == len(rows) else logits[drawn]
-        found[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
-    tokens: list[int] = found.tolist()
+        chosen[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
+    tokens: list[int] = chosen.tolist()
     if watch is not None:
         watch.ready(0, len(watch.rows), tokens)
     return tokens
@@ -439,10 +439,10 @@ def _logprobs(
     wanted = [(i, count) for i, count in wanted if i not in bad]
     index = [i for i, _ in wanted]
     subset = logits if len(index) == len(rows) else logits[index]
-    found: list[TokenLogprob | None] = [None] * len(rows)
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     for i, one in zip(index, token_logprobs(subset, [tokens[i] for i in index], [n for _, n in wanted]), strict=True):
-        found[i] = one
-    return found
+        logprobs[i] = one
+    return logprobs
 
 
 # Drawing
@@ -474,8 +474,8 @@ def draw(probs: torch.Tensor, keys: npt.NDArray[np.uint64]) -> list[int]:
     inside = chunked[torch.from_numpy(rows).to(device), torch.from_numpy(chunk).to(device)].cpu().numpy()
     ids = chunk[:, None] * CHUNK + np.arange(CHUNK)
     at = _race(inside, exponentials(keys, ids.astype(np.uint64) + TOKENS))
-    found: list[int] = np.minimum(chunk * CHUNK + at, vocab - 1).tolist()
-    return found
+    tokens: list[int] = np.minimum(chunk * CHUNK + at, vocab - 1).tolist()
+    return tokens
 
 
 def _race(weights: npt.NDArray[np.float32], times: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
@@ -498,23 +498,23 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
         token_ids: R tokens.
         num_top: R numbers of alternatives, each at most ``MAX_LOGPROBS``.
     """
-    found: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] = []
     for at in range(0, len(token_ids), _ROWS_AT_ONCE):
         end = at + _ROWS_AT_ONCE
-        found += _token_logprobs(logits[at:end], token_ids[at:end], num_top[at:end])
-    return found
+        logprobs += _token_logprobs(logits[at:end], token_ids[at:end], num_top[at:end])
+    return logprobs
 
 
 def _token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
     ids = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
-    figures = (part.cpu().numpy() for part in logprob_figures(logits, ids, max(num_top)))
-    return join_figures(token_ids, num_top, *figures)
+    figures = (part.cpu().numpy() for part in gather_logprobs(logits, ids, max(num_top)))
+    return join_logprobs(token_ids, num_top, *figures)
 
 
 LogprobTensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def logprob_figures(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> LogprobTensors:
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> LogprobTensors:
     """Return what is known of one token per row, on the device: nothing is read by the host.
 
     Args:
@@ -532,10 +532,10 @@ def logprob_figures(logits: torch.Tensor, token_ids: torch.Tensor, most: int) ->
     return chosen[:, 0], ranks, top.indices, top.values
 
 
-def join_figures(
+def join_logprobs(
     token_ids: Sequence[int], num_top: Sequence[int], *figures: npt.NDArray[np.generic]
 ) -> list[TokenLogprob]:
-    """Return the log probabilities of one token per row, of what :func:`logprob_figures` found."""
+    """Return the log probabilities of one token per row, of what :func:`gather_logprobs` found."""
     return [
         TokenLogprob(token, value, rank, tuple(one for one in zip(ids, values, strict=True) if one[1] > -math.inf)[:n])
         for token, n, value, rank, ids, values in zip(
@@ -606,17 +606,17 @@ def queue_sample(
             (at,) = link.upload(np.array(index, np.int64))
             logits = logits[at]
             chosen = chosen[at]
-        figures = logprob_figures(logits, chosen, max(num_top))
+        figures = gather_logprobs(logits, chosen, max(num_top))
     read = link.download(tokens, *figures)
 
     def finish() -> SamplerOutput:
-        found, *parts = read()
-        bad = tuple(np.flatnonzero(found < 0).tolist())
-        token_ids: list[int] = found.tolist()
+        chosen_ids, *parts = read()
+        bad = tuple(np.flatnonzero(chosen_ids < 0).tolist())
+        token_ids: list[int] = chosen_ids.tolist()
         if not scored:
             return SamplerOutput(token_ids, None, bad)
         logprobs: list[TokenLogprob | None] = [None] * len(rows)
-        for i, one in zip(index, join_figures([token_ids[i] for i in index], num_top, *parts), strict=True):
+        for i, one in zip(index, join_logprobs([token_ids[i] for i in index], num_top, *parts), strict=True):
             logprobs[i] = None if i in bad else one
         return SamplerOutput(token_ids, logprobs, bad)
 

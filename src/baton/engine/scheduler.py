@@ -301,7 +301,7 @@ class Scheduler:
         plan = StepPlan()
         preemptions = self.num_preemptions
         while self.loaded and len(self.running) < self._max_seqs:
-            self._run(self.loaded.pop(0))
+            self._start_running(self.loaded.pop(0))
         budget = self._plan_decodes(plan, self._budget)
         if self.step_budget is not None:
             plan.work = work_of_decodes(plan)
@@ -357,12 +357,12 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> int:
         for sequence in [other for other in self.running if other not in plan.counts]:
-            count = self._chunk_of(plan, sequence, budget, room)
+            count = self._chunk_size(plan, sequence, budget, room)
             if count and self._make_room(sequence, sequence.num_launched + count, plan):
                 budget -= self._plan_chunk(plan, sequence, count, room)
         return budget
 
-    def _chunk_of(self, plan: StepPlan, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
+    def _chunk_size(self, plan: StepPlan, sequence: Sequence, budget: int, room: PrefillRoom | None) -> int:
         """Return how many tokens of a prefilling sequence fit into a step."""
         count = min(sequence.num_missing, self._chunk, budget)
         if sequence.wants_prompt_logprobs:
@@ -376,7 +376,7 @@ class Scheduler:
             if plan.work is not None:
                 plan.work.rows += count
         if room is not None:
-            room.take(count, sequence.num_launched)
+            room.reserve(count, sequence.num_launched)
         return count
 
     @property
@@ -392,19 +392,19 @@ class Scheduler:
         """Let waiting sequences begin, in order; while the first one is too big, some that are smaller."""
         too_big: Sequence | None = None
         left = LOOKAHEAD
-        forecast = self._forecast()
+        forecast = self._block_forecast()
         for sequence in heapq.merge(self.waiting.in_order(), self.waiting_to_load.in_order(), key=_by_key):
             # What may come from outside costs this step nothing.
             if not budget or (room is not None and room.full and not self._bridge.may_load(sequence)):
                 return
             if len(self.running) >= self._max_seqs:
-                if not (victims := self._less_important(sequence)):
+                if not (victims := self._preemption_victims(sequence)):
                     return
                 self._preempt_for(victims[:1], plan)
-                forecast = self._forecast()
+                forecast = self._block_forecast()
             admitted = self._admit(sequence, forecast)
             if admitted is False and too_big is None and self._preempt_for_blocks(sequence, plan):
-                forecast = self._forecast()
+                forecast = self._block_forecast()
                 admitted = self._admit(sequence, forecast)
             if admitted is None:
                 continue
@@ -417,18 +417,18 @@ class Scheduler:
             if too_big is not None:
                 too_big.num_passed += 1
             forecast.add(sequence)
-            if sequence.state is SequenceState.RUNNING and (count := self._chunk_of(plan, sequence, budget, room)):
+            if sequence.state is SequenceState.RUNNING and (count := self._chunk_size(plan, sequence, budget, room)):
                 budget -= self._plan_chunk(plan, sequence, count, room)
             if too_big is not None and too_big.num_passed >= PASSES:
                 return
 
-    def _forecast(self) -> BlockForecast:
+    def _block_forecast(self) -> BlockForecast:
         forecast = BlockForecast(self.output_lengths, self._block_size, self._groups.count)
         for sequence in itertools.chain(self.running, self.loaded, self._bridge.loading.values()):
             forecast.add(sequence)
         return forecast
 
-    def _less_important(self, sequence: Sequence) -> list[Sequence]:
+    def _preemption_victims(self, sequence: Sequence) -> list[Sequence]:
         """Return what may be preempted for a sequence: of a lower priority class, the least important ones first."""
         priority = sequence.group.priority
         others = (other for other in itertools.chain(self.running, self.loaded) if not other.pinned)
@@ -442,7 +442,7 @@ class Scheduler:
     def _preempt_for_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt as many of the less important as a sequence needs to begin; ``False``: they have too few blocks."""
         need = -(-sequence.num_tokens // self._block_size) * self._groups.count - self._pool.num_free
-        victims = self._less_important(sequence)
+        victims = self._preemption_victims(sequence)
         blocks = list(itertools.accumulate(len(victim.all_blocks) for victim in victims))
         if not blocks or blocks[-1] < need:
             return False
@@ -456,23 +456,23 @@ class Scheduler:
         Returns:
             ``False``: there is no room yet; ``None``: it wants to load, and has to wait for other loads.
         """
-        found = self._find_prefix(sequence)
-        need = (-(-sequence.num_tokens // self._block_size) - len(found.block_ids)) * self._groups.count
-        may_load = self._may_load(need)
+        prefix = self._find_prefix(sequence)
+        need = (-(-sequence.num_tokens // self._block_size) - len(prefix.block_ids)) * self._groups.count
+        may_load = self._may_start_load(need)
         if not may_load and sequence in self.waiting_to_load:
             return None
-        free = self._pool.num_free_without(found.all_blocks) // self._groups.count
-        if not forecast.fits(sequence, len(found.block_ids), free):
+        free = self._pool.num_free_without(prefix.all_blocks) // self._groups.count
+        if not forecast.fits(sequence, len(prefix.block_ids), free):
             return False
-        num_local = len(found.block_ids) * self._block_size
-        load = self._bridge.plan(sequence, num_local)
+        num_local = len(prefix.block_ids) * self._block_size
+        load = self._bridge.plan_load(sequence, num_local)
         loads = load is not None and load.num_tokens > num_local
         self._dequeue(sequence)
         if loads and not may_load:
             self.waiting_to_load.push(sequence)
             return None
-        self._pool.acquire(found.all_blocks)
-        sequence.hold_prefix(found, self._groups.new_tables(), self._block_size)
+        self._pool.acquire(prefix.all_blocks)
+        sequence.attach_prefix(prefix, self._groups.new_tables(), self._block_size)
         sequence.append_blocks(self._pool.allocate(need) or ())
         if not sequence.admitted:
             sequence.admitted = True
@@ -481,14 +481,14 @@ class Scheduler:
             self.prefix_hit_tokens += num_local
             self.prefix_query_tokens += sequence.num_tokens if self._caching else 0
         if sequence.pinned:
-            self._bridge.progress(sequence)
-        if loads and self._bridge.start(sequence, num_local):
+            self._bridge.save_computed(sequence)
+        if loads and self._bridge.start_load(sequence, num_local):
             sequence.state = SequenceState.LOADING
         else:
-            self._run(sequence)
+            self._start_running(sequence)
         return True
 
-    def _may_load(self, need: int) -> bool:
+    def _may_start_load(self, need: int) -> bool:
         """Whether another load may hold so many blocks; one alone always may."""
         loading = self._bridge.loading
         held = sum(len(other.all_blocks) for other in loading.values())
@@ -500,12 +500,12 @@ class Scheduler:
         hashes = sequence.hash_blocks(sequence.num_tokens - 1, self._block_size) if caching else []
         return self._groups.match(self._pool, hashes)
 
-    def load_ended(self, sequence: Sequence) -> None:
+    def finish_load(self, sequence: Sequence) -> None:
         """Let a sequence be computed whose load has ended, as soon as there is a slot."""
         sequence.state = SequenceState.LOADED
         insort(self.loaded, sequence, key=_by_key)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _start_running(self, sequence: Sequence) -> None:
         """Let a sequence that has its blocks be computed."""
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_by_key)
@@ -561,14 +561,14 @@ class Scheduler:
                 plan.work.rows += len(draft)
         return len(draft)
 
-    def end_draft(self, sequence: Sequence) -> None:
+    def finish_draft(self, sequence: Sequence) -> None:
         """Register what became full by a draft, and give back the blocks that were for refused tokens alone."""
         self.commit(sequence)
-        self._pool.release(sequence.take_surplus(self._block_size))
+        self._pool.release(sequence.pop_surplus_blocks(self._block_size))
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._take_out(sequence)
-        self._pool.release(sequence.take_blocks())
+        self._remove(sequence)
+        self._pool.release(sequence.pop_blocks())
         sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -588,15 +588,15 @@ class Scheduler:
         """Register the blocks that became full in the prefix cache, and give back those that no window reaches now."""
         if self._caching:
             self._register(sequence)
-        self.give_back(sequence)
+        self.release_out_of_window(sequence)
 
-    def give_back(self, sequence: Sequence) -> None:
+    def release_out_of_window(self, sequence: Sequence) -> None:
         """Release the blocks that no window reaches any more, but for those that others may be reading."""
         if sequence.pinned:
             return
         for table in sequence.windows:
-            if gone := table.give_back(table.first_needed(sequence.num_computed, self._block_size)):
-                self._bridge.keep_for_flying(sequence, gone)
+            if gone := table.pop_before(table.first_needed(sequence.num_computed, self._block_size)):
+                self._bridge.defer_release(sequence, gone)
                 self._pool.release(gone)
 
     def _register(self, sequence: Sequence) -> None:
@@ -615,7 +615,7 @@ class Scheduler:
                     self._pool.commit(block, hashes[i], None, tenant=tenant, group=table.group)
         sequence.num_committed = full
 
-    def note_time(self, plan: StepPlan, seconds: float) -> None:
+    def observe_step_time(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the time that a step took."""
         if self.step_budget is not None and plan.work is not None:
             self.step_budget.cost.observe(plan.work, seconds)
@@ -625,14 +625,14 @@ class Scheduler:
         state = sequence.state
         sequence.state = SequenceState.FINISHED
         if state is SequenceState.LOADING:
-            self._bridge.cancel(sequence)
+            self._bridge.cancel_load(sequence)
             return
         if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.pinned:
             self.output_lengths.add(sequence.num_output)
-        self._take_out(sequence, state)
-        self._bridge.finish(sequence)
+        self._remove(sequence, state)
+        self._bridge.release_finished(sequence)
 
-    def _take_out(self, sequence: Sequence, state: SequenceState | None = None) -> None:
+    def _remove(self, sequence: Sequence, state: SequenceState | None = None) -> None:
         """Remove a sequence from where those of its state are kept."""
         match state or sequence.state:
             case SequenceState.RUNNING:

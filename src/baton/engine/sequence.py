@@ -74,7 +74,7 @@ class WindowTable:
         """Place of the first block that tokens from ``num_computed`` on will see."""
         return max(0, num_computed - self.window + 1) // block_size if self.window else 0
 
-    def give_back(self, place: int) -> list[BlockId]:
+    def pop_before(self, place: int) -> list[BlockId]:
         """Remove and return the blocks before a place."""
         count = min(max(0, place - self.first), len(self.block_ids))
         gone = self.block_ids[:count]
@@ -83,14 +83,14 @@ class WindowTable:
         self.first += count
         return gone
 
-    def cut(self, end: int) -> list[BlockId]:
+    def pop_from(self, end: int) -> list[BlockId]:
         """Remove and return the blocks from a place on."""
         keep = max(0, end - self.first)
         gone = self.block_ids[keep:]
         self.block_ids = self.block_ids[:keep]
         return gone
 
-    def take(self) -> list[BlockId]:
+    def pop_all(self) -> list[BlockId]:
         """Remove and return all blocks."""
         gone = self.block_ids
         self.begin(0, ())
@@ -136,18 +136,18 @@ class WindowGroups:
 
     def match(self, pool: BlockPool, hashes: SequenceOf[BlockHash]) -> PrefixHit:
         """Return the longest cached prefix whose end all groups have."""
-        found = pool.match(hashes)
+        prefix = pool.match(hashes)
         if not self._windows:
-            return PrefixHit(found, [])
-        cached = [pool.find(hashes[: len(found)], group) for group in range(1, self.count)]
-        length = self._longest(cached, len(found))
+            return PrefixHit(prefix, [])
+        cached = [pool.find(hashes[: len(prefix)], group) for group in range(1, self.count)]
+        length = self._longest_cached(cached, len(prefix))
         tails = [
-            [block for block in blocks[self._reach(length, window) : length] if block is not None]
+            [block for block in blocks[self._first_visible(length, window) : length] if block is not None]
             for blocks, window in zip(cached, self._windows, strict=True)
         ]
-        return PrefixHit(found[:length], tails)
+        return PrefixHit(prefix[:length], tails)
 
-    def _longest(self, cached: list[list[BlockId | None]], count: int) -> int:
+    def _longest_cached(self, cached: list[list[BlockId | None]], count: int) -> int:
         """The longest prefix, in blocks, of which every group has what its window reaches."""
         runs = [0] * len(cached)
         best = 0
@@ -155,11 +155,11 @@ class WindowGroups:
             whole = True
             for i, blocks in enumerate(cached):
                 runs[i] = runs[i] + 1 if blocks[length - 1] is not None else 0
-                whole = whole and runs[i] >= length - self._reach(length, self._windows[i])
+                whole = whole and runs[i] >= length - self._first_visible(length, self._windows[i])
             best = length if whole else best
         return best
 
-    def _reach(self, length: int, window: int) -> int:
+    def _first_visible(self, length: int, window: int) -> int:
         """Place of the first block that the token after ``length`` blocks sees."""
         return max(0, length * self._block_size - window + 1) // self._block_size if window else 0
 
@@ -236,7 +236,7 @@ class Sequence:
         num_prompt: Prompt tokens.
         num_tokens: Prompt and output tokens.
         num_computed: Leading tokens whose KV is in the pool.
-        num_flying: Tokens after them that steps on their way compute.
+        num_in_flight: Tokens after them that steps on their way compute.
         num_expected: Tokens that these steps choose for it and that it goes on with, whatever they are.
         num_committed: Leading blocks that were registered in the prefix cache.
         block_ids: Its blocks, from its first token on.
@@ -267,7 +267,7 @@ class Sequence:
         "num_computed",
         "num_drafted",
         "num_expected",
-        "num_flying",
+        "num_in_flight",
         "num_lost",
         "num_passed",
         "num_preemptions",
@@ -300,7 +300,7 @@ class Sequence:
         self.max_output = 1 + len(output) if request.prefill_only else group.sampling.max_tokens or 1
         self.num_computed = 0
         self.num_committed = 0
-        self.num_flying = self.num_expected = 0
+        self.num_in_flight = self.num_expected = 0
         self.block_ids: list[BlockId] = []
         self.table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
         self.windows: list[WindowTable] = []
@@ -336,12 +336,12 @@ class Sequence:
     @property
     def num_launched(self) -> int:
         """Leading tokens whose KV is in the pool or on its way: the next step goes on there."""
-        return self.num_computed + self.num_flying
+        return self.num_computed + self.num_in_flight
 
     @property
     def num_missing(self) -> int:
         """Tokens whose KV no step computes yet, one that is expected included; 1: it decodes."""
-        return self.num_tokens + self.num_expected - self.num_computed - self.num_flying
+        return self.num_tokens + self.num_expected - self.num_computed - self.num_in_flight
 
     @property
     def started(self) -> bool:
@@ -356,8 +356,8 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logits of prompt tokens are still wanted."""
-        found = self.group.prompt_logprobs
-        return found is not None and self.index == 0 and len(found) < self.num_prompt
+        logprobs = self.group.prompt_logprobs
+        return logprobs is not None and self.index == 0 and len(logprobs) < self.num_prompt
 
     def append_token(self, token: int) -> None:
         """Add an output token."""
@@ -385,11 +385,11 @@ class Sequence:
 
     def blocks_to_load(self, block_size: int) -> tuple[BlockId, ...]:
         """Return the blocks for the KV of all its tokens, group by group; -1: what no token after them will see."""
-        found = list(self.block_ids)
+        block_ids = list(self.block_ids)
         for table in self.windows:
             first = max(table.first, table.first_needed(self.num_tokens - 1, block_size))
-            found += [BlockId(-1)] * first + table.block_ids[first - table.first :]
-        return tuple(found)
+            block_ids += [BlockId(-1)] * first + table.block_ids[first - table.first :]
+        return tuple(block_ids)
 
     def append_blocks(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end of its table, and as many to each of the other layer groups'."""
@@ -407,7 +407,7 @@ class Sequence:
         self.table[have:want] = block_ids
         self.block_ids.extend(block_ids)
 
-    def hold_prefix(self, found: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
+    def attach_prefix(self, found: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
         """Begin with blocks found in the prefix cache.
 
         Args:
@@ -428,7 +428,7 @@ class Sequence:
         self.num_computed = num_tokens
         self.high_water = max(self.high_water, min(num_tokens, self.num_prompt))
 
-    def take_blocks(self) -> list[BlockId]:
+    def pop_blocks(self) -> list[BlockId]:
         """Remove and return all its blocks: its KV is gone."""
         blocks = self.all_blocks
         self.block_ids = []
@@ -467,7 +467,7 @@ class Sequence:
         dropped = self.block_ids[keep:]
         self.block_ids = self.block_ids[:keep]
         for table in self.windows:
-            dropped += table.cut(keep) if keep else table.take()
+            dropped += table.pop_from(keep) if keep else table.pop_all()
         return dropped
 
     def hash_blocks(self, num_tokens: int, block_size: int) -> list[BlockHash]:
@@ -479,7 +479,7 @@ class Sequence:
             self.hashes += block_hashes(self.buffer[: count * block_size], block_size, parent, start=known * block_size)
         return self.hashes[:count]
 
-    def take_surplus(self, block_size: int) -> list[BlockId]:
+    def pop_surplus_blocks(self, block_size: int) -> list[BlockId]:
         """Remove and return the blocks behind its last token: draft tokens that were refused were in them."""
         keep = -(-self.num_tokens // block_size)
         if len(self.block_ids) <= keep:
@@ -487,7 +487,7 @@ class Sequence:
         dropped = self.block_ids[keep:]
         self.block_ids = self.block_ids[:keep]
         for table in self.windows:
-            dropped += table.cut(keep)
+            dropped += table.pop_from(keep)
         return dropped
 
     def advance(self, count: int) -> None:

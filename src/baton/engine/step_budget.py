@@ -70,7 +70,7 @@ class StepWork:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _StepKind:
     """The average of like steps: features [5], seconds, and when the last one was."""
 
     features: npt.NDArray[np.float64]
@@ -86,7 +86,7 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, ...], _Kind] = {}
+        self._kinds: dict[tuple[int, ...], _StepKind] = {}
         self._weights = np.zeros(5)
         self._steps = 0
         self._current = True
@@ -109,7 +109,7 @@ class StepCost:
         start = int(work.prompt_attention / work.prompt_tokens) if work.prompt_tokens else 0
         sizes = (work.rows, work.decode_context >> 8, work.prompt_tokens, start >> 8)
         name = tuple(size.bit_length() for size in sizes)
-        kind = self._kinds.pop(name, None) or _Kind(features, seconds, 0)
+        kind = self._kinds.pop(name, None) or _StepKind(features, seconds, 0)
         kind.features = kind.features + _NEWS * (features - kind.features)
         kind.seconds += _NEWS * (seconds - kind.seconds)
         kind.last = self._steps
@@ -134,12 +134,12 @@ class StepCost:
         while used.any():
             columns = rows[:, used] / norms[used]
             matrix = columns.T @ columns + _RIDGE * np.eye(columns.shape[1])
-            found = np.linalg.solve(matrix, columns.T @ share) / norms[used]
-            if (found >= 0.0).all():
-                weights[used] = found
+            coefficients = np.linalg.solve(matrix, columns.T @ share) / norms[used]
+            if (coefficients >= 0.0).all():
+                weights[used] = coefficients
                 break
             # Without what would be negative, by the largest first: the rest takes its part over.
-            used[np.flatnonzero(used)[(found * norms[used]).argmin()]] = False
+            used[np.flatnonzero(used)[(coefficients * norms[used]).argmin()]] = False
         self._weights = weights
 
     def affordable(self, seconds: float, start: int) -> int:
@@ -217,7 +217,7 @@ class PrefillRoom:
             self._budget.num_bounded += 1
         return fits
 
-    def take(self, count: int, start: int) -> None:
+    def reserve(self, count: int, start: int) -> None:
         """Take the room for ``count`` tokens of a prompt from position ``start`` on."""
         cost = self._budget.cost
         before = cost.predict(self.work)

@@ -10,7 +10,7 @@ and requests come and go, while the device computes. ::
 
 What the host knows of a sequence stays true: its tokens and ``num_computed`` are those of steps that were read, and
 blocks are registered when a step has been read. What steps on their way do to it is counted beside that
-(``num_flying``, ``num_expected``). Random numbers depend on seed and position alone, so tokens are the same.
+(``num_in_flight``, ``num_expected``). Random numbers depend on seed and position alone, so tokens are the same.
 
 * Ends by length are foreseen. A sequence that ends otherwise (a stop token, an abort, an error) while the next step
   computes it is left out when that step is read. Its blocks, and those that no window reaches any more, keep a
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class FlyingStep:
+class InFlightStep:
     """A step that was launched.
 
     Attributes:
@@ -124,7 +124,7 @@ class StepPipeline:
 
     Attributes:
         ahead: Whether steps are launched before the one before is read. May be changed between steps.
-        flying: The step that was launched ahead and not read yet.
+        in_flight: The step that was launched ahead and not read yet.
         speculator: Returns who drafts; ``None``: nobody does.
 
     Raises:
@@ -149,44 +149,44 @@ class StepPipeline:
         self._drafting = speculator
         self._block_size = config.block_size
         self._read_at = 0.0
-        self.flying: FlyingStep | None = None
+        self.in_flight: InFlightStep | None = None
         self.ahead = _goes_ahead(config, executor, speculator())
 
-    def next_step(self) -> FlyingStep | None:
+    def next_step(self) -> InFlightStep | None:
         """Return the step to be read next, the one after it on its way where that may be; ``None``: there is none.
 
         What is on its way of its sequences is that of the step after it alone, from now on.
         """
-        step = self.flying
-        self.flying = None
+        step = self.in_flight
+        self.in_flight = None
         if step is None:
             step = self._launch(self._scheduler.schedule())
         if step is None:
             return None
         if self.ahead and self._drafting() is None and step.may_be_followed:
-            self.flying = self._launch(self._scheduler.schedule_ahead(), step)
-        return self._landed(step)
+            self.in_flight = self._launch(self._scheduler.schedule_ahead(), step)
+        return self._mark_landed(step)
 
-    def last_step(self) -> FlyingStep | None:
+    def last_step(self) -> InFlightStep | None:
         """Return the step that is on its way, to be read with none after it; ``None``: there is none."""
-        step = self.flying
-        self.flying = None
-        return None if step is None else self._landed(step)
+        step = self.in_flight
+        self.in_flight = None
+        return None if step is None else self._mark_landed(step)
 
-    def note_time(self, step: FlyingStep) -> None:
+    def observe_step_time(self, step: InFlightStep) -> None:
         """Learn from the time of a step that was read: since the one before was."""
         now = self._clock()
         seconds = now - max(step.started, self._read_at)
         self._read_at = now
-        self._scheduler.note_time(step.plan, seconds)
+        self._scheduler.observe_step_time(step.plan, seconds)
         if (speculator := self._drafting()) is not None:
-            speculator.note_time(step.plan, seconds, step.drafting)
+            speculator.observe_step_time(step.plan, seconds, step.drafting)
 
-    def _launch(self, plan: StepPlan, before: FlyingStep | None = None) -> FlyingStep | None:
+    def _launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep | None:
         """Launch a plan, if there is anything in it; ``before`` has tokens of it that nobody has read."""
         if not plan.counts:
             return None
-        step = FlyingStep(plan, self._clock())
+        step = InFlightStep(plan, self._clock())
         if (speculator := self._drafting()) is not None:
             speculator.add_drafts(plan, self._scheduler)
             step.drafting = self._clock() - step.started
@@ -195,20 +195,20 @@ class StepPipeline:
         except Exception as error:
             step.error = error
         for sequence, count in plan.counts.items():
-            sequence.num_flying += count
+            sequence.num_in_flight += count
         for sequence in step.expected:
             sequence.num_expected += 1
         return step
 
     @torch.inference_mode()
-    def _run(self, step: FlyingStep, before: FlyingStep | None) -> None:
+    def _run(self, step: InFlightStep, before: InFlightStep | None) -> None:
         chosen = None
         speculator = self._drafting()
         if before is not None and before.expected and before.sampling is not None:
             chosen = ChosenTokens(before.sampling.token_ids, before.expected)
         hidden_of = () if speculator is None else speculator.hidden_of
         batch = build_batch(step.plan, self._block_size, self._executor.input_buffers, hidden_of, chosen)
-        self._bridge.begin_step(step.plan.counts)
+        self._bridge.announce_step(step.plan.counts)
         sampling = StepSampling(batch, self._masks, None if speculator is None else speculator.drawn_from)
         try:
             output = self._executor.forward(batch.forward)
@@ -222,12 +222,12 @@ class StepPipeline:
             if sequence.num_output + sequence.num_expected + 1 < sequence.max_output:
                 step.expected[sequence] = row
 
-    def _landed(self, step: FlyingStep) -> FlyingStep:
+    def _mark_landed(self, step: InFlightStep) -> InFlightStep:
         for sequence, count in step.plan.counts.items():
-            sequence.num_flying -= count
+            sequence.num_in_flight -= count
         for sequence in step.expected:
             sequence.num_expected -= 1
-        step.blocks = self._bridge.take_landing()
+        step.blocks = self._bridge.pop_deferred_blocks()
         return step
 
 

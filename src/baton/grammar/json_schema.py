@@ -150,18 +150,18 @@ def _narrowed(schema: Any) -> Any:
     """Return a checked schema with the patterns of its formats beside them."""
     if not isinstance(schema, Mapping):
         return schema
-    found = dict(schema)
+    narrowed = dict(schema)
     for keyword, item in schema.items():
         if keyword in _ONE:
-            found[keyword] = _narrowed(item)
+            narrowed[keyword] = _narrowed(item)
         elif keyword in _MANY:
-            found[keyword] = [_narrowed(part) for part in item]
+            narrowed[keyword] = [_narrowed(part) for part in item]
         elif keyword in _NAMED:
-            found[keyword] = {name: _narrowed(part) for name, part in item.items()}
+            narrowed[keyword] = {name: _narrowed(part) for name, part in item.items()}
     pattern = _NARROWER.get(schema.get("format", ""))
     if pattern is not None:
-        found["allOf"] = [*found.get("allOf", ()), {"pattern": pattern}]
-    return found
+        narrowed["allOf"] = [*narrowed.get("allOf", ()), {"pattern": pattern}]
+    return narrowed
 
 
 def decode_schema(schema: Any, field: str) -> Mapping[str, Any]:

@@ -41,15 +41,15 @@ def count_parts(pattern: str) -> int:
     groups = [(0, 0)]  # per open group its parts, and those that it has where it is repeated
     parts = 0  # of the piece before: what a repeat would repeat
     written = 0
-    for found in _PIECE.finditer(pattern):
-        piece = found[0]
+    for match in _PIECE.finditer(pattern):
+        piece = match[0]
         if piece == "(":
             groups.append((0, 0))
             continue
         if piece == ")":
             parts, written = groups.pop() if len(groups) > 1 else (0, 0)
-        elif found["low"] is not None and (found["low"] or found["high"]):
-            times = max(int(found["low"][:9] or 0), int(found["high"][:9] or 0), 1)
+        elif match["low"] is not None and (match["low"] or match["high"]):
+            times = max(int(match["low"][:9] or 0), int(match["high"][:9] or 0), 1)
             _add(groups, -parts, -written)
             parts, written = (1, times) if written == 1 else (written * times, written * times)
         elif piece in "?*+|^$":
@@ -102,8 +102,8 @@ def check_grammar(grammar: Grammar, field: str) -> Grammar:
     grammar.validate(field=field)
     started = time.thread_time()
     if grammar.kind in ("regex", "grammar", "structural_tag"):
-        for found in _PART.finditer(grammar.text):
-            check_repeats(found["regex"] or "", field)
+        for match in _PART.finditer(grammar.text):
+            check_repeats(match["regex"] or "", field)
     with _panics_refused(field):
         matcher = LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
         if (_TOKEN_IDS in grammar.text or _UNKNOWN_TOKEN in matcher.get_error()) and _has_tokens(grammar, field):

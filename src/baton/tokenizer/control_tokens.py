@@ -143,10 +143,10 @@ class ControlTokens:
 
     def in_conversation(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bool:
         """Whether the name of a control token, or a part at the ends, is in any string of messages and variables."""
-        found = [(self._finder(part), text) for part in (*messages, variables) for text in _strings(part)]
-        if self._in_all or any(finder.finds(text) for finder, text in found):
+        searches = [(self._finder(part), text) for part in (*messages, variables) for text in _strings(part)]
+        if self._in_all or any(finder.finds(text) for finder, text in searches):
             return True
-        return any(finder.touches(text) for finder, text in found) and self._literal.exact
+        return any(finder.touches(text) for finder, text in searches) and self._literal.exact
 
     def _finder(self, part: Mapping[str, Any]) -> _Finder:
         role = part.get("role")

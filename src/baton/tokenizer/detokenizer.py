@@ -83,7 +83,7 @@ class StopStrings:
         """Return how many of the last characters could begin a stop string."""
         return self._depth[state]
 
-    def found(self, state: int) -> str | None:
+    def match_at(self, state: int) -> str | None:
         """Return the longest stop string that ends at this state."""
         return self._found[state]
 
@@ -120,10 +120,10 @@ class StopStringMatcher:
         stops = self._stops
         state = self._state
         step = stops.step
-        found = stops.found
+        match_of_state = stops.match_at
         for at, char in enumerate(text, 1):
             state = step(state, char)
-            stop = found(state)
+            stop = match_of_state(state)
             if stop is not None:
                 return self._match(stop, self._held + text[:at])
         self._state = state

@@ -136,11 +136,11 @@ def tokenizer_digest(model: str | Path) -> str:
         ConfigError: The file cannot be read.
     """
     file = Path(model) / "tokenizer.json"
-    found = read_file(file)
-    if found is None:
+    raw = read_file(file)
+    if raw is None:
         return ""
     try:
-        content = json.loads(found)
+        content = json.loads(raw)
         parts = {name: content.get(name) for name in _DIGEST_PARTS}
         merges = (parts["model"] or {}).get("merges")
     except (ValueError, AttributeError) as error:

@@ -329,14 +329,14 @@ class Tokenizer:
 
 
 def _named_tokens(directory: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         values = read_json(directory / file)
         for name in _NAMED_TOKENS:
             content = token_content(values.get(name))
             if content is not None:
-                found[name] = content
-    return found
+                tokens[name] = content
+    return tokens
 
 
 def _configured_eos(directory: Path) -> frozenset[int] | None:
@@ -479,9 +479,9 @@ class TextModelCache:
         Raises:
             ConfigError: It cannot be loaded; the next call tries again.
         """
-        found = self.loaded(path)
-        if found is not None:
-            return found
+        model = self.loaded(path)
+        if model is not None:
+            return model
         key = self._override or path
         loading = self._loading.get(key)
         if loading is None:
@@ -501,10 +501,10 @@ class TextModelCache:
     def loaded(self, path: str) -> TextModel | None:
         """Return the text model of a path if it is loaded already."""
         key = self._override or path
-        found = self._models.get(key)
-        if found is not None and len(self._models) > 1:
+        entry = self._models.get(key)
+        if entry is not None and len(self._models) > 1:
             self._models.move_to_end(key)
-        return found
+        return entry
 
     @property
     def num_slow(self) -> int:

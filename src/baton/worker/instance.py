@@ -211,7 +211,7 @@ class WorkerInstance:
             grammars=await asyncio.to_thread(load_grammars, self._engine_config, base.model.executor),
             drafter=base.model.drafter,
         )
-        core.bound_steps(self._first_role is Role.DECODE)
+        core.limit_step_time(self._first_role is Role.DECODE)
         return EngineThread(core, base.loop, on_failure=self._on_failure)
 
     def _serve_blocks(self, base: InstanceContext) -> BlockServer:
@@ -320,7 +320,7 @@ class WorkerInstance:
 
     def _enter_role(self, role: InstanceRole) -> None:
         self._connectors.set_role(role)
-        self.context.engine.core.bound_steps(role.role is Role.DECODE)
+        self.context.engine.core.limit_step_time(role.role is Role.DECODE)
 
     async def _require_idle(self, role: InstanceRole) -> None:
         engine = self.context.engine

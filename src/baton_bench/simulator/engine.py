@@ -498,7 +498,7 @@ class SimulatedEngine:
         count = max(0, min(sequence.missing, self.limits.prefill_chunk, budget))
         if room is not None and count:
             count = room.fit(count, sequence.computed)
-            room.take(count, sequence.computed)
+            room.reserve(count, sequence.computed)
         if count:
             plan.append((sequence, count))
         return count

@@ -39,7 +39,7 @@ def answers(llm: LLM, jobs: list[tuple[list[int], SamplingParams]], aborted: str
             answer.logprobs += [each.logprob for each in output.logprobs or ()]
             answer.finish = output.finish_reason
             if output.request_id == aborted and len(answer.tokens) == 2:
-                assert (core.steps.flying is not None) == core.steps.ahead
+                assert (core.steps.in_flight is not None) == core.steps.ahead
                 core.abort(RequestId(aborted))
     core.check_integrity()
     assert core.stats().blocks_active == 0

@@ -52,7 +52,7 @@ class RecordedDrafter:
         self.num_proposed += len(draft)
         return Proposal(draft)
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Forget it."""
         self.live.discard(sequence)
 
@@ -112,7 +112,7 @@ class BrokenDrafter:
         self.calls += 1
         return [Proposal(self.answer(sequence, limit)) for sequence, limit in wanted]
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:

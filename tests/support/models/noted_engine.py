@@ -131,7 +131,7 @@ class Engine:
         for _ in range(3000):
             if not self.core.has_work():
                 assert self.core.stats().blocks_active == 0
-                assert not self.core._bridge.landing
+                assert not self.core._bridge.deferred_blocks
                 return
             self.step()
         raise AssertionError("no end in sight")

@@ -155,7 +155,7 @@ def test_unless_told_otherwise_only_instances_with_streams_bound_their_steps() -
     run_mixed(core, prompts=1)
     assert max(tokens for _, _, tokens in runner.steps) == LONG
     core, runner = make()
-    core.bound_steps(True)
+    core.limit_step_time(True)
     run_mixed(core)
     assert max(seconds for seconds, rows, tokens in runner.steps if rows and tokens) <= 50 * MS * 1.1
     assert step_budget(EngineConfig(step_budget_ms=0.0), bounded=True) is None

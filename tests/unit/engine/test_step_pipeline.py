@@ -160,7 +160,7 @@ def test_an_abort_while_a_step_is_on_its_way_gives_the_blocks_back_when_that_is_
     engine.add("a", PROMPT[:6], GREEDY)
     while not engine.answers:
         engine.step()
-    assert engine.core.steps.flying is not None
+    assert engine.core.steps.in_flight is not None
     held = set(engine.core._groups[RequestId("a")].sequences[0].block_ids)
     assert engine.runner.writing <= held
     engine.core.abort(RequestId("a"))
@@ -207,12 +207,12 @@ def test_loads_begin_and_end_beside_a_step_on_its_way_and_never_get_its_blocks()
     while ("stops", 0) not in engine.answers or engine.answers["stops", 0].finish is None:
         engine.step()
     assert len(engine.runner.writing) == 2
-    stopped = set(engine.core._bridge.landing)
+    stopped = set(engine.core._bridge.deferred_blocks)
     assert stopped & engine.runner.writing
     engine.add("load", PROMPT, GREEDY.replace(max_tokens=2))  # needs blocks that are in use by the step on its way
     while not loader.blocks:
         assert engine.step() or engine.core.has_work()
-    assert engine.core.steps.flying is None or loader.blocks[RequestId("load")].isdisjoint(engine.runner.writing)
+    assert engine.core.steps.in_flight is None or loader.blocks[RequestId("load")].isdisjoint(engine.runner.writing)
     assert stopped & loader.blocks[RequestId("load")]  # as soon as that was read
     loader.updates.append(LoadUpdate(RequestId("load"), 0, error="it was nothing"))
     engine.run()
@@ -229,9 +229,9 @@ def test_a_roll_back_leaves_the_step_on_its_way_out() -> None:
     engine.add("b", PROMPT[:4], GREEDY.replace(max_tokens=12))
     while len(engine.answers.get(("a", 0), Answer()).tokens) < 6:
         engine.step()
-    assert engine.core.steps.flying is not None
+    assert engine.core.steps.in_flight is not None
     engine.core.roll_back(RequestId("a"), 3)
-    assert engine.core.steps.flying is None
+    assert engine.core.steps.in_flight is None
     del engine.tokens("a")[-3:]
     engine.run()
     assert engine.tokens("a") == engine.runner.greedy(PROMPT, 12, ignore_eos=True)

@@ -19,7 +19,7 @@ def hashes(count: int) -> list[BlockHash]:
     return [BlockHash(hashlib.sha256(bytes([i])).digest()) for i in range(count)]
 
 
-@given(st.lists(st.tuples(st.sampled_from(("append", "give_back", "cut")), st.integers(0, 40)), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from(("append", "pop_before", "pop_from")), st.integers(0, 40)), max_size=30))
 def test_a_table_is_what_was_put_in_without_what_was_given_back(steps: list[tuple[str, int]]) -> None:
     table, places, fresh = WindowTable(1, 8, NULL), dict[int, BlockId](), iter(range(10_000))
     end = first = 0
@@ -29,17 +29,17 @@ def test_a_table_is_what_was_put_in_without_what_was_given_back(steps: list[tupl
             table.append(ids)
             places.update(zip(range(end, end + len(ids)), ids, strict=True))
             end += len(ids)
-        elif step == "give_back":
+        elif step == "pop_before":
             want = [places.pop(i) for i in range(first, min(number, end))]
-            assert table.give_back(number) == want
+            assert table.pop_before(number) == want
             first = max(first, min(number, end))
         elif number >= first:
-            assert table.cut(number) == [places.pop(i) for i in range(number, end)]
+            assert table.pop_from(number) == [places.pop(i) for i in range(number, end)]
             end = min(end, number)
         assert table.first == first
         assert table.block_ids == [places[i] for i in range(first, end)]
         assert table.table[:end].tolist() == [NULL] * first + table.block_ids
-    assert table.take() == list(places.values())
+    assert table.pop_all() == list(places.values())
     assert (table.first, table.block_ids) == (0, [])
     assert set(table.table.tolist()) == {NULL}
 

@@ -173,8 +173,8 @@ class StepBuffer:
         if _num_bytes(counts) > len(self._memory):
             raise InternalError(f"a step of {counts[0]} tokens and {counts[1]} sequences is larger than was planned")
         self._memory[: 8 * _COUNTS].view(np.int64)[:] = counts
-        for mine, theirs in zip(_fields(self._at(counts)), _fields(batch), strict=True):
-            mine[...] = theirs
+        for target, source in zip(_fields(self._at(counts)), _fields(batch), strict=True):
+            target[...] = source
 
     def read(self) -> ForwardBatch:
         """Return the step as views into the memory.

@@ -59,7 +59,7 @@ class Follower:
     def answer(self, message: Message, descriptors: list[int]) -> Message:
         """Do what a message asks for; what it cannot do is told in the answer."""
         try:
-            return self._do(message, descriptors)
+            return self._handle(message, descriptors)
         except Exception as error:
             # Ranks that wait for this one in the middle of a step fail too, up to the leader.
             self.communicator.disconnect()
@@ -67,16 +67,16 @@ class Follower:
                 log.exception("rank %d failed", self.communicator.spec.index)
             return error_to_message(error)
 
-    def _do(self, message: Message, descriptors: list[int]) -> Message:
+    def _handle(self, message: Message, descriptors: list[int]) -> Message:
         match message.get("do"):
             case "map_steps":
-                self._steps = StepBuffer(_only(descriptors))
+                self._steps = StepBuffer(_single_descriptor(descriptors))
             case "connect":
                 self.communicator.connect(int(message["port"]), int(message["generation"]))
             case "use":
                 return {"why": self._runner.use(ExecutionPath(message["path"]))}
             case "bind":
-                self._runner.bind(self._arena(message, _only(descriptors)))
+                self._runner.bind(self._arena(message, _single_descriptor(descriptors)))
             case "graph_bytes":
                 return {"bytes": self._runner.graph_bytes()}
             case "measure":
@@ -146,7 +146,7 @@ def _answer(channel: socket.socket, request: Message, answer: Message) -> None:
     send_message(channel, values, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
 
 
-def _only(descriptors: list[int]) -> int:
+def _single_descriptor(descriptors: list[int]) -> int:
     if len(descriptors) != 1:
         raise InternalError(f"expected one file descriptor, got {len(descriptors)}")
     return descriptors[0]

@@ -74,7 +74,7 @@ class InProcessExecutor:
         self._runner = ModelRunner(config, whole, self.communicator)
         self.layout = self._runner.layout
         self.attention_backend = self._runner.attention_backend
-        self._join()
+        self._join_ranks()
         self._choose_path(whole, check)
         if self.geometry.dtype != model.dtype:
             self._check_storage(check, model)
@@ -84,7 +84,7 @@ class InProcessExecutor:
         return_free_memory()
         log.info("%s: %s", self.architecture, self.description)
 
-    def _join(self) -> None:
+    def _join_ranks(self) -> None:
         """Wait for the other ranks; called before anything is run."""
 
     def _fingerprint(self, whole: WholeModel) -> Fingerprint:
@@ -93,14 +93,14 @@ class InProcessExecutor:
         model = whole.model
         groups = whole.groups
         layout = KVLayout(self.geometry.layers, config.block_size, self.geometry.dtype)
-        found = Fingerprint.of(
+        fingerprint = Fingerprint.of(
             model=config.model_name,
             model_digest=model_digest(model.folder, model.files) + model.identity,
             rope=rope_digest(model.text_config.to_dict()),
             layout=layout,
         )
         return dataclasses.replace(
-            found,
+            fingerprint,
             tp_size=config.tp,
             pp_size=config.pp,
             kv_cast=config.kv_cast,
@@ -128,9 +128,9 @@ class InProcessExecutor:
         linears = self._runner.linears
         path = "transformers' modules"
         packs = True
-        if self.config.packed_linears and self._try(ExecutionPath.FUSED, check):
+        if self.config.packed_linears and self._try_path(ExecutionPath.FUSED, check):
             path = "fused decoder"
-        elif not self._runner.packs or not self._try(ExecutionPath.PACKED, check):
+        elif not self._runner.packs or not self._try_path(ExecutionPath.PACKED, check):
             linears = "torch" if self._runner.packs else linears
             packs = False
         self.description = f"{path}, attention {self.attention_backend}, linears {linears}"
@@ -183,14 +183,14 @@ class InProcessExecutor:
                 field=self._refused_field,
             ) from failure
 
-    def _try(self, path: ExecutionPath, check: SelfCheck) -> bool:
+    def _try_path(self, path: ExecutionPath, check: SelfCheck) -> bool:
         """Run the model on another path, on all ranks, if that is possible and the results agree."""
         if path is ExecutionPath.FUSED and self._runner.may_fuse:
             check.keep_far(self._logits)
-        why = self._use(path)
+        why = self._use_path(path)
         if why:
             log.debug("%s: not %s: %s", self.architecture, path, why)
-            self._use(ExecutionPath.GENERIC)
+            self._use_path(ExecutionPath.GENERIC)
             return False
         try:
             differs = check.agrees(self._logits)
@@ -202,10 +202,10 @@ class InProcessExecutor:
             if not differs:
                 return True
             log.warning("%s: %s is off, its logits differ (%s)", self.architecture, path, differs)
-        self._use(ExecutionPath.GENERIC)
+        self._use_path(ExecutionPath.GENERIC)
         return False
 
-    def _use(self, path: ExecutionPath) -> str:
+    def _use_path(self, path: ExecutionPath) -> str:
         """Change the path on all ranks; returns why it is not possible on one of them, or an empty text."""
         return self._runner.use(path)
 

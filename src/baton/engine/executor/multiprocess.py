@@ -64,14 +64,14 @@ class FollowerProcess:
 
     def __init__(self, spec: ShardSpec, config: EngineConfig) -> None:
         self.spec = spec
-        self.channel, theirs = open_channel()
+        self.channel, follower_end = open_channel()
         try:
-            self.process = ChildProcess(start_follower(theirs))
+            self.process = ChildProcess(start_follower(follower_end))
         except BaseException:
             self.channel.close()
             raise
         finally:
-            theirs.close()
+            follower_end.close()
         with contextlib.suppress(
             ChannelClosedError
         ):  # then it died at once, which the wait for its first answer reports
@@ -181,14 +181,14 @@ class MultiprocessExecutor(InProcessExecutor):
         self._watcher = threading.Thread(target=watch_followers, args=watched, name="ranks", daemon=True)
         self._watcher.start()
 
-    def _join(self) -> None:
+    def _join_ranks(self) -> None:
         """Wait until every follower has loaded its share, and bring all ranks together.
 
         Raises:
             ConfigError: A follower cannot work like that.
             ExecutorLostError: A follower died.
         """
-        self._answers(LOAD_TIMEOUT_S)
+        self._collect_answers(LOAD_TIMEOUT_S)
         self._buffer = StepBuffer.create(self.config, self.max_model_len, self.layout.num_groups)
         self.ask({"do": "map_steps"}, descriptors=[(self._buffer.fd,)] * len(self._followers))
         self._connect_ranks()
@@ -197,29 +197,31 @@ class MultiprocessExecutor(InProcessExecutor):
         """Bind this rank's arena, and give every follower its own; all capture steps at the same time."""
         arenas = shards.arenas[1 : len(self.shards)]
         exported = [arena.export() if isinstance(arena, SharedDeviceArena) else None for arena in arenas]
-        fds = [arena.fd if found is None else found[1] for arena, found in zip(arenas, exported, strict=True)]
-        message: Message = {"do": "bind", "handles": [found[0].hex() if found else "" for found in exported]}
+        fds = [arena.fd if handle is None else handle[1] for arena, handle in zip(arenas, exported, strict=True)]
+        message: Message = {"do": "bind", "handles": [handle[0].hex() if handle else "" for handle in exported]}
         try:
-            self._together(message, lambda: super(MultiprocessExecutor, self).bind(shards), [(fd,) for fd in fds])
+            self._run_on_all_ranks(
+                message, lambda: super(MultiprocessExecutor, self).bind(shards), [(fd,) for fd in fds]
+            )
         finally:
-            for found in exported:
-                if found is not None:
-                    os.close(found[1])
+            for handle in exported:
+                if handle is not None:
+                    os.close(handle[1])
 
     def graph_bytes(self) -> int:
         """Measure what captured decode steps take, on all ranks at the same time: they are captured together."""
         if not self.compute.is_cuda:
             return 0
-        mine, theirs = self._together({"do": "graph_bytes"}, super().graph_bytes)
-        return max(mine, *(int(answer["bytes"]) for answer in theirs))
+        own_bytes, answers = self._run_on_all_ranks({"do": "graph_bytes"}, super().graph_bytes)
+        return max(own_bytes, *(int(answer["bytes"]) for answer in answers))
 
     def peak_bytes(self, num_tokens: int) -> list[int]:
         """Measure on all ranks; see :meth:`baton.engine.executor.base.Executor.peak_bytes`."""
         self.ask({"do": "measure"})
-        mine = super().peak_bytes(num_tokens)
-        return [*mine, *(int(answer["bytes"]) for answer in self.ask({"do": "measured"}))]
+        own_bytes = super().peak_bytes(num_tokens)
+        return [*own_bytes, *(int(answer["bytes"]) for answer in self.ask({"do": "measured"}))]
 
-    def _together(
+    def _run_on_all_ranks(
         self, message: Message, call: Callable[[], ResultT], descriptors: Sequence[Sequence[int]] = ()
     ) -> tuple[ResultT, list[Message]]:
         """Have all followers do something while this rank does it, in which ranks wait for each other.
@@ -232,7 +234,7 @@ class MultiprocessExecutor(InProcessExecutor):
             self._connect_ranks()
         self._send(message, descriptors)
         try:
-            return call(), self._answers(LOAD_TIMEOUT_S)
+            return call(), self._collect_answers(LOAD_TIMEOUT_S)
         except Exception as error:
             self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
             raise (error if isinstance(error, ConfigError) else self._cause_of(error)) from error
@@ -253,14 +255,14 @@ class MultiprocessExecutor(InProcessExecutor):
         """
         self._send(message, descriptors)
         try:
-            return self._answers(STEP_TIMEOUT_S)
+            return self._collect_answers(STEP_TIMEOUT_S)
         except BaseException:
             self.communicator.disconnect()  # as the one that failed did
             raise
 
-    def _use(self, path: ExecutionPath) -> str:
+    def _use_path(self, path: ExecutionPath) -> str:
         answers = self.ask({"do": "use", "path": path})
-        return next((why for why in (super()._use(path), *(answer["why"] for answer in answers)) if why), "")
+        return next((why for why in (super()._use_path(path), *(answer["why"] for answer in answers)) if why), "")
 
     def _run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
@@ -279,7 +281,7 @@ class MultiprocessExecutor(InProcessExecutor):
         try:
             self._send({"do": "step", "scratch_blocks": scratch_blocks, "offset": offset, "stored": stored})
             output = super()._run(batch, scratch_blocks, offset, stored=stored)
-            self._answers(STEP_TIMEOUT_S)
+            self._collect_answers(STEP_TIMEOUT_S)
         except Exception as error:
             self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
             raise self._cause_of(error) from error
@@ -293,17 +295,20 @@ class MultiprocessExecutor(InProcessExecutor):
         """Move KV within the pool of each rank."""
         self._send({"do": "move", "sources": moves.sources.tolist(), "targets": moves.targets.tolist()})
         super().move_kv(moves)
-        self._answers(STEP_TIMEOUT_S)
+        self._collect_answers(STEP_TIMEOUT_S)
 
     def _cause_of(self, error: Exception) -> BatonError:
         """Return the error to raise for a step that failed: a death, else a cause, else what was noticed here."""
-        mine = error if isinstance(error, BatonError) else InternalError(f"rank 0: {type(error).__name__}: {error}")
+        if isinstance(error, BatonError):
+            local_error = error
+        else:
+            local_error = InternalError(f"rank 0: {type(error).__name__}: {error}")
         if self._open_requests and not isinstance(error, ExecutorLostError):
             try:
-                self._answers(STEP_TIMEOUT_S)
-            except BatonError as theirs:
-                return min(theirs, mine, key=_weight)
-        return mine
+                self._collect_answers(STEP_TIMEOUT_S)
+            except BatonError as remote_error:
+                return min(remote_error, local_error, key=_error_rank)
+        return local_error
 
     def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
         """Have a function called when a follower dies, in a thread of its own; at once if one has."""
@@ -335,9 +340,9 @@ class MultiprocessExecutor(InProcessExecutor):
             self.communicator.connect(rendezvous, self._generation)
         except RuntimeError as error:
             self.communicator.disconnect()
-            self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+            self._collect_answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
             raise InternalError(f"the ranks did not find each other: {error}") from error
-        self._answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
+        self._collect_answers(CONNECT_TIMEOUT_S + END_TIMEOUT_S)
 
     def _send(self, message: Message, descriptors: Sequence[Sequence[int]] = ()) -> None:
         if self._lost is not None:
@@ -354,14 +359,14 @@ class MultiprocessExecutor(InProcessExecutor):
             except ChannelClosedError:
                 raise self._note_loss(follower.death_error()) from None
 
-    def _answers(self, timeout_s: float) -> list[Message]:
+    def _collect_answers(self, timeout_s: float) -> list[Message]:
         """Take one answer of every follower, and raise the first error among them once all are there."""
         deadline = time.monotonic() + timeout_s
         answers: list[Message] = []
         errors: list[BatonError] = []
         for follower in self._followers:
             try:
-                answer = self._answer_of(follower, deadline)
+                answer = self._receive_answer(follower, deadline)
             except ChannelClosedError:
                 errors.append(self._note_loss(follower.death_error()))
             except InternalError as error:
@@ -372,10 +377,10 @@ class MultiprocessExecutor(InProcessExecutor):
                 answers.append(answer)
         self._open_requests = False
         if errors:
-            raise min(errors, key=_weight)
+            raise min(errors, key=_error_rank)
         return answers
 
-    def _answer_of(self, follower: FollowerProcess, deadline: float) -> Message:
+    def _receive_answer(self, follower: FollowerProcess, deadline: float) -> Message:
         """Take the answer to the last request; those to earlier ones, which were interrupted, are passed over."""
         while True:
             answer, _ = recv_message(follower.channel, deadline=deadline)
@@ -400,6 +405,6 @@ class MultiprocessExecutor(InProcessExecutor):
             on_lost(lost)
 
 
-def _weight(error: BatonError) -> int:
+def _error_rank(error: BatonError) -> int:
     """Order in which errors are reported: a death, a cause, then errors of ranks that only noticed."""
     return 0 if isinstance(error, ExecutorLostError) else 2 if is_disconnect(error) else 1

@@ -165,11 +165,11 @@ class SelfCheck:
     def storage_error(self, plain: Forward, stored: Forward) -> float:
         """Return how much KV of another type changes logits: the (upper) median token's relative error."""
         batches = [step.batch for step in self._steps if not step.offset]
-        mine, theirs = (
+        stored_logits, plain_logits = (
             torch.cat([forward(batch, self.num_blocks, 0).cpu() for batch in batches])
             for forward in (stored, plain)  # one after the other: each has scratch memory of its own
         )
-        return float(_errors(mine, theirs).median())
+        return float(_errors(stored_logits, plain_logits).median())
 
     def keep_far(self, forward: Forward) -> None:
         """Keep what the modules compute for single tokens at far positions, for :meth:`agrees`."""
@@ -208,8 +208,8 @@ class SelfCheck:
             return f"over a paged KV cache its logits from position {self._worst_offset} on differ from its own"
         whole.model.module.set_attn_implementation("eager")
         for tokens, expected in zip(self._near, self._expected, strict=True):
-            found = reference_logits(whole, tokens, 0, explicit=True)
-            if float(_errors(found, expected).median()) > TOLERANCE[self._dtype]:
+            explicit_logits = reference_logits(whole, tokens, 0, explicit=True)
+            if float(_errors(explicit_logits, expected).median()) > TOLERANCE[self._dtype]:
                 return "it counts positions by itself, and not from 0"
         return "over a paged KV cache its logits differ from its own"
 
@@ -224,8 +224,8 @@ def _within_chunks(start: int, whole: WholeModel) -> int:
 def _errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """|difference| / |logits| of every token of logits [tokens, vocab]; infinite where that is no number."""
     errors = []
-    for mine, theirs in in_float32(got, expected):
-        errors.append(mine.sub_(theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-6))
+    for actual, reference in in_float32(got, expected):
+        errors.append(actual.sub_(reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-6))
     return torch.cat(errors).nan_to_num(float("inf"))
 
 
@@ -350,8 +350,8 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> Quality:
     divergence = []
     same = []
     for parts in in_float32(reference, logits):
-        expected, found = (each.log_softmax(-1) for each in parts)
-        divergence.append((expected.exp() * (expected - found)).sum(-1).clamp_min(0))
+        expected, actual = (each.log_softmax(-1) for each in parts)
+        divergence.append((expected.exp() * (expected - actual)).sum(-1).clamp_min(0))
         same.append(parts[0].argmax(-1) == parts[1].argmax(-1))
     return Quality(float(torch.cat(divergence).mean()), float(torch.cat(same).float().mean()), len(logits))
 

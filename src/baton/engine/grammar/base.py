@@ -56,7 +56,7 @@ class GrammarMatcher(Protocol):
     def consume(self, token_ids: Sequence[int]) -> bool:
         """Go on with tokens; ``False``: one of them is forbidden, and :attr:`error` says so from now on."""
 
-    def take(self, token_id: int) -> bool:
+    def try_consume(self, token_id: int) -> bool:
         """Go on with a token if it may come next, else stay; returns whether it may."""
 
     def allows(self, token_id: int) -> bool:

@@ -145,7 +145,7 @@ class Constraint:
             return token not in self.eos_token_ids
         return self.forced()[:1] in ([], [token]) and self.matcher.allows(token)
 
-    def take(self, token: int) -> bool:
+    def try_consume(self, token: int) -> bool:
         """Whether a token may come next, which is going to be appended then, if any is.
 
         To ask, to append and to look for what is forced behind it is less work in one go: the matcher's memory has left
@@ -154,7 +154,7 @@ class Constraint:
         if not self.started or token in self.eos_token_ids:
             return self.allows(token)
         forced = self._forced if self._forced is not None else self.forced()
-        if (forced and forced[0] != token) or not self.matcher.take(token):
+        if (forced and forced[0] != token) or not _try_consume(self.matcher, token):
             return False
         self._ahead = token
         self._forced = None
@@ -166,14 +166,20 @@ class Constraint:
         if not self.started or self.error:
             return []
         if self._forced is None:
-            found = self.matcher.forced_tokens()
-            self._forced = found if len(found) > LONG_RUN else found[:1]
+            token_ids = self.matcher.forced_tokens()
+            self._forced = token_ids if len(token_ids) > LONG_RUN else token_ids[:1]
         return self._forced
 
     @property
     def complete(self) -> bool:
         """Whether nothing can follow."""
         return self.started and self.matcher.complete
+
+
+def _try_consume(matcher: GrammarMatcher, token: int) -> bool:
+    # Matchers of other packages may still have the method under its earlier name.
+    method = getattr(matcher, "try_consume", None) or matcher.take  # type: ignore[attr-defined]
+    return bool(method(token))
 
 
 def check_output(constraint: Constraint) -> Constraint:
@@ -209,7 +215,7 @@ class BannedTokens:
         take several times as long."""
 
     def forbid(self, mask: TokenMask) -> list[int]:
-        """Take the tokens out of a mask, in place; return what :meth:`give_back` needs."""
+        """Take the tokens out of a mask, in place; return what :meth:`restore` needs."""
         before = list[int]()
         for at, bits in self._words:
             word = int(mask[at])
@@ -217,7 +223,7 @@ class BannedTokens:
             mask[at] = word & ~bits
         return before
 
-    def give_back(self, mask: TokenMask, before: Sequence[int]) -> bool:
+    def restore(self, mask: TokenMask, before: Sequence[int]) -> bool:
         """Undo it for a mask that has no other tokens; returns whether it had these."""
         for (at, _), word in zip(self._words, before, strict=True):
             mask[at] = word
@@ -235,7 +241,7 @@ class MaskRow(NamedTuple):
     constraint: Constraint
     banned: BannedTokens | None = None
 
-    def take(self, token_ids: Sequence[int]) -> bool:
+    def try_consume(self, token_ids: Sequence[int]) -> bool:
         """Whether the mask has all of some tokens, the last of which is going to be appended then.
 
         No, too, where there are none, or if that depends on what else it has.
@@ -246,7 +252,7 @@ class MaskRow(NamedTuple):
             taken = banned.token_ids.isdisjoint(token_ids)
         if taken and len(token_ids) > 1:
             taken = all(constraint.allows(token) for token in token_ids[:-1])
-        taken = taken and constraint.take(token_ids[-1])
+        taken = taken and constraint.try_consume(token_ids[-1])
         constraint.refusals = 0 if taken else constraint.refusals + 1
         return taken
 
@@ -299,8 +305,8 @@ class StepMasks:
         Args:
             constraint: Whoever takes a token appends it there before the next one.
         """
-        while self.jump_forward and (found := self._forced(constraint)):
-            for token in found:
+        while self.jump_forward and (forced := self._forced(constraint)):
+            for token in forced:
                 self.forced_tokens += 1
                 yield TokenLogprob(token, 0.0, 1, ((token, 0.0),))
 
@@ -326,9 +332,9 @@ class StepMasks:
     def end(self, masks: Future[list[TokenMask]]) -> list[TokenMask]:
         """Wait for masks."""
         started = time.perf_counter()
-        found = masks.result()
+        computed = masks.result()
         self.mask_wait_seconds += time.perf_counter() - started
-        return found
+        return computed
 
     def refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
         """Return which rows, by index, are not to have the token that was chosen for them without a mask.
@@ -350,24 +356,24 @@ class StepMasks:
     def late(self, rows: Sequence[MaskRow]) -> list[TokenMask]:
         """Return the masks of rows whose token was refused."""
         started = time.perf_counter()
-        found = self._compute(rows, np.empty((len(rows), self._words), np.uint32))
+        computed = self._compute(rows, np.empty((len(rows), self._words), np.uint32))
         self.mask_wait_seconds += time.perf_counter() - started
-        return found
+        return computed
 
     def _refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
         tokens = enumerate(zip(rows, token_ids, strict=True))
         if not self._watched:
-            return [i for i, (row, wanted) in tokens if not row.take(wanted)]
+            return [i for i, (row, wanted) in tokens if not row.try_consume(wanted)]
         self._watched -= 1
-        found = list[int]()
+        refused = list[int]()
         begun = time.thread_time()
         for i, (row, wanted) in tokens:
-            if not row.take(wanted):
-                found.append(i)
+            if not row.try_consume(wanted):
+                refused.append(i)
             ended = time.thread_time()
             _charge(row.constraint, ended - begun)
             begun = ended
-        return found
+        return refused
 
     def _compute(self, rows: Sequence[MaskRow], memory: npt.NDArray[np.uint32]) -> list[TokenMask]:
         started = time.perf_counter()
@@ -376,34 +382,34 @@ class StepMasks:
         if guided:
             self._fill([row.constraint for row in guided], masks)
         filled = zip(masks, _forbid(guided, masks), strict=True)
-        found = list[TokenMask]()
+        results = list[TokenMask]()
         for row in rows:
             constraint = row.constraint
             if not constraint.started:
-                found.append(self._all_but(constraint.eos_token_ids))
+                results.append(self._all_tokens_but(constraint.eos_token_ids))
                 continue
             mask, some = next(filled)
             constraint.error = constraint.error or constraint.matcher.error
             if not constraint.error and not some:
                 constraint.error = "no token may follow"
-            found.append(mask)
+            results.append(mask)
         self.mask_seconds += time.perf_counter() - started
         self.masks += len(guided)
-        return found
+        return results
 
-    def _all_but(self, token_ids: frozenset[int]) -> TokenMask:
+    def _all_tokens_but(self, token_ids: frozenset[int]) -> TokenMask:
         """Return the mask of all tokens but some, which are few sets of tokens in all."""
-        found = self._unended.get(token_ids)
-        if found is None:
-            found = self._unended[token_ids] = pack_mask(np.ones(self._vocab_size, np.bool_))
-            BannedTokens(token_ids).forbid(found)
-        return found
+        mask = self._unended.get(token_ids)
+        if mask is None:
+            mask = self._unended[token_ids] = pack_mask(np.ones(self._vocab_size, np.bool_))
+            BannedTokens(token_ids).forbid(mask)
+        return mask
 
     def _forced(self, constraint: Constraint) -> list[int]:
         begun = time.thread_time()
-        found = constraint.forced()
+        forced = constraint.forced()
         _charge(constraint, time.thread_time() - begun)
-        return [] if constraint.error else found
+        return [] if constraint.error else forced
 
     def _fill(self, guided: Sequence[Constraint], masks: npt.NDArray[np.uint32]) -> None:
         """Compute masks, and take note of what they cost: one by one for a while where they cost much."""
@@ -451,14 +457,14 @@ def _forbid(rows: Sequence[MaskRow], masks: npt.NDArray[np.uint32]) -> list[bool
     for at, row in enumerate(rows):
         words = before[at]
         if not some[at] and row.banned is not None and words is not None:
-            some[at] = row.banned.give_back(masks[at], words)
+            some[at] = row.banned.restore(masks[at], words)
     return some
 
 
 def _any_token(masks: npt.NDArray[np.uint32]) -> list[bool]:
     """Return which masks have any token. Nearly all do among the first, which spell whatever is not one token."""
     some: list[int] = np.bitwise_or.reduce(masks[:, :FIRST_WORDS], axis=1).tolist()
-    return [bool(found or mask.any()) for found, mask in zip(some, masks, strict=True)]
+    return [bool(has_token or mask.any()) for has_token, mask in zip(some, masks, strict=True)]
 
 
 def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:
@@ -532,15 +538,15 @@ class GrammarCompiler:
         """
         key = owner, grammar.digest
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
+            entry = self._kept.get(key)
+            if entry is None:
                 return None
-            if _is_spent(found[0]):
+            if _is_spent(entry[0]):
                 self._drop(key)
                 return None
             self._kept.move_to_end(key)
             self.cache_hits += 1
-        return Constraint(found[0], grammar, self._eos)
+        return Constraint(entry[0], grammar, self._eos)
 
     def constraint(self, grammar: Grammar, output: Sequence[int] = (), owner: str = "") -> Constraint:
         """Return the constraint of a grammar after output tokens; compiles it, in a millisecond as a rule.
@@ -553,12 +559,12 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: The grammar cannot be compiled or costs too much, or the tokens do not follow it.
         """
-        found = self.find(grammar, owner)
-        if found is None:
-            found = Constraint(self._compile(grammar, owner), grammar, self._eos)
+        constraint = self.find(grammar, owner)
+        if constraint is None:
+            constraint = Constraint(self._compile(grammar, owner), grammar, self._eos)
         if output:
-            found.restart(output)
-        return check_output(found)
+            constraint.restart(output)
+        return check_output(constraint)
 
     def _compile(self, grammar: Grammar, owner: str) -> GrammarMatcher:
         started = time.perf_counter()

@@ -76,7 +76,7 @@ class GuidanceMatcher:
             self._taken += token_ids
         return taken
 
-    def take(self, token_id: int) -> bool:
+    def try_consume(self, token_id: int) -> bool:
         """Go on with a token if it may come next, else stay."""
         taken = self.inner.try_consume_tokens([token_id]) == 1
         if taken:
@@ -91,9 +91,9 @@ class GuidanceMatcher:
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that must follow."""
-        found = self.inner.compute_ff_tokens()
+        forced = self.inner.compute_ff_tokens()
         # A literal may be written like an added token, which the grammar does not know by its text: it is spelled then.
-        return found[: self.inner.validate_tokens(found)] if found else found
+        return forced[: self.inner.validate_tokens(forced)] if forced else forced
 
     def roll_back(self, count: int) -> None:
         """Take back the last ``count`` tokens."""

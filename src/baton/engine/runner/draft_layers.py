@@ -81,8 +81,8 @@ class DraftLayers:
     ) -> torch.Tensor | None:
         """Return the target's hidden state [width] of a token, if its block has it."""
         block = int(table[position // self._block_size])
-        found = self._state_marks[block].cpu().numpy() == self._marks_of_state(tokens, position)
-        return self._states[block].reshape(-1)[: self._width].clone() if found.all() else None
+        matches = self._state_marks[block].cpu().numpy() == self._marks_of_state(tokens, position)
+        return self._states[block].reshape(-1)[: self._width].clone() if matches.all() else None
 
     def num_known(self, tokens: npt.NDArray[np.uint32], table: npt.NDArray[np.int32]) -> int:
         """Return how many of some leading tokens have entries, counted from the last of them back.
@@ -94,8 +94,8 @@ class DraftLayers:
         if len(tokens) < 2:
             return 0
         positions = np.arange(1, len(tokens))
-        found = self._marks[self._places(positions, table)].cpu().numpy()
-        good = (found == self._marks_of(tokens, positions)).all(axis=1)
+        stored_marks = self._marks[self._places(positions, table)].cpu().numpy()
+        good = (stored_marks == self._marks_of(tokens, positions)).all(axis=1)
         return len(good) if good.all() else int(good[::-1].argmin())
 
     def copy_to(self, pool: LayerPool, blocks: list[int], positions: Positions, table: npt.NDArray[np.int32]) -> None:

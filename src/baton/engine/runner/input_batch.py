@@ -156,7 +156,7 @@ class InputBuffers:
     def __init__(self) -> None:
         self._arrays: dict[tuple[int, int, int], StepArrays] = {}
 
-    def take(self, tokens: int, sequences: int, width: int) -> StepArrays:
+    def arrays(self, tokens: int, sequences: int, width: int) -> StepArrays:
         """Return views for T tokens and S sequences, which are valid until the bucket is taken again.
 
         Block tables are zeroed, and as wide as the bucket's, which is at least ``width``.
@@ -205,8 +205,8 @@ def build_batch(
     trees = plan.trees
     width = max(-(-(s.num_launched + n + len(drafts.get(s, ()))) // block_size) for s, n in counts.items())
     groups = 1 + max(len(sequence.windows) for sequence in counts)
-    take = _new_arrays if buffers is None else buffers.take
-    token_ids, positions, starts, contexts, tables = take(plan.num_tokens, len(counts), width * groups)
+    new_arrays = _new_arrays if buffers is None else buffers.arrays
+    token_ids, positions, starts, contexts, tables = new_arrays(plan.num_tokens, len(counts), width * groups)
     width = tables.shape[1] // groups
     sampled: list[Sequence] = []
     sample_rows: list[int] = []

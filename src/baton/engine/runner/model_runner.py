@@ -421,13 +421,13 @@ def _kept_per_token(pool: LayerPool) -> list[torch.Tensor]:
 def _scales_of(whole: WholeModel, communicator: Communicator) -> list[HeadScales | None]:
     """The checkpoint's scales of a rank's layers and heads, where attention reads them."""
     spec = communicator.spec
-    found = list[HeadScales | None]()
+    scales = list[HeadScales | None]()
     device = whole.model.compute.memory
     for layer in layer_range(len(whole.scales), spec.pp_size, spec.pp_rank):
         pair = whole.scales[layer]
         heads = list(shard_heads(whole.geometry, spec, layer))
-        found.append(None if pair is None else (pair[0][heads].to(device), pair[1][heads].to(device)))
-    return found
+        scales.append(None if pair is None else (pair[0][heads].to(device), pair[1][heads].to(device)))
+    return scales
 
 
 def pool_views(

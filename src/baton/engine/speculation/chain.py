@@ -158,7 +158,7 @@ class ChainDrafter(ABC, Generic[StateT]):
         need = -(-num_tokens // self._block_size) - len(state.blocks)
         if need > len(self._free):
             for other in [each for each in self._states if each not in asked]:
-                self.ended(other)
+                self.sequence_finished(other)
                 if need <= len(self._free):
                     break
         if need > len(self._free):
@@ -173,12 +173,12 @@ class ChainDrafter(ABC, Generic[StateT]):
             parts = [(job.sequence, job.state, new) for job, new in zip(jobs, tokens, strict=True)]
             amend = functools.partial(_note_draws, jobs) if self.tells_draws else None
             rows = [job.row for job in jobs]
-            found = sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu)
+            sampled = sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu)
             going = []
             tokens = []
             for i, job in enumerate(jobs):
-                token = found.token_ids[i]
-                if i in found.bad_rows:
+                token = sampled.token_ids[i]
+                if i in sampled.bad_rows:
                     continue
                 job.state.draft.append(token)
                 if len(job.state.draft) < job.limit and not job.sequence.ends_with(token):
@@ -187,7 +187,7 @@ class ChainDrafter(ABC, Generic[StateT]):
                     tokens.append(np.array([token], np.uint32))
             jobs = going
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Give its blocks back."""
         state = self._states.pop(sequence, None)
         if state is not None:
@@ -196,7 +196,7 @@ class ChainDrafter(ABC, Generic[StateT]):
     def close(self) -> None:
         """Forget all sequences; harmless if repeated."""
         for sequence in list(self._states):
-            self.ended(sequence)
+            self.sequence_finished(sequence)
 
 
 def _note_draws(

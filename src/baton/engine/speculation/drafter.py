@@ -59,7 +59,7 @@ class Drafter(Protocol):
                 depth.
         """
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Take note that a sequence has ended and comes no more."""
 
     def close(self) -> None:

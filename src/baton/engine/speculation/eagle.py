@@ -218,7 +218,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
         if self.layers is not None and slot not in (0, state.guessed):
             self.layers.keep_state(sequence.buffer, slot - 1, sequence.table, row)
 
-    def _keep(self, sequence: Sequence, state: EagleState) -> None:
+    def _store_in_layers(self, sequence: Sequence, state: EagleState) -> None:
         """Put what is computed from the target's hidden states into the sequence's blocks, as far as it has some."""
         end = min(state.sure, len(sequence.block_ids) * self._block_size - state.begin)
         if self.layers is not None and end > state.kept:
@@ -267,7 +267,7 @@ class EagleDrafter(ChainDrafter[EagleState]):
                     self._keep_state(sequence, state, slot, state.rows[slot - first])
                 state.sure += len(new)
                 state.rows = state.rows[len(new) :]
-                self._keep(sequence, state)
+                self._store_in_layers(sequence, state)
             state.num_computed += len(new)
             # What is computed of a long prompt in several steps goes on from the target's states.
             if state.begin + state.num_computed >= sequence.num_tokens:
@@ -299,12 +299,12 @@ class EagleDrafter(ChainDrafter[EagleState]):
             levels.append(_Level(job.state, job.branches, job.state.own))
         while levels:
             rows = [row for level in levels for row in level.branches.rows]
-            found = likeliest(logits, rows, self._width)
+            candidates = likeliest(logits, rows, self._width)
             going = []
             at = 0
             for level in levels:
                 count = len(level.branches.level)
-                if level.branches.grow(found[at : at + count]):
+                if level.branches.grow(candidates[at : at + count]):
                     going.append(level)
                 at += count
             levels = going

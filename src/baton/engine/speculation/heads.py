@@ -78,7 +78,7 @@ class HeadFiles:
         """Whether there is a tensor."""
         return name in self._tensors
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor.
 
         Raises:
@@ -118,13 +118,13 @@ def _read(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     try:
         if path.suffix == ".safetensors":
             return path, load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}", field=FIELD) from error
-    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise ConfigError(f"{path} is not a table of tensors", field=FIELD)
-    return path, found
+    return path, tensors
 
 
 def target_of(config: EngineConfig, executor: Executor) -> LoadedModel:
@@ -196,12 +196,12 @@ class EagleHead:
         at = "midlayer" if third else "layers.0"
         inputs = 2 * self.width if third else self.width
 
-        def take(name: str, *shape: int) -> torch.Tensor:
-            return files.take(name, *shape, dtype=self._dtype)
+        def read_tensor(name: str, *shape: int) -> torch.Tensor:
+            return files.tensor(name, *shape, dtype=self._dtype)
 
         def linear(name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            bias = take(f"{name}.bias", rows) if files.has(f"{name}.bias") else None
-            return take(f"{name}.weight", rows, columns), bias
+            bias = read_tensor(f"{name}.bias", rows) if files.has(f"{name}.bias") else None
+            return read_tensor(f"{name}.weight", rows, columns), bias
 
         self._fc = linear("fc", self.width, (3 if third else 2) * self.width)
         sizes = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
@@ -211,21 +211,21 @@ class EagleHead:
         self._gate = linear(f"{at}.mlp.gate_proj", inner, self.width)
         self._up = linear(f"{at}.mlp.up_proj", inner, self.width)
         self._down = linear(f"{at}.mlp.down_proj", self.width, inner)
-        self._mlp_norm = take(f"{at}.post_attention_layernorm.weight", self.width)
+        self._mlp_norm = read_tensor(f"{at}.post_attention_layernorm.weight", self.width)
         self._norm = self._input_norm = self._hidden_norm = None
         if third:
-            self._input_norm = take(f"{at}.input_layernorm.weight", self.width)
-            self._hidden_norm = take(f"{at}.hidden_norm.weight", self.width)
-            self._norm = take("norm.weight", self.width)
+            self._input_norm = read_tensor(f"{at}.input_layernorm.weight", self.width)
+            self._hidden_norm = read_tensor(f"{at}.hidden_norm.weight", self.width)
+            self._norm = read_tensor("norm.weight", self.width)
         own = "embed_tokens.weight"
         self._embedding: Any = target_embedding(model)
         if files.has(own):
-            weight = take(own, self._vocab_size, self.width)
+            weight = read_tensor(own, self._vocab_size, self.width)
             self._embedding = lambda tokens: F.embedding(tokens, weight)
         self._head: Any = target_head(model)
         self._drafted: torch.Tensor | None = None
         if third:
-            self._take_head(files)
+            self._load_output_head(files)
 
     def _check(self, files: HeadFiles) -> None:
         for name, have in (("hidden_size", self.width), ("vocab_size", self._vocab_size)):
@@ -234,14 +234,14 @@ class EagleHead:
                 where = files.path.parent / "config.json"
                 raise ConfigError(f"{where}: {name} is {wrong!r}, the model's is {have}", field=FIELD)
 
-    def _take_head(self, files: HeadFiles) -> None:
+    def _load_output_head(self, files: HeadFiles) -> None:
         """Take the head of a vocabulary of its own, and which tokens it means."""
         size = int(files.number("draft_vocab_size", self._vocab_size))
-        head = files.take("lm_head.weight", size, self.width, dtype=self._dtype)
+        head = files.tensor("lm_head.weight", size, self.width, dtype=self._dtype)
         self._head = lambda hidden: F.linear(hidden, head)
         if size == self._vocab_size and not files.has("d2t"):
             return
-        drafted = torch.arange(size, device=files.device) + files.take("d2t", size, dtype=torch.int64)
+        drafted = torch.arange(size, device=files.device) + files.tensor("d2t", size, dtype=torch.int64)
         if bool(((drafted < 0) | (drafted >= self._vocab_size)).any()):
             raise ConfigError(f"{files.path}: d2t leads out of the vocabulary of {self._vocab_size}", field=FIELD)
         self._drafted = drafted
@@ -309,8 +309,10 @@ def _layers_read(files: HeadFiles, layers: int) -> tuple[int, ...]:
     """Return which layers' inputs an EAGLE-3 head reads: as it says, or a low, the middle and a high one."""
     eagle = files.settings.get("eagle_config")
     given = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
-    found = tuple(given) if isinstance(given, list | tuple) else (min(2, layers - 1), layers // 2, max(layers - 3, 0))
-    if len(found) != 3 or not all(isinstance(each, int) and 0 <= each < layers for each in found):
+    layer_ids: tuple[Any, ...] = (min(2, layers - 1), layers // 2, max(layers - 3, 0))
+    if isinstance(given, list | tuple):
+        layer_ids = tuple(given)
+    if len(layer_ids) != 3 or not all(isinstance(each, int) and 0 <= each < layers for each in layer_ids):
         where = files.path.parent / "config.json"
-        raise ConfigError(f"{where}: reads layers {list(found)} of a model of {layers}", field=FIELD)
-    return found
+        raise ConfigError(f"{where}: reads layers {list(layer_ids)} of a model of {layers}", field=FIELD)
+    return layer_ids

@@ -45,7 +45,7 @@ class NgramDrafter:
         """Return what followed before; see the protocol."""
         return [Proposal(look_up(sequence, limit)) for sequence, limit in wanted]
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:
@@ -58,8 +58,8 @@ def look_up(sequence: Sequence, limit: int) -> list[int]:
     count = _draft_ngram(
         address_of(sequence.buffer), sequence.num_tokens, MIN_MATCH, MAX_MATCH, limit, address_of(draft)
     )
-    found: list[int] = draft[:count].tolist()
-    return found
+    token_ids: list[int] = draft[:count].tolist()
+    return token_ids
 
 
 DEPTH = 32
@@ -164,7 +164,7 @@ class SuffixDrafter:
         own.history.add(sequence.buffer[own.num_tokens : count])
         own.num_tokens = count
         shared = self._shared.get(_owner(sequence))
-        found = _draft_suffix(
+        num_drafted = _draft_suffix(
             own.history.address,
             None if shared is None else shared.address,
             address_of(sequence.buffer) + 4 * count,
@@ -176,9 +176,9 @@ class SuffixDrafter:
             min(limit * self._width, MAX_NODES),
             *(address_of(array) for array in (self._tokens, self._parents, self._chances, self._length)),
         )
-        tokens = self._tokens[:found].tolist()
-        chances = self._chances[:found].tolist()
-        parents = self._parents[:found].tolist() if self._width > 1 else None
+        tokens = self._tokens[:num_drafted].tolist()
+        chances = self._chances[:num_drafted].tolist()
+        parents = self._parents[:num_drafted].tolist() if self._width > 1 else None
         path = tokens if parents is None else [tokens[i] for i in first_path(parents)]
         own.drafted_at = count
         own.draft = tuple(path)
@@ -195,7 +195,7 @@ class SuffixDrafter:
                 break
         own.draft = ()
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Keep its answer for others of its tenant."""
         self._own.pop(sequence, None)
         if sequence.num_output < 2:

@@ -71,7 +71,7 @@ class MedusaHeads:
         return [
             (
                 [self._layer(f"{prefix}{head}.{layer}.linear") for layer in range(layers)],
-                self._take(f"{prefix}{head}.{layers}.weight", self._vocab_size, self._width),
+                self._tensor(f"{prefix}{head}.{layers}.weight", self._vocab_size, self._width),
             )
             for head in range(count)
         ]
@@ -80,7 +80,7 @@ class MedusaHeads:
         size = int(self._files.number("truncated_vocab_size", self._vocab_size))
         self._scale = self._files.number("logit_scale", 1.0)
         if size != self._vocab_size:
-            drafted = self._files.take("token_map", size, dtype=torch.int64)
+            drafted = self._files.tensor("token_map", size, dtype=torch.int64)
             if bool(((drafted < 0) | (drafted >= self._vocab_size)).any()):
                 where = f"{self._files.path}: token_map"
                 raise ConfigError(f"{where} leads out of the vocabulary of {self._vocab_size}", field=FIELD)
@@ -96,17 +96,17 @@ class MedusaHeads:
         ]
 
     def _layer(self, name: str) -> _Layer:
-        bias = self._take(f"{name}.bias", self._width) if self._files.has(f"{name}.bias") else None
-        return self._take(f"{name}.weight", self._width, self._width), bias
+        bias = self._tensor(f"{name}.bias", self._width) if self._files.has(f"{name}.bias") else None
+        return self._tensor(f"{name}.weight", self._width, self._width), bias
 
     def _out(self, name: str, size: int) -> torch.Tensor:
         """Take an output layer: of the tokens that are drafted, or of all, of which these are kept."""
         if self._drafted is not None and self._files.shape(name)[:1] == (self._vocab_size,):
-            return self._take(name, self._vocab_size, self._width)[self._drafted]
-        return self._take(name, size, self._width)
+            return self._tensor(name, self._vocab_size, self._width)[self._drafted]
+        return self._tensor(name, size, self._width)
 
-    def _take(self, name: str, *shape: int) -> torch.Tensor:
-        return self._files.take(name, *shape, dtype=self._dtype)
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self._files.tensor(name, *shape, dtype=self._dtype)
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -178,12 +178,12 @@ class MedusaDrafter:
             if not jobs:
                 break
             logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
-            found = sample(logits, [job.row for job in jobs], on_gpu=self._device.on_gpu)
+            sampled = sample(logits, [job.row for job in jobs], on_gpu=self._device.on_gpu)
             going = []
             for i, job in enumerate(jobs):
-                if i in found.bad_rows:
+                if i in sampled.bad_rows:
                     continue
-                token = found.token_ids[i]
+                token = sampled.token_ids[i]
                 drafts[job.at].append(token)
                 if len(drafts[job.at]) < job.limit and not wanted[job.at][0].ends_with(token):
                     job.row = job.row.after(token)
@@ -201,18 +201,18 @@ class MedusaDrafter:
             levels = [trees[job.at] for job in jobs]
             repeats = torch.tensor([len(tree.level) for tree in levels], device=logits.device)
             rows = [row for tree in levels for row in tree.rows]
-            found = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
+            candidates = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
             going = []
             at = 0
             for job, tree in zip(jobs, levels, strict=True):
                 count = len(tree.level)
-                if tree.grow(found[at : at + count]):
+                if tree.grow(candidates[at : at + count]):
                     going.append(job)
                 at += count
             jobs = going
         return [trees[at].proposal() if at in trees else Proposal(()) for at in range(len(wanted))]
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Forget it."""
         self._last.pop(sequence, None)
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,9 +26,9 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.5
 """A step waits no longer for drafts; a first call, which may have to warm up, is given up like any other."""
 MAX_ENDED = 4096
-"""Sequences that a drafter is still to be told of as ended; beyond, it hangs, and the oldest are forgotten."""
+"""Sequences that a drafter is still to be run of as ended; beyond, it hangs, and the oldest are forgotten."""
 TELL_AT = 64
-"""Ended sequences after which it is told of them, though nothing is proposed."""
+"""Ended sequences after which it is run of them, though nothing is proposed."""
 
 
 @dataclass(slots=True)
@@ -78,18 +79,18 @@ class BoundedDrafter:
         """
         if self._hangs:
             raise DrafterHangsError(f"drafter {self.name} has not come back yet")
-        call = self._begin(lambda: self._drafter.propose(wanted))
+        call = self._submit(lambda: self._drafter.propose(wanted))
         if not call.done.wait(self._wait_s):
             raise DrafterHangsError(f"drafter {self.name} took more than {self._wait_s:g} s")
         if call.error is not None:
             raise call.error
         return call.found
 
-    def ended(self, sequence: Sequence) -> None:
-        """Take note that a sequence has ended: the drafter is told with its next call."""
+    def sequence_finished(self, sequence: Sequence) -> None:
+        """Take note that a sequence has ended: the drafter is run with its next call."""
         self._ended.append(sequence)
         if len(self._ended) >= TELL_AT and not self._hangs:
-            self._begin(list)
+            self._submit(list)
 
     def close(self) -> None:
         """Give back what it holds, as far as it lets itself be closed; harmless if repeated."""
@@ -103,16 +104,16 @@ class BoundedDrafter:
     def _hangs(self) -> bool:
         return self._last is not None and not self._last.done.is_set()
 
-    def _begin(self, work: Callable[[], list[Proposal]]) -> _Call:
+    def _submit(self, work: Callable[[], list[Proposal]]) -> _Call:
         ended = list(self._ended)
         self._ended = deque(maxlen=MAX_ENDED)
 
-        def told() -> list[Proposal]:
+        def run() -> list[Proposal]:
             for sequence in ended:
-                self._drafter.ended(sequence)
+                self._drafter.sequence_finished(sequence)
             return work()
 
-        self._last = call = _Call(told)
+        self._last = call = _Call(run)
         self._calls.put(call)
         return call
 
@@ -152,7 +153,10 @@ def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
     make = DRAFTERS.load(name, other_names=["none"])
     if config.speculative_width > 1 and (why := executor.why_no_trees):
         raise ConfigError(f"speculative_width must be 1 here: {why}", field="speculative_width")
-    drafter: Drafter = make(config, executor)
+    made: Any = make(config, executor)
+    if not hasattr(made, "sequence_finished"):  # a package that has the method under its earlier name
+        made.sequence_finished = made.ended
+    drafter: Drafter = made
     if isinstance(drafter, ChainDrafter):
         drafter.tells_draws = config.speculative_acceptance == "rejection"
     waits = name not in BUILT_IN or config.speculative_tp > 1

@@ -64,11 +64,11 @@ def keep_or_replace(drafts: SequenceOf[DrawnDraft], *, on_gpu: bool = False) -> 
         device = chosen[0].logits.device
         decide = _gpu_operator(device) if on_gpu or device.type != "cpu" else _definition
         decided.append((members, *_decide(chosen, decide)))
-    found: list[list[int]] = [[] for _ in drafts]
+    token_ids: list[list[int]] = [[] for _ in drafts]
     for members, tokens, accepted in decided:  # the device has all of them to do before one is waited for
         for i, own, count in zip(members, tokens.tolist(), accepted.tolist(), strict=True):
-            found[i] = own[: count + 1]
-    return found
+            token_ids[i] = own[: count + 1]
+    return token_ids
 
 
 def _decide(drafts: list[DrawnDraft], decide: _Decide) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,8 +90,8 @@ def _definition(
     target: torch.Tensor, drawn: torch.Tensor | None, tokens: npt.NDArray[np.int64], keys: Uint64s
 ) -> tuple[torch.Tensor, torch.Tensor]:
     counts = np.full(len(tokens), tokens.shape[1])
-    found = rejection_sample(target.numpy(), None if drawn is None else drawn.numpy(), tokens, counts, keys)
-    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    decided = rejection_sample(target.numpy(), None if drawn is None else drawn.numpy(), tokens, counts, keys)
+    return torch.from_numpy(decided[0]), torch.from_numpy(decided[1])
 
 
 @functools.cache
@@ -111,5 +111,5 @@ def _gpu_operator(device: torch.device) -> _Decide:
 
 def probabilities(logits: torch.Tensor, row: SamplerRow) -> torch.Tensor:
     """Return what a row draws from, float32 [vocab] with sum 1; ``logits``: [vocab], edited and masked."""
-    found = filtered_probs(logits.float()[None], [row.params])[0]
-    return found / found.sum()
+    probs = filtered_probs(logits.float()[None], [row.params])[0]
+    return probs / probs.sum()

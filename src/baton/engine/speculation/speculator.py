@@ -255,7 +255,7 @@ class _Draft:
     drawn_from: Probabilities | None
     parents: tuple[int, ...] = ()
 
-    def keep(self, tokens: npt.NDArray[np.int64]) -> None:
+    def truncate_to(self, tokens: npt.NDArray[np.int64]) -> None:
         """Keep some tokens alone, ascending, with a token those before it."""
         if self.parents:
             order, parents = pick(self.parents, self.chances, tokens.tolist())
@@ -396,17 +396,17 @@ class Speculator:
         if record is not None:
             record.verified(drafted, accepted, self._promised.pop(sequence, 0.0))
 
-    def note_time(self, plan: StepPlan, seconds: float, drafting: float) -> None:
+    def observe_step_time(self, plan: StepPlan, seconds: float, drafting: float) -> None:
         """Learn from the time that a step took, :meth:`add_drafts` included, which took ``drafting`` seconds of it."""
         if self._pace is not None and plan.num_tokens == len(plan.counts) + sum(map(len, plan.drafts.values())):
             self._pace.observe(plan.num_tokens, seconds, drafting if self._asked else 0.0, drafts=bool(plan.drafts))
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Take note that a sequence has ended."""
         self._records.pop(sequence, None)
         self._promised.pop(sequence, None)
         try:
-            self.drafter.ended(sequence)
+            self.drafter.sequence_finished(sequence)
         except Exception:
             self._failed("raised")
 
@@ -435,20 +435,20 @@ class Speculator:
             most = self._pace.choose(chances[best[:most]], len(plan.counts), plan.num_tokens)
         taken = np.zeros(len(chances), np.bool_)
         taken[best[:most]] = True
-        found = []
-        for draft, mine in zip(drafts, np.split(taken, np.cumsum(counts)[:-1]), strict=True):
-            if len(kept := np.flatnonzero(mine)):
-                draft.keep(kept)
-                found.append(draft)
+        chosen = []
+        for draft, draft_taken in zip(drafts, np.split(taken, np.cumsum(counts)[:-1]), strict=True):
+            if len(kept := np.flatnonzero(draft_taken)):
+                draft.truncate_to(kept)
+                chosen.append(draft)
             else:
                 self._records[draft.sequence].idle(max(USUAL_RATE, self._usual))
-        return found
+        return chosen
 
     def _propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
         try:
-            found = self.drafter.propose(wanted)
-            if len(found) != len(wanted):
-                raise ValueError(f"{len(found)} drafts for {len(wanted)} sequences")
+            proposals = self.drafter.propose(wanted)
+            if len(proposals) != len(wanted):
+                raise ValueError(f"{len(proposals)} drafts for {len(wanted)} sequences")
         except DrafterHangsError:
             self._failed("hangs")
             return []
@@ -456,7 +456,7 @@ class Speculator:
             self._failed("raised")
             return []
         self._failures = 0
-        return found
+        return proposals
 
     def _failed(self, reason: str) -> None:
         self.stats.faults[reason] += 1
@@ -557,17 +557,17 @@ def _right_rows(
     plan: StepPlan, rows: SequenceOf[tuple[Sequence, int, int]], paths: dict[Sequence, tuple[int, ...]]
 ) -> tuple[list[tuple[Sequence, int, int]], list[int]]:
     """Return the rows of a step without the tokens of trees that were refused, and which of its tokens those are."""
-    found: list[tuple[Sequence, int, int]] = []
+    right: list[tuple[Sequence, int, int]] = []
     kept: list[int] = []
     at = 0
     for sequence, start, count in rows:
         if sequence in plan.trees:
             own = plan.counts[sequence]
             path = paths.get(sequence, ())
-            found.append((sequence, start, own + len(path)))
+            right.append((sequence, start, own + len(path)))
             kept += [*range(at, at + own), *(at + own + node for node in path)]
         else:
-            found.append((sequence, start, count))
+            right.append((sequence, start, count))
             kept += range(at, at + count)
         at += count
-    return found, kept
+    return right, kept

@@ -31,10 +31,10 @@ Parents = tuple[int, ...]
 
 def depths(parents: SequenceOf[int]) -> list[int]:
     """Return how many tokens of the tree come before each of its tokens."""
-    found: list[int] = []
+    depth_of: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
+    return depth_of
 
 
 def is_chain(parents: SequenceOf[int]) -> bool:
@@ -62,7 +62,7 @@ def chances_of(
         rate: Where it says nothing, how often one of a token's children is right.
         factor: By how much what it says is too high: 1, or less.
     """
-    found = np.empty(len(parents))
+    chances = np.empty(len(parents))
     left: dict[int, float] = {}
     for i, parent in enumerate(parents):
         if given is None:
@@ -71,8 +71,8 @@ def chances_of(
             left[parent] = rest * (1.0 - FIRST_SHARE)
         else:
             each = given[i] * factor
-        found[i] = each if parent < 0 else each * found[parent]
-    return found
+        chances[i] = each if parent < 0 else each * chances[parent]
+    return chances
 
 
 def pick(
@@ -206,7 +206,7 @@ def likeliest(logits: torch.Tensor, rows: SequenceOf[SamplerRow], width: int) ->
     top = torch.topk(logits, width, dim=-1)
     chances = (top.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
     fine = top.values[:, 0].isfinite().tolist()
-    found = [
+    candidates = [
         [(t, c) for t, c in zip(tokens, each, strict=True) if c > 0.0] if good else []
         for tokens, each, good in zip(top.indices.tolist(), chances.tolist(), fine, strict=True)
     ]
@@ -215,8 +215,8 @@ def likeliest(logits: torch.Tensor, rows: SequenceOf[SamplerRow], width: int) ->
         own = [rows[i] for i in drawn]
         probs = filtered_probs(logits[drawn], [row.params for row in own])
         for i, each in zip(drawn, _first_in_race(probs, row_draws(own).keys(), width), strict=True):
-            found[i] = each
-    return found
+            candidates[i] = each
+    return candidates
 
 
 def _first_in_race(probs: torch.Tensor, keys: npt.NDArray[np.uint64], width: int) -> list[Candidates]:

@@ -100,9 +100,9 @@ class StepSampling:
             _Rows(sequence, [], [row], [_next_row(sequence)])
             for sequence, row in zip(batch.sampled, batch.sample_rows, strict=True)
         ]
-        for found in batch.draft_rows:
-            samplers = _along(found.sequence.sampler, found.token_ids, found.parents)
-            self._wanted.append(_Rows(found.sequence, found.token_ids, found.rows, samplers, found.parents))
+        for rows in batch.draft_rows:
+            samplers = _along(rows.sequence.sampler, rows.token_ids, rows.parents)
+            self._wanted.append(_Rows(rows.sequence, rows.token_ids, rows.rows, samplers, rows.parents))
         self._samplers = [sampler for each in self._wanted for sampler in each.samplers]
         self._masks = masks
         self._guided = list[SamplerRow]()
@@ -144,8 +144,8 @@ class StepSampling:
             self._queued = queue_sample(wanted, self._samplers, operator, staging)
             return
         late = None if self._masks is None else _LateMasks(self._masks)
-        found = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=late)
-        self._queued = QueuedSample(torch.tensor(found.token_ids), lambda: found)
+        sampled = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=late)
+        self._queued = QueuedSample(torch.tensor(sampled.token_ids), lambda: sampled)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -162,12 +162,12 @@ class StepSampling:
         """Wait for the tokens; returns what each sequence gets that is to have one."""
         if self._queued is None:
             return []
-        found = self._queued.read()
-        bad = set(found.bad_rows)
+        sampled = self._queued.read()
+        bad = set(sampled.bad_rows)
         chosen = []
         at = 0
         for each in self._wanted:
-            chosen.append(_verified(each, found, bad, at))
+            chosen.append(_verified(each, sampled, bad, at))
             at += len(each.rows)
         return chosen
 
@@ -210,9 +210,9 @@ def accepted_moves(sampled: list[Chosen], block_size: int) -> KVMoves | None:
         sequence = chosen.sequence
         path = np.array(chosen.path)
         tables = [sequence.table, *(window.table for window in sequence.windows)]
-        for slots, found in ((path, sources), (np.arange(len(path)), targets)):
+        for slots, collected in ((path, sources), (np.arange(len(path)), targets)):
             blocks, places = np.divmod(sequence.num_tokens + slots, block_size)
-            found.append(np.array([table[blocks].astype(np.int64) * block_size + places for table in tables]))
+            collected.append(np.array([table[blocks].astype(np.int64) * block_size + places for table in tables]))
     return KVMoves(np.concatenate(sources, axis=1), np.concatenate(targets, axis=1))
 
 

@@ -51,7 +51,7 @@ class ListMatcher:
             self.taken.append(token)
         return True
 
-    def take(self, token_id: int) -> bool:
+    def try_consume(self, token_id: int) -> bool:
         return self.allows(token_id) and self.consume([token_id])
 
     def allows(self, token_id: int) -> bool:

@@ -118,7 +118,7 @@ def test_a_token_is_taken_where_its_mask_has_it(
     for _ in range(12):
         (mask,) = masks.end(masks.begin([row]))
         has = [token for token in range(VOCAB) if has_token(mask, token)]
-        taken = [token for token in range(VOCAB) if MaskRow(row.constraint.fork(), row.banned).take([token])]
+        taken = [token for token in range(VOCAB) if MaskRow(row.constraint.fork(), row.banned).try_consume([token])]
         assert taken == [token for token in has if not row.constraint.started or token not in (banned or ())]
         token = int(rng.choice(has))
         if token == EOS:
@@ -148,7 +148,7 @@ def test_a_token_is_taken_where_its_mask_has_it_in_a_vocabulary_of_4096() -> Non
                 has = [token for token in range(4096) if has_token(mask, token)]
                 assert [token for token in range(4096) if one.allows(token)] == has
                 some = rng.choice(4096, 40).tolist()
-                assert [token in has for token in some] == [one.fork().take(token) for token in some]
+                assert [token in has for token in some] == [one.fork().try_consume(token) for token in some]
                 places += 1
                 inside = [token for token in has if token not in ends]
                 if not inside:
@@ -160,13 +160,13 @@ def test_a_token_is_taken_where_its_mask_has_it_in_a_vocabulary_of_4096() -> Non
 def test_a_token_that_was_taken_need_not_be_the_one_that_is_appended(compiler: GrammarCompiler) -> None:
     a, b, x = (TEXTS.index(text) for text in "abx")
     one = compiler.constraint(regex_grammar("(ax|bba)+"))
-    assert one.take(a)
+    assert one.try_consume(a)
     one.append(b)
     assert not one.error
     assert [token for token in (a, b, x) if one.allows(token)] == [b]
-    assert not one.take(x)
+    assert not one.try_consume(x)
     one.append(b)
-    assert one.take(a)
+    assert one.try_consume(a)
     one.append(a)
     assert not one.error
     assert not one.allows(x)

@@ -380,7 +380,7 @@ def test_a_drafter_that_never_comes_back_does_not_keep_the_engine_from_ending() 
     with pytest.raises(DrafterHangsError, match="has not come back"):
         hanging.propose([(None, 1)])  # type: ignore[list-item]
     for _ in range(2 * MAX_ENDED):  # of whom it cannot be told: they are forgotten
-        hanging.ended(None)  # type: ignore[arg-type]
+        hanging.sequence_finished(None)  # type: ignore[arg-type]
     hanging.close()  # which waits no longer than a step would
     assert next(one for one in threading.enumerate() if one.name == "drafter broken").daemon
     never.set()

@@ -56,7 +56,7 @@ class RandomDrafter:
         tokens = [int(self.rng.choice(VOCAB, p=each)) for each in probs]
         return Proposal(tokens, drawn_from=probs.astype(np.float32))
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:
