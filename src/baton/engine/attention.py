@@ -44,11 +44,11 @@ class AttentionContext:
     """What a backend may use.
 
     Attributes:
-        device: Of the model.
+        device: Device of the model.
         operators: Baton's C++ operators, if they can be used.
         on_gpu: Whether the operators of GPUs run the model: on a GPU, or in Triton's interpreter.
-        dtype: Of the model's numbers.
-        specs: The attention of each of its layers.
+        dtype: Dtype of the model's activations.
+        specs: Attention of each layer.
     """
 
     device: torch.device
@@ -67,19 +67,16 @@ Raises:
 
 
 def cpp_attention(context: AttentionContext) -> PagedAttention:
-    """Return the C++ operator."""
     if context.operators is None:
         raise ConfigError("attention_backend cpp cannot be used: no C++ operators", field="attention_backend")
     return CpuPagedAttention(context.operators)
 
 
 def torch_attention(context: AttentionContext) -> PagedAttention:
-    """Return plain torch, which runs anywhere."""
     return TorchPagedAttention()
 
 
 def triton_attention(context: AttentionContext) -> PagedAttention:
-    """Return the Triton kernels."""
     try:
         from baton_kernels.gpu import is_interpreted
         from baton_kernels.paged_attention.gpu import TritonPagedAttention

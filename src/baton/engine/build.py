@@ -173,7 +173,6 @@ def _blocks_that_fit(config: EngineConfig, executor: Executor) -> int:
 
 
 def _rank_devices(config: EngineConfig, executor: Executor) -> list[ComputeDevice]:
-    """The ranks' devices."""
     ranks = len(executor.shards)
     return [rank_device(config.device, rank, ranks) for rank in range(ranks)]
 

@@ -49,7 +49,7 @@ class Communicator:
 
     Attributes:
         spec: As given.
-        generation: Of the groups that it joined last.
+        generation: Number of the groups that this rank joined last; 0: none yet.
     """
 
     def __init__(self, spec: ShardSpec, device: torch.device | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The engine's side of its connector: which sequences load, and which blocks are held for readers or savers."""
+"""Scheduler side of the KV connector: which sequences load, and which blocks are held for readers or being saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectorBridge:
-    """Calls a connector and keeps account of the blocks that it uses; does nothing without one.
+    """Calls the connector and tracks the blocks that it uses; does nothing without one.
 
-    What the connector raises costs a load or a save, and never ends a request or the engine.
+    An error of the connector costs a load or a save, and never a request or the engine.
 
     Attributes:
         loading: Sequences whose blocks are being written from outside, by request id; also aborted ones, until the
@@ -39,12 +39,12 @@ class ConnectorBridge:
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
-        """What is to be told of each layer that was computed."""
+        """Called with the index of each computed layer; ``None`` without a connector."""
         return None if self._connector is None else self._connector.layer_computed
 
     @property
     def pending(self) -> bool:
-        """Whether something will come from outside: polling makes sense."""
+        """Whether loads, reads or saves are in progress, so that polling makes sense."""
         if self.loading or self.held or self.saving:
             return True
         return self._connector is not None and self._connector.has_pending()
@@ -55,10 +55,10 @@ class ConnectorBridge:
         return self._connector is not None and not alone
 
     def plan_load(self, sequence: Sequence, num_local: int) -> LoadPlan | None:
-        """Ask how much of a sequence could come from outside.
+        """Ask the connector how many tokens of a sequence it could load.
 
-        Asked at each admission: who computed the prompt of what was preempted may still have its blocks. A connector
-        that fails costs a local prefill, and the request's metrics say so.
+        Asked at each admission: after a preemption the prefill instance may still have the blocks. If the connector
+        fails, the prompt is computed locally and the request's metrics say so.
         """
         if self._connector is None or not self.may_load(sequence):
             return None
@@ -69,7 +69,7 @@ class ConnectorBridge:
             return None
 
     def start_load(self, sequence: Sequence, num_local: int) -> bool:
-        """Begin a load into a sequence's blocks; ``False``: it could not begin."""
+        """Start a load into a sequence's blocks; return whether it started."""
         if self._connector is None:
             return False
         try:
@@ -82,13 +82,13 @@ class ConnectorBridge:
         return True
 
     def defer_release(self, sequence: Sequence, blocks: list[BlockId]) -> None:
-        """See to it that blocks which a sequence is about to give up are nobody's before a step on its way is read."""
+        """Keep a reference to blocks that a sequence gives up until the launched step that may use them is read."""
         if sequence.num_in_flight:
             self._pool.acquire(blocks)
             self.deferred_blocks += blocks
 
     def pop_deferred_blocks(self) -> list[BlockId]:
-        """Remove and return :attr:`deferred_blocks`."""
+        """Return the deferred blocks, which the caller has to release."""
         blocks = self.deferred_blocks
         self.deferred_blocks = []
         return blocks
@@ -99,7 +99,7 @@ class ConnectorBridge:
             self._connector.cancel_load(sequence.group.request.request_id)
 
     def poll_loads(self) -> list[tuple[Sequence, LoadUpdate]]:
-        """Return the loads that ended, and give back blocks that are held no more."""
+        """Return the finished loads, and release blocks whose readers or savers are done."""
         if self._connector is None:
             return []
         ended = []
@@ -113,7 +113,7 @@ class ConnectorBridge:
         return ended
 
     def announce_step(self, counts: Mapping[Sequence, int]) -> None:
-        """Tell the connector what a step is about to compute of prompts that others may fetch.
+        """Announce to the connector what the next step computes of prompts that other instances may fetch.
 
         Args:
             counts: New tokens per sequence.
@@ -137,7 +137,7 @@ class ConnectorBridge:
         )
 
     def save_computed(self, sequence: Sequence) -> None:
-        """Tell the connector how far a sequence's KV is, if it follows this one."""
+        """Tell the connector which blocks of a sequence are computed, so that it can save them."""
         connector = self._following_connector(sequence)
         if connector is None:
             return
@@ -149,7 +149,7 @@ class ConnectorBridge:
         connector.blocks_computed(_connector_id(sequence), tuple(sequence.block_ids), hashes, done)
 
     def release_finished(self, sequence: Sequence) -> None:
-        """Take back an ended sequence's blocks, or hold them if the connector wants that."""
+        """Release a finished sequence's blocks, or hold them while the connector needs them."""
         connector = self._following_connector(sequence)
         held = False
         if connector is not None:
@@ -167,11 +167,11 @@ class ConnectorBridge:
             self.saving[_connector_id(sequence)] = blocks
 
     def release(self, request_id: RequestId) -> bool:
-        """Give back held blocks; ``False`` if there are none under that id."""
+        """Release the blocks held for a request; return whether there were any."""
         return self._release_blocks(self.held, request_id)
 
     def stop_saving(self, request_id: RequestId) -> bool:
-        """Give back blocks that were to be saved; copies under way see it by the generation. ``False``: none there."""
+        """Release blocks that are being saved, whose copies notice by the generation; return whether there were any."""
         return self._release_blocks(self.saving, request_id)
 
     def _release_blocks(self, blocks_of: dict[RequestId, list[BlockId]], request_id: RequestId) -> bool:

@@ -46,8 +46,9 @@ class EngineCore:
         executor: Runs the model.
         steps: Launches steps.
         shards: The KV pool's memory, of all ranks.
-        arena: This process's part of it, whose generations fence all parts.
-        max_model_len: Most tokens of prompt and output together: of the model, the configuration and the pool.
+        arena: This process's part of the pool; its generations fence all parts.
+        max_model_len: Most tokens of prompt and output together: the least of what the model, the configuration and
+            the pool allow.
     """
 
     def __init__(
@@ -61,21 +62,21 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Put an engine together.
+        """Create an engine.
 
         Args:
             config: Scheduler limits, prefix caching, seed.
             executor: Runs the model, bound to ``shards``.
             shards: The KV pool's memory.
-            connector: Where KV may come from and go to.
+            connector: Loads KV from other instances or stores, and saves it there; ``None``: all KV is local.
             on_events: Called with each step's KV events, in order, in the engine's thread.
             clock: Returns seconds; measures steps.
-            grammars: Compiles the grammars of its requests, before they are handed in; ``None``: it takes none.
-            drafter: Proposes the tokens that sequences may go on with; ``None``: nobody does.
+            grammars: Compiles grammars of requests before they are added; ``None``: requests have no grammars.
+            drafter: Proposes draft tokens; ``None``: no speculative decoding.
 
         Raises:
-            ConfigError: ``max_model_len`` is more than the model can do, ``block_size`` is not the pool's, or steps
-                cannot be launched ahead that are to be.
+            ConfigError: ``max_model_len`` exceeds the model's, ``block_size`` differs from the pool's, or
+                ``async_scheduling`` is ``on`` and not possible.
         """
         if config.max_model_len is not None and config.max_model_len > executor.max_model_len:
             raise ConfigError(
@@ -128,7 +129,7 @@ class EngineCore:
     # Requests
 
     def validate(self, request: EngineRequest) -> SamplingParams:
-        """Check a request without queuing it; return its parameters with what it left open filled in.
+        """Check a request without queuing it; return its sampling parameters with defaults filled in.
 
         Raises:
             InvalidRequestError: The request is wrong; names the field.
@@ -167,10 +168,10 @@ class EngineCore:
         self._scheduler.waiting.push(group.sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request, or give back the blocks that are held for it; ``False`` if there is none.
+        """Abort a request, or release the blocks held for a finished one; return whether it was found.
 
-        The next step reports its sequences with ``FinishReason.ABORT``. Blocks that are being written from outside
-        are given back when the connector says that the load has ended.
+        The next step reports its sequences with ``FinishReason.ABORT``. Blocks that a
+        connector still writes to are released when it reports the end of the load.
         """
         group = self._groups.get(request_id)
         if group is None:
@@ -179,19 +180,19 @@ class EngineCore:
         return True
 
     def release(self, request_id: RequestId) -> bool:
-        """Give back the blocks held for a finished request; ``False`` if there are none."""
+        """Release the blocks held for a finished request; return whether there were any."""
         return self._bridge.release(request_id)
 
     def roll_back(self, request_id: RequestId, count: int, index: int = 0) -> None:
-        """Remove the last output tokens of a sequence that has not ended, with their KV; it goes on from there.
+        """Remove the last output tokens of a running sequence, with their KV; it continues from there.
 
-        What was reported of these tokens stays reported. Blocks that the sequence needs no more are given back, and no
-        hash of a removed token is registered in the prefix cache from now on.
+        Outputs that were reported stay reported. Blocks that are no longer needed are released, and no hash of a
+        removed token is registered in the prefix cache from then on.
 
         Args:
             request_id: The request.
             count: Output tokens to remove.
-            index: Which of the request's sequences.
+            index: Index of the sequence within the request, 0 to n-1.
 
         Raises:
             InternalError: There is no such sequence, it has not so many output tokens, it is being loaded, or its
@@ -204,28 +205,28 @@ class EngineCore:
         self._scheduler.roll_back(group.sequences[index], count)
 
     def clear_cache(self) -> None:
-        """Forget all cached KV; running requests keep theirs."""
+        """Drop all cached KV; running requests keep theirs."""
         self._pool.clear()
         self._flush_events()
 
     def reset_prefix_cache(self) -> int:
-        """Forget the cached KV that no request uses; return how many blocks had some."""
+        """Drop the cached KV that no request uses; return the number of blocks dropped."""
         num_blocks = self._pool.clear_unused()
         self._flush_events()
         return num_blocks
 
     def limit_step_time(self, bounded: bool) -> None:
-        """Say whether steps with decodes are bounded in time where the configuration says nothing of it.
+        """Set whether steps with decodes are bounded in time if the configuration does not say.
 
         Args:
-            bounded: Whether somebody waits for each token, as on a decode instance.
+            bounded: Whether clients wait for each token, as on a decode instance.
         """
         self._scheduler.step_budget = step_budget(self._config, bounded=bounded)
 
     # State
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or any block held for others: :meth:`step` has something to look at."""
+        """Whether :meth:`step` has anything to do: a request is unfinished, or blocks are held for others."""
         scheduler = self._scheduler
         work = self._early or scheduler.running or scheduler.num_waiting or self.steps.in_flight
         return bool(work) or self._bridge.pending
@@ -240,7 +241,7 @@ class EngineCore:
         return self._progressed and self.has_work()
 
     def stats(self) -> EngineStats:
-        """Return a view of this moment; may be called from any thread."""
+        """Return current counters; may be called from any thread."""
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
@@ -319,7 +320,7 @@ class EngineCore:
         return outputs
 
     def _drain_pipeline(self, without: Sequence) -> None:
-        """Read the step that is on its way, as if a sequence were not in it; :meth:`step` reports it."""
+        """Read the launched step as if a sequence were not in it; :meth:`step` reports its outputs."""
         if (step := self.steps.last_step()) is not None:
             step.left_out = without
             self._finish_step(step, self._early)
@@ -340,7 +341,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def _process_step(self, step: InFlightStep, outputs: list[SequenceOutput]) -> None:
-        # Before anybody is told of KV: what led to logits that are no numbers is no KV either.
+        # Before any KV is reported: if the logits are not finite, the KV is not valid either.
         output, chosen = step.read()
         live = step.live
         sampled = [each for each in chosen if each.sequence in live]

@@ -153,7 +153,7 @@ class HostStaging:
     """Takes arrays to a device in one copy, and tensors back. Not thread safe: one per runner.
 
     Args:
-        device: Where to.
+        device: Target device.
     """
 
     def __init__(self, device: ComputeDevice) -> None:
@@ -181,7 +181,7 @@ class HostStaging:
         """Copy arrays to a tensor on the device.
 
         Args:
-            arrays: Of any shapes and dtypes.
+            arrays: Arrays to copy, of any shapes and dtypes.
             places: First byte of each in ``target``; what comes after the last ends the copy.
             target: uint8, at least ``places[-1]`` bytes.
         """

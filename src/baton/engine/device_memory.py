@@ -2,15 +2,15 @@
 
 Epoch, generations and progress stay in host memory, which readers on this host map. A copy runs on a stream of its own,
 behind all that the engine has queued by then: progress says that a layer's kernels are queued, and what is queued
-before a copy is done before it. Generations fence as in host memory: whoever gets a block next raises its generation
-before anything that writes it is queued, so an unchanged generation after a copy means that no such thing had begun.
+before a copy is done before it. Generations fence as in host memory: the next owner of a block raises its generation
+before it queues a write, so an unchanged generation after a copy means that no write had begun.
 
 Another process cannot wait for this one's stream. It asks, and is answered once what was queued by then is done
 (:meth:`DeviceArena.settle`); then it copies on the device, out of memory that it has opened by a handle.
 
 Of several ranks the leader allocates all arenas, each on its rank's device, and a follower opens its own by the handle
-(:meth:`DeviceArena.attach`). What followers queue is ordered by the leader's stream: a layer is told of once the sum
-over the ranks behind it is queued there, which ends when all of them have written the layer.
+(:meth:`DeviceArena.attach`). What followers queue is ordered by the leader's stream: a layer is reported once the sum
+over the ranks behind it is queued there, which completes when all of them have written the layer.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def open_memory(device: torch.device, handle: bytes, size: int) -> DeviceMemory:
     """Open another process's memory.
 
     Args:
-        device: Of this process.
-        handle: What :meth:`DeviceMemory.handle` returned there.
+        device: Device of this process.
+        handle: Result of :meth:`DeviceMemory.handle` in the other process.
         size: Bytes of the memory.
 
     Raises:
@@ -122,8 +122,8 @@ def queue_copy(target: Place, source: Place, size: int, stream: int) -> None:
     """Queue a copy of bytes as CUDA's runtime has it, and nothing around it: the measure of every other copy.
 
     Args:
-        target: Where to.
-        source: Where from. Where one end is the host's memory, that must be pinned, or the call waits.
+        target: Destination.
+        source: Source. Host memory on either side must be pinned, or the call blocks.
         size: Bytes.
         stream: Handle of a CUDA stream. Where both ends are the host's memory, they are copied before it returns.
 
@@ -266,7 +266,6 @@ class StandInMemory:
 
     @classmethod
     def allocate(cls, size: int) -> StandInMemory:
-        """Return new zeroed memory."""
         fd = os.memfd_create("baton-device", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
         return cls(fd, size)
@@ -297,8 +296,8 @@ class DeviceArena:
 
     Args:
         device: Where the blocks lie.
-        num_blocks: How many.
-        block_bytes: Size of each.
+        num_blocks: Number of blocks.
+        block_bytes: Bytes per block.
         epoch: Default: a new one.
         leader: Where this process computes, if not there: what is queued there orders what other ranks write.
 
@@ -424,9 +423,9 @@ class DeviceArena:
         """Open another process's arena by what :meth:`export` returned there.
 
         Args:
-            device: Of this process, which is to reach it.
-            handle: Of its blocks.
-            fd: Of its state, which is closed.
+            device: Device of this process that reads the arena.
+            handle: Handle of the arena's blocks.
+            fd: File descriptor of the arena's state; it is closed.
 
         Raises:
             PipeClosedError: It cannot be reached from here.
@@ -452,9 +451,9 @@ class DeviceArena:
         """Copy spans of a peer's blocks to spans of these, on the device; returns when the bytes are there.
 
         Args:
-            peer: What :meth:`open_peer` returned.
-            taken: Of the peer's.
-            into: Parallel, of the same sizes.
+            peer: Arena that :meth:`open_peer` returned.
+            taken: Spans of the peer's blocks to read.
+            into: Spans to write, parallel to ``taken`` and of the same sizes.
 
         Raises:
             InternalError: A span is not within a block, or sizes differ.
@@ -560,11 +559,11 @@ def new_arena(
     """Return an arena where a model runs.
 
     Args:
-        device: Of the rank.
-        blocks: How many.
-        block_bytes: Size of each.
+        device: Device of the rank.
+        blocks: Number of blocks.
+        block_bytes: Bytes per block.
         private: No other process will read it.
-        leader: Of this process's own rank, if that is another one.
+        leader: Device of this process's own rank, if ``device`` is another rank's.
     """
     if device.on_gpu:
         return DeviceArena(device, blocks, block_bytes, leader=leader)

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, and the check of a request before any block is taken for it."""
+"""Requests and outputs of an engine, and the check of a request before any block is allocated for it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from baton.types import FinishReason, RequestId, SamplingParams, Tenant, TokenLo
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as an engine takes it.
+    """A request to an engine.
 
     Attributes:
-        prompt_token_ids: The prompt.
-        output_token_ids: Tokens that another instance generated before: they count as output (``max_tokens``,
-            penalties, seeds) but are not reported again.
+        request_id: Unique id among unfinished requests.
+        prompt_token_ids: The prompt, at least one token.
+        sampling: Sampling parameters.
+        output_token_ids: Tokens that another instance generated: they count as output (``max_tokens``, penalties,
+            seeds) but are not reported again.
         prefill_only: Compute the prompt, sample one token, finish; the connector may keep the blocks.
+        cache_salt: Separates prefix caches: only requests with the same salt share blocks.
         candidates: Addresses of prefill instances, best first.
-        threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's own.
+        threshold: Missing prompt tokens from which a remote prefill is used; ``None``: the connector's default.
         priority: Lower runs first.
         tenant: Owner of the request's blocks; ``None``: none.
-        prefilled: Where the prompt's KV waits already; ``None``: nowhere.
-        constraint: The grammar of ``sampling``, after ``output_token_ids``; whoever hands the request in compiles it.
+        prefilled: Instance that already holds the prompt's KV; ``None``: none.
+        constraint: Compiled grammar of ``sampling``, advanced by ``output_token_ids``; compiled by the caller.
         adapter: Id of the adapter whose KV this is, part of the request's block hashes; ``None``: the model's own.
         traceparent: W3C trace context that loads of KV are part of; empty: they are not traced.
     """
@@ -51,7 +54,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """How a request fared, reported with its first token and with its end. Times in microseconds."""
+    """Figures of one request, reported with its first token and at its end. Times in microseconds."""
 
     prompt_tokens: int
     arrived_ns: int = 0
@@ -72,22 +75,22 @@ class RequestMetrics:
     drafted_tokens: int = 0
     """Draft tokens of speculative decoding that were verified, of all sequences."""
     accepted_tokens: int = 0
-    """Those of them that were right."""
+    """Draft tokens that were accepted, of all sequences."""
     transfer: TransferStats = field(default_factory=TransferStats)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step gave to one sequence.
+    """New tokens of one sequence from one step.
 
     Attributes:
-        index: Which of the ``n`` sequences.
+        index: Index of the sequence, 0 to n-1.
         token_ids: New tokens; a stop token is included.
         logprobs: Parallel to ``token_ids``, if asked for.
         stop_token_id: The token that ended the sequence, if one did.
-        metrics: With the first token of sequence 0 and with every end.
-        prompt_logprobs: With the first token of sequence 0, if asked for; ``None`` for the first prompt token.
-        unfit: The error is the request's: another instance would end it so, too.
+        metrics: Set with the first token of sequence 0 and at every end.
+        prompt_logprobs: Set with the first token of sequence 0, if asked for; the first entry is ``None``.
+        unfit: Whether the error is caused by the request, so that another instance would fail too.
     """
 
     request_id: RequestId
@@ -104,7 +107,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's view of an engine."""
+    """Counters of an engine at one moment."""
 
     num_running: int
     num_waiting: int
@@ -125,7 +128,7 @@ class EngineStats:
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int, seed: int) -> SamplingParams:
-    """Check a request and fill in what it left open.
+    """Check a request and fill in defaults of its sampling parameters.
 
     Args:
         request: The request.

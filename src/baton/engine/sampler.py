@@ -149,7 +149,7 @@ def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens
     """Return the operator that samples where logits are, or ``None``.
 
     Args:
-        device: Of the logits.
+        device: Device of the logits.
         on_gpu: Whether it is to be that of a GPU, which Triton's interpreter runs where logits are on a CPU.
     """
     if not on_gpu and device.type == "cpu":
@@ -256,9 +256,9 @@ def sample(
     Args:
         logits: [R, vocab] in any float dtype, on any device; may be changed.
         rows: R rows.
-        amend: Has the last word, before log probabilities are taken.
+        amend: May change the chosen tokens before log probabilities are taken.
         on_gpu: Whether the operator of a GPU chooses, wherever the logits are.
-        late: Of rows under a grammar without a mask; default: these may have any token.
+        late: Masks of rows under a grammar that have none yet; default: these rows may get any token.
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits = edit_logits(logits.detach(), rows)
@@ -311,13 +311,13 @@ def _choose_before_masks(
 
 
 def _tokens_to_allow(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
-    """Return what has to be allowed for a token to be right that was chosen without its mask, itself last.
+    """Return the tokens that a mask has to allow for a token chosen without it to be right; that token comes last.
 
     Args:
-        row: The token's.
+        row: Row of the token.
         token: -1: there is none.
         kept: [R, MOST_KEPT], what the filters of the rows that have some left.
-        at: Which row it is.
+        at: Index of the row.
     """
     if token < 0:
         return []
@@ -360,14 +360,14 @@ def _choose(
     """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
 
     Args:
-        operator: What chooses, if torch does not.
+        operator: Operator that chooses; ``None``: torch does.
         logits: [R or more, vocab].
         rows: R rows.
         draws: One for each row of the logits.
         at: The rows of the logits.
         again: Whether all masks hold, and rows that drew without them do so a second time; else these have none.
         kept: Where the tokens may be written that filters leave; -1 everywhere.
-        watch: Who is told of tokens as they are there.
+        watch: Called with tokens as soon as they are chosen.
     """
     filters = [row.filter for row in rows]
     masks = [row.mask if again or not row.unfiltered else None for row in rows]
@@ -449,7 +449,7 @@ def _logprobs(
 
 
 def row_draws(rows: Sequence[SamplerRow]) -> Draws:
-    """Return of which draws the rows' next tokens come."""
+    """Return the random draws for the rows' next tokens."""
     return Draws([row.seed for row in rows], [row.position for row in rows])
 
 
@@ -496,7 +496,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
     Args:
         logits: [R, vocab], any float dtype; computed in float32.
         token_ids: R tokens.
-        num_top: R numbers of alternatives, each at most ``MAX_LOGPROBS``.
+        num_top: Number of alternatives of each row, at most ``MAX_LOGPROBS``.
     """
     logprobs: list[TokenLogprob] = []
     for at in range(0, len(token_ids), _ROWS_AT_ONCE):
@@ -515,12 +515,12 @@ LogprobTensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> LogprobTensors:
-    """Return what is known of one token per row, on the device: nothing is read by the host.
+    """Return log probabilities of one token per row, on the device: the host does not wait.
 
     Args:
         logits: [R, vocab].
         token_ids: int64 [R].
-        most: Alternatives of the row that has most of them.
+        most: Largest number of alternatives of any row.
 
     Returns:
         Log probabilities [R] and ranks [R], ids and log probabilities [R, most] of the most probable tokens.
@@ -535,7 +535,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, most: int) ->
 def join_logprobs(
     token_ids: Sequence[int], num_top: Sequence[int], *figures: npt.NDArray[np.generic]
 ) -> list[TokenLogprob]:
-    """Return the log probabilities of one token per row, of what :func:`gather_logprobs` found."""
+    """Build the log probabilities of one token per row from the result of :func:`gather_logprobs`."""
     return [
         TokenLogprob(token, value, rank, tuple(one for one in zip(ids, values, strict=True) if one[1] > -math.inf)[:n])
         for token, n, value, rank, ids, values in zip(
@@ -545,7 +545,7 @@ def join_logprobs(
 
 
 class HostLink(Protocol):
-    """Takes numbers to a device and back, without that the host waits."""
+    """Copies arrays to a device and back without blocking the host."""
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Return arrays as tensors on the device; they may be changed at once."""
@@ -571,13 +571,13 @@ class QueuedSample:
 def queue_sample(
     logits: torch.Tensor, rows: Sequence[SamplerRow], operator: ChooseOnDevice, link: HostLink
 ) -> QueuedSample:
-    """Have one token per row chosen, as :func:`~baton.engine.sampler.sample` does.
+    """Queue the choice of one token per row, as :func:`sample` makes it.
 
     Args:
         logits: [R, vocab] in any float dtype; may be changed. Not needed any more by what is queued later.
         rows: R rows.
-        operator: Of the device.
-        link: To it.
+        operator: Sampling operator of the device.
+        link: Copies to and from the device.
     """
     logits = edit_logits(logits.detach(), rows, link.upload)
     draws = row_draws(rows)

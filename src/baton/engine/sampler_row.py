@@ -1,4 +1,4 @@
-"""What changes single logits before sampling: bias, banned tokens, and the three penalties.
+"""Sampling state of one sequence, and edits of single logits: bias, banned tokens, and the three penalties.
 
 All of it is sparse: per row a few (token, value) pairs against a vocabulary of up to hundreds of thousands. So the
 pairs of all rows are joined, each kind of edit is one gather and one scatter, and a row without edits costs nothing.
@@ -49,7 +49,9 @@ class TokenCounts:
     def copy(self) -> TokenCounts:
         """Return another one with the same counts."""
         other = TokenCounts.__new__(TokenCounts)
-        other._slots, other._ids, other._counts = self._slots.copy(), self._ids.copy(), self._counts.copy()
+        other._slots = self._slots.copy()
+        other._ids = self._ids.copy()
+        other._counts = self._counts.copy()
         return other
 
     def _slot(self, token: int) -> int:
@@ -166,22 +168,23 @@ def _join(
 LEAST_TEMPERATURE = 1e-30
 """Temperatures below it are treated as this one: the row's greatest logit wins."""
 REFUSALS = 2
+"""After so many refused tokens in a row, masks are computed before tokens are chosen, ..."""
 TRIED_AGAIN = 8
-"""After so many tokens in a row that a grammar refused, masks come first, but for every eighth token's."""
+"""... except for every eighth token."""
 
 
 class SamplerRow:
-    """What the sampler knows of one sequence.
+    """Sampling state of one sequence.
 
     Attributes:
-        params: Its parameters.
-        filter: Those of them that the operator takes.
+        params: Sampling parameters of the request.
+        filter: Temperature, top-k, top-p and min-p, as the sampling operator takes them.
         seed: Seed of this sequence.
         position: Output tokens so far, resumed ones included.
-        unfiltered: Whether it draws from all tokens, or from all that its mask has.
-        constraint: The grammar that it is under, and where; ``None``: none.
-        mask: Tokens that may be chosen next, a bit for each; ``None``: all. Set anew before a step by who constrains
-            it.
+        unfiltered: Whether no filter applies: it draws from all tokens, or all that its mask allows.
+        constraint: Grammar of the sequence and its position there; ``None``: none.
+        mask: Tokens that may be chosen next, a bit for each; ``None``: all. Set before
+            each step.
     """
 
     __slots__ = (
@@ -231,7 +234,7 @@ class SamplerRow:
         self._count(prompt, output)
 
     def restart(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Begin anew with a sequence's tokens."""
+        """Start again from a sequence's tokens."""
         self._count(prompt, output)
         if self.constraint is not None:
             self.constraint.restart(output)
@@ -242,7 +245,7 @@ class SamplerRow:
             self.counts = count_tokens(self.params, prompt, output)
 
     def append(self, token: int) -> None:
-        """Take note of the sequence's next token."""
+        """Append the sequence's next token."""
         self.position += 1
         if self.counts is not None:
             self.counts.add(token)

@@ -71,7 +71,6 @@ class WaitingQueue:
                 yield sequence
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence."""
         self._live[sequence.key] = sequence
         insort(self._keys, sequence.key)
 
@@ -81,79 +80,83 @@ class WaitingQueue:
             del self._keys[bisect_left(self._keys, sequence.key)]
 
 
-KEPT = 256
-"""Outputs that are remembered."""
-LEAST = 8
-"""From so many on they say something."""
-QUANTILE = 0.5
-"""Of the outputs longer than a sequence's own, which one it is expected to reach."""
-UNKNOWN = 64
+OUTPUTS_KEPT = 256
+"""Number of recent outputs whose lengths are kept."""
+MIN_OUTPUTS = 8
+"""Outputs needed before their lengths are used for a forecast."""
+LENGTH_QUANTILE = 0.5
+"""Quantile of the outputs longer than a sequence's own that it is expected to reach."""
+UNKNOWN_LENGTH = 64
 """Output tokens expected of a request with a larger ``max_tokens`` before there is anything to go by."""
 
 
 class OutputLengths:
-    """How many tokens the latest outputs had."""
+    """Lengths of the latest outputs, in tokens."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
 
     def add(self, length: int) -> None:
-        """Note the length of an output that has ended."""
-        if len(self._latest) == KEPT:
+        """Add the length of a finished output."""
+        if len(self._latest) == OUTPUTS_KEPT:
             self._sorted.remove(self._latest.popleft())
         self._latest.append(length)
         insort(self._sorted, length)
 
     def expected(self, done: int, limit: int) -> int:
-        """Return how many tokens an output is expected to have in the end.
+        """Return the expected final length of an output, in tokens.
 
         Args:
-            done: Tokens that it has.
-            limit: Most that it may have.
+            done: Tokens generated so far.
+            limit: Most tokens that it may have.
         """
         known = self._sorted
         first = bisect_right(known, done)
-        if len(known) >= LEAST and first < len(known):
-            return min(limit, known[first + int(QUANTILE * (len(known) - 1 - first))])
-        return min(limit, max(2 * done, UNKNOWN if len(known) < LEAST else 0, done + 1))
+        if len(known) >= MIN_OUTPUTS and first < len(known):
+            return min(limit, known[first + int(LENGTH_QUANTILE * (len(known) - 1 - first))])
+        return min(limit, max(2 * done, UNKNOWN_LENGTH if len(known) < MIN_OUTPUTS else 0, done + 1))
 
 
 class Growing(Protocol):
-    """What a forecast has to know of a sequence (:class:`baton.engine.sequence.Sequence` is one)."""
+    """Properties of a sequence that a forecast reads (:class:`~baton.engine.sequence.Sequence` is one)."""
 
     @property
     def pinned(self) -> bool:
-        """It keeps its blocks for others when it ends."""
+        """Whether it keeps its blocks for other instances when it ends."""
 
     @property
     def num_output(self) -> int:
-        """Tokens generated."""
+        """Number of output tokens."""
 
     @property
     def max_output(self) -> int:
-        """Tokens that it may generate."""
+        """Most output tokens."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
 
     @property
     def block_ids(self) -> Sized:
-        """Its blocks."""
+        """Blocks of its first layer group."""
 
     @property
     def all_blocks(self) -> Sized:
-        """Its blocks of all layer groups."""
+        """Blocks of all layer groups."""
 
 
 class BlockForecast:
-    """The blocks that sequences will need until each of them has ended.
+    """The blocks that running sequences will need until all of them have ended.
+
+    A sequence admitted while the outputs of others still grow may leave too few blocks for them; one of those is then
+    preempted and its stream pauses. So admission looks ahead (as "Past-Future Scheduler", Gong et al., ASPLOS 2025):
+    with the expected output lengths, at no end of a sequence may the remaining ones need more blocks than there are.
 
     Args:
-        lengths: Of outputs.
+        lengths: Lengths of recent outputs.
         block_size: Tokens per block.
-        groups: Layer groups that have blocks of their own. Blocks are counted in blocks of all layers.
+        groups: Number of layer groups that have blocks of their own. Blocks are counted in blocks of all layers.
     """
 
     def __init__(self, lengths: OutputLengths, block_size: int, groups: int = 1) -> None:
@@ -163,7 +166,7 @@ class BlockForecast:
         self._needs: list[tuple[int, int, int]] = []
 
     def add(self, sequence: Growing) -> None:
-        """Count a sequence that has its blocks; those that keep them for others when they end neither grow nor end."""
+        """Add a sequence that has its blocks; pinned ones neither grow nor release blocks."""
         if not sequence.pinned:
             held = len(sequence.block_ids)
             given_back = held + -len(sequence.all_blocks) // self._groups if self._groups > 1 else 0
@@ -171,14 +174,14 @@ class BlockForecast:
             self._needs.append((to_come, tokens - given_back * self._block_size, held - given_back))
 
     def fits(self, sequence: Growing, held: int, free: int) -> bool:
-        """Whether a sequence can begin beside the others without any of them having to give its blocks back.
+        """Whether a sequence can start beside the others without a later preemption.
 
-        What there is alone always fits: that it does was checked when it came.
+        A sequence alone always fits: that was checked when its request was added.
 
         Args:
-            sequence: It has no blocks yet.
-            held: Blocks of its prefix that are there.
-            free: Other blocks that may be taken.
+            sequence: Sequence without blocks.
+            held: Number of its blocks found in the prefix cache.
+            free: Number of other blocks that may be allocated.
         """
         size = self._block_size
         if -(-sequence.num_tokens // size) - held > free:
@@ -202,9 +205,9 @@ class BlockForecast:
 
 
 PASSES = 16
-"""How many may pass a sequence that waits at the queue's head because it is big."""
+"""Most sequences that may overtake one that waits at the queue's head because it is too big."""
 LOOKAHEAD = 8
-"""How many behind it are looked at in a step."""
+"""Sequences behind it that are tried in one step."""
 
 MOST_QUERIES = 32
 """Tokens that a decoding sequence may compute in a step."""
@@ -230,7 +233,7 @@ class StepPlan:
         trees: Of those drafts that are trees, the index of each token's parent, which comes before it, -1: the
             sequence's last token. Other drafts are chains.
         num_scored: Prompt tokens at most whose log probabilities are computed.
-        work: What the step computes, for the estimate of its time; ``None``: nobody asks.
+        work: What the step computes, for the estimate of its time; ``None``: not estimated.
     """
 
     counts: dict[Sequence, int] = field(default_factory=dict)
@@ -240,7 +243,7 @@ class StepPlan:
     work: StepWork | None = None
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Number of sequences in the step."""
         return len(self.counts)
 
     @property
@@ -262,12 +265,12 @@ class Scheduler:
     """Owns the queue, the running sequences and their blocks.
 
     Attributes:
-        waiting: Sequences to be admitted.
-        waiting_to_load: Those of them that want KV from outside, while as much is loaded as may be.
-        loaded: Sequences whose load has ended while the batch was full, by sort key: they have their blocks.
-        running: Sequences that have blocks and are computed, by sort key.
-        step_budget: Bound on the time of steps; ``None``: none.
-        num_preemptions: Since start.
+        waiting: Sequences waiting for admission.
+        waiting_to_load: Sequences that will load KV from outside, and wait for other loads.
+        loaded: Sequences whose load has finished while the batch was full, by sort key; they hold their blocks.
+        running: Sequences in the batch, by sort key; they hold their blocks.
+        step_budget: Time limit of steps; ``None``: no limit.
+        num_preemptions: Preemptions since start.
         prefix_query_tokens: Tokens looked up in the prefix cache at first admissions, since start.
         prefix_hit_tokens: Tokens of these that were found.
     """
@@ -314,9 +317,9 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self) -> StepPlan:
-        """Choose the tokens of the step after one that is on its way, as if all that is expected of that came.
+        """Choose the tokens of the step after a launched one, as if all its expected tokens had been sampled.
 
-        A plan for which somebody would have to be preempted is not made: that is done when all tokens are known.
+        No sequence is preempted for it: preemption waits until all tokens are known.
 
         Returns:
             The plan; an empty one if there is nothing to compute, or it has to wait.
@@ -389,7 +392,7 @@ class Scheduler:
         return itertools.chain(self.waiting, self.waiting_to_load, tuple(self.loaded))
 
     def _admit_waiting(self, plan: StepPlan, budget: int, room: PrefillRoom | None) -> None:
-        """Let waiting sequences begin, in order; while the first one is too big, some that are smaller."""
+        """Admit waiting sequences in order; while the first one is too big, try some smaller ones behind it."""
         too_big: Sequence | None = None
         left = LOOKAHEAD
         forecast = self._block_forecast()
@@ -429,7 +432,7 @@ class Scheduler:
         return forecast
 
     def _preemption_victims(self, sequence: Sequence) -> list[Sequence]:
-        """Return what may be preempted for a sequence: of a lower priority class, the least important ones first."""
+        """Return the sequences of lower priority that may be preempted for one, the least important first."""
         priority = sequence.group.priority
         others = (other for other in itertools.chain(self.running, self.loaded) if not other.pinned)
         return sorted((other for other in others if other.group.priority > priority), key=_by_key, reverse=True)
@@ -440,7 +443,7 @@ class Scheduler:
             plan.counts.pop(victim, None)
 
     def _preempt_for_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Preempt as many of the less important as a sequence needs to begin; ``False``: they have too few blocks."""
+        """Preempt as many less important sequences as one needs to start; ``False``: they hold too few blocks."""
         need = -(-sequence.num_tokens // self._block_size) * self._groups.count - self._pool.num_free
         victims = self._preemption_victims(sequence)
         blocks = list(itertools.accumulate(len(victim.all_blocks) for victim in victims))
@@ -451,10 +454,10 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, forecast: BlockForecast) -> bool | None:
-        """Give a sequence its blocks and let it run or load.
+        """Allocate a sequence's blocks and start it or its load.
 
         Returns:
-            ``False``: there is no room yet; ``None``: it wants to load, and has to wait for other loads.
+            Whether it was admitted; ``None``: its load has to wait for other loads.
         """
         prefix = self._find_prefix(sequence)
         need = (-(-sequence.num_tokens // self._block_size) - len(prefix.block_ids)) * self._groups.count
@@ -501,17 +504,17 @@ class Scheduler:
         return self._groups.match(self._pool, hashes)
 
     def finish_load(self, sequence: Sequence) -> None:
-        """Let a sequence be computed whose load has ended, as soon as there is a slot."""
+        """Queue a sequence whose load has finished for the next free slot of the batch."""
         sequence.state = SequenceState.LOADED
         insort(self.loaded, sequence, key=_by_key)
 
     def _start_running(self, sequence: Sequence) -> None:
-        """Let a sequence that has its blocks be computed."""
+        """Add a sequence that holds its blocks to the batch."""
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_by_key)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Give a running sequence blocks for ``num_tokens`` tokens, preempting others; ``False``: not in this step."""
+        """Allocate blocks for ``num_tokens`` tokens, preempting other sequences; ``False``: not in this step."""
         if sequence.state is not SequenceState.RUNNING:
             return False
         need = (-(-num_tokens // self._block_size) - len(sequence.block_ids)) * self._groups.count
@@ -530,22 +533,22 @@ class Scheduler:
         return True
 
     def room_for_drafts(self, plan: StepPlan) -> int:
-        """Return how many draft tokens the budget of a step has room for."""
+        """Return how many draft tokens fit into a step's token budget."""
         return self._budget - plan.num_tokens
 
     def add_draft(
         self, plan: StepPlan, sequence: Sequence, draft: tuple[int, ...], parents: tuple[int, ...] = ()
     ) -> int:
-        """Have a decoding sequence's draft verified, as far as there are blocks for it; nobody is preempted for them.
+        """Add a decoding sequence's draft to a step as far as there are free blocks, without preemption.
 
         Args:
-            plan: Without drafts of this sequence.
-            sequence: One of those of the plan.
-            draft: Its tokens.
-            parents: Of a tree, see :class:`StepPlan`; empty: it is a chain.
+            plan: Plan without drafts of this sequence.
+            sequence: Decoding sequence of the plan.
+            draft: Draft tokens.
+            parents: Index of each draft token's parent, see :class:`StepPlan`; empty: the draft is a chain.
 
         Returns:
-            How many tokens of it there is room for.
+            Number of draft tokens that fit.
         """
         size = self._block_size
         need = -(-(sequence.num_tokens + len(draft)) // size) - len(sequence.block_ids)
@@ -562,7 +565,7 @@ class Scheduler:
         return len(draft)
 
     def finish_draft(self, sequence: Sequence) -> None:
-        """Register what became full by a draft, and give back the blocks that were for refused tokens alone."""
+        """Register the blocks that a draft filled, and release those that only rejected draft tokens used."""
         self.commit(sequence)
         self._pool.release(sequence.pop_surplus_blocks(self._block_size))
 
@@ -575,23 +578,23 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def roll_back(self, sequence: Sequence, count: int) -> None:
-        """Remove a sequence's last output tokens and give back the blocks that it needs no more.
+        """Remove a sequence's last output tokens and release the blocks that it no longer needs.
 
         Raises:
-            InternalError: It has not so many output tokens, has ended, is being loaded, or keeps its blocks for others.
+            InternalError: It has fewer output tokens, has finished, is being loaded, or is pinned.
         """
         if sequence.pinned or sequence.state not in _MAY_ROLL_BACK:
             raise InternalError(f"a sequence that is {sequence.state.value} or pinned cannot be rolled back")
         self._pool.release(sequence.roll_back(count, self._block_size))
 
     def commit(self, sequence: Sequence) -> None:
-        """Register the blocks that became full in the prefix cache, and give back those that no window reaches now."""
+        """Register full blocks in the prefix cache, and release those outside all attention windows."""
         if self._caching:
             self._register(sequence)
         self.release_out_of_window(sequence)
 
     def release_out_of_window(self, sequence: Sequence) -> None:
-        """Release the blocks that no window reaches any more, but for those that others may be reading."""
+        """Release the blocks that are outside all attention windows, unless other instances may be reading them."""
         if sequence.pinned:
             return
         for table in sequence.windows:
@@ -621,7 +624,7 @@ class Scheduler:
             self.step_budget.cost.observe(plan.work, seconds)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take an ended sequence out, wherever it is; blocks under a load stay until the load has ended."""
+        """Remove a finished sequence; the blocks of a running load are kept until the load ends."""
         state = sequence.state
         sequence.state = SequenceState.FINISHED
         if state is SequenceState.LOADING:
@@ -633,7 +636,7 @@ class Scheduler:
         self._bridge.release_finished(sequence)
 
     def _remove(self, sequence: Sequence, state: SequenceState | None = None) -> None:
-        """Remove a sequence from where those of its state are kept."""
+        """Remove a sequence from the queue or list of its state."""
         match state or sequence.state:
             case SequenceState.RUNNING:
                 self.running.remove(sequence)

@@ -32,14 +32,17 @@ from baton.types import BlockHash, BlockId, FinishReason, SamplingParams, TokenL
 
 
 class WindowTable:
-    """One sequence's blocks of one group.
+    """One sequence's blocks of one layer group with a sliding window.
+
+    Group 0 keeps its blocks in the sequence itself; they decide what is in the prefix cache. A prefix counts as cached
+    only if the other groups still have the blocks that the tokens after it will see.
 
     Attributes:
         group: Number of the group.
-        window: Tokens that a token sees, itself included; 0: all before it.
-        first: Place of the first block that is there, counted in blocks.
-        block_ids: The blocks from that place on.
-        table: int32, the blocks by their place, and room for more; before ``first`` the null block.
+        window: Number of tokens that a token attends to, itself included; 0: all before it.
+        first: Index of the first block held.
+        block_ids: Block ids from that index on.
+        table: Block ids by index, int32, with spare capacity; the null block before ``first``.
     """
 
     __slots__ = ("_null", "block_ids", "first", "group", "table", "window")
@@ -53,7 +56,7 @@ class WindowTable:
         self.table: npt.NDArray[np.int32] = np.full(16, null, np.int32)
 
     def begin(self, first: int, block_ids: SequenceOf[BlockId]) -> None:
-        """Hold these blocks alone, from a place on."""
+        """Replace all blocks by these, from an index on."""
         self.first = first
         self.block_ids = []
         self.table[:] = self._null
@@ -71,11 +74,11 @@ class WindowTable:
         self.block_ids.extend(block_ids)
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
-        """Place of the first block that tokens from ``num_computed`` on will see."""
+        """Return the index of the first block that tokens from ``num_computed`` on will see."""
         return max(0, num_computed - self.window + 1) // block_size if self.window else 0
 
     def pop_before(self, place: int) -> list[BlockId]:
-        """Remove and return the blocks before a place."""
+        """Remove and return the blocks before an index."""
         count = min(max(0, place - self.first), len(self.block_ids))
         gone = self.block_ids[:count]
         self.block_ids = self.block_ids[count:]
@@ -84,7 +87,7 @@ class WindowTable:
         return gone
 
     def pop_from(self, end: int) -> list[BlockId]:
-        """Remove and return the blocks from a place on."""
+        """Remove and return the blocks from an index on."""
         keep = max(0, end - self.first)
         gone = self.block_ids[keep:]
         self.block_ids = self.block_ids[:keep]
@@ -99,11 +102,11 @@ class WindowTable:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks that a sequence can begin with.
+    """Cached blocks that a sequence can start with.
 
     Attributes:
-        block_ids: Of group 0, from the first token on.
-        windows: Of each other group the blocks at the end that its window reaches.
+        block_ids: Blocks of group 0, from the first token on.
+        windows: Per other group, the last blocks, which its window reaches.
     """
 
     block_ids: list[BlockId]
@@ -116,11 +119,11 @@ class PrefixHit:
 
 
 class WindowGroups:
-    """What the scheduler has to know of the groups beyond the first.
+    """The layer groups beyond the first, as the scheduler sees them.
 
     Args:
-        groups: All of them, that of full attention first; fewer than two: there are no others.
-        null: A block that is never written, for the places of blocks that are gone.
+        groups: All layer groups, the one with full attention first; fewer than two: there are no others.
+        null: Id of a block that is never written; stands for released blocks in tables.
         block_size: Tokens per block.
     """
 
@@ -183,16 +186,16 @@ class RequestGroup:
     """A request and its ``n`` sequences.
 
     Attributes:
-        request: As it came.
-        sampling: Its parameters, with ``seed`` and ``max_tokens`` filled in; ``n`` is 1 for ``prefill_only``.
+        request: The request.
+        sampling: Sampling parameters, with ``seed`` and ``max_tokens`` filled in; ``n`` is 1 for ``prefill_only``.
         stop_ids: Tokens that end a sequence: EOS unless ignored, and the request's own.
-        root: Parent hash of its first block.
-        priority: First part of its sequences' sort key.
-        arrival: Counts requests.
+        root: Parent hash of the first block.
+        priority: First part of the sequences' sort key.
+        arrival: Number of the request since start; second part of the sort key.
         arrived_ns: Monotonic time of arrival.
         admitted_ns: When sequence 0 was first admitted; 0: not yet.
         first_token_ns: When sequence 0 had its first token; 0: not yet.
-        sequences: Those that exist so far; the rest follow when sequence 0 has its first token.
+        sequences: Sequences created so far; the rest follow when sequence 0 has its first token.
         prompt_logprobs: Filled as the prompt is computed, if asked for; entry 0 is ``None``.
     """
 
@@ -230,24 +233,24 @@ class Sequence:
     """One of the ``n`` sequences of a request.
 
     Attributes:
-        group: Its request.
+        group: The request and its sequences.
         index: 0 to n-1.
         key: Order among sequences.
         num_prompt: Prompt tokens.
         num_tokens: Prompt and output tokens.
         num_computed: Leading tokens whose KV is in the pool.
-        num_in_flight: Tokens after them that steps on their way compute.
-        num_expected: Tokens that these steps choose for it and that it goes on with, whatever they are.
-        num_committed: Leading blocks that were registered in the prefix cache.
-        block_ids: Its blocks, from its first token on.
-        buffer: All its tokens, uint32, and room for more.
-        table: ``block_ids`` as int32, and room for more.
-        windows: Its blocks of layer groups beyond the first, while it has blocks.
-        hashes: Hashes of its full blocks, as far as they were needed.
-        sampler: Its row in the sampler.
-        num_drafted: Draft tokens of it that were verified.
-        num_accepted: Those of them that were right.
-        num_passed: How many began before it although they came later, while there was no room for it.
+        num_in_flight: Tokens after these that launched steps compute.
+        num_expected: Tokens that launched steps will choose for the sequence.
+        num_committed: Leading blocks registered in the prefix cache.
+        block_ids: Block ids, from the first token on.
+        buffer: Prompt and output tokens, uint32, with spare capacity.
+        table: ``block_ids`` as int32, with spare capacity.
+        windows: Block tables of the layer groups beyond the first, while it holds blocks.
+        hashes: Hashes of the full blocks, computed as needed.
+        sampler: Sampling state.
+        num_drafted: Draft tokens that were verified.
+        num_accepted: Draft tokens that were accepted.
+        num_passed: Later sequences that were admitted first, while there was no room for this one.
     """
 
     __slots__ = (
@@ -345,7 +348,7 @@ class Sequence:
 
     @property
     def started(self) -> bool:
-        """Whether it was computed before, here or elsewhere: somebody waits for its next token."""
+        """Whether it was computed before, here or elsewhere, so that its client waits for the next token."""
         return self.num_output > 0 or self.num_preemptions > 0
 
     @property
@@ -360,7 +363,6 @@ class Sequence:
         return logprobs is not None and self.index == 0 and len(logprobs) < self.num_prompt
 
     def append_token(self, token: int) -> None:
-        """Add an output token."""
         if self.num_tokens == len(self.buffer):
             self.buffer = np.concatenate([self.buffer, np.empty_like(self.buffer)])
         self.buffer[self.num_tokens] = token
@@ -408,10 +410,10 @@ class Sequence:
         self.block_ids.extend(block_ids)
 
     def attach_prefix(self, found: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
-        """Begin with blocks found in the prefix cache.
+        """Start with blocks found in the prefix cache.
 
         Args:
-            found: The blocks.
+            found: Blocks of the cached prefix.
             windows: Empty tables of the layer groups beyond the first.
             block_size: Tokens per block.
         """
@@ -429,7 +431,7 @@ class Sequence:
         self.high_water = max(self.high_water, min(num_tokens, self.num_prompt))
 
     def pop_blocks(self) -> list[BlockId]:
-        """Remove and return all its blocks: its KV is gone."""
+        """Remove and return all blocks; the sequence's KV is lost."""
         blocks = self.all_blocks
         self.block_ids = []
         self.windows = []
@@ -480,7 +482,7 @@ class Sequence:
         return self.hashes[:count]
 
     def pop_surplus_blocks(self, block_size: int) -> list[BlockId]:
-        """Remove and return the blocks behind its last token: draft tokens that were refused were in them."""
+        """Remove and return the blocks behind the last token, which held rejected draft tokens."""
         keep = -(-self.num_tokens // block_size)
         if len(self.block_ids) <= keep:
             return []

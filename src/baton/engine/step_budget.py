@@ -20,11 +20,11 @@ import numpy.typing as npt
 from baton.config import EngineConfig
 
 DEFAULT_SECONDS = 0.05
-"""What steps of a decode instance may take if nobody says otherwise, should their decodes alone not take longer."""
+"""Default time limit of steps on a decode instance, unless their decodes alone take longer."""
 SLO_SHARE = 0.8
-"""Part of the time between tokens that is planned for: the rest is for what the estimate misses, and the delivery."""
+"""Share of the time between tokens that a step may use; the rest covers estimation errors and delivery."""
 LEAST_SHARE = 0.25
-"""Prompts get so much of the time of the decodes at least, so that decodes which fill the budget do not starve them."""
+"""Prompts get at least this share of the decodes' time, so that decodes that fill the budget do not starve them."""
 FIRST_TOKENS = 32
 """Prompt tokens of the first bounded step, before anything is known; each may have twice as many as the largest yet."""
 
@@ -39,7 +39,7 @@ _LEAST_WEIGHT = 0.01
 _OUTLIER = 3.0
 """A step that took so many times the estimate counts as that: the process was stopped, or the machine is busy."""
 _RIDGE = 1e-4
-"""Of the normalised equations: divides the time among what never changes apart."""
+"""Ridge term on the normalised equations; splits the time between features that always change together."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class StepCost:
     """The time of steps, learnt while they run.
 
     Attributes:
-        most_prompt_tokens: Of a step that was observed.
+        most_prompt_tokens: Largest number of prompt tokens in an observed step.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class StepCost:
         self._current = False
 
     def _refit(self) -> None:
-        """Fit the coefficients again if steps were observed; nobody asks for them while there are decodes alone."""
+        """Fit the coefficients again if steps were observed; steps with decodes alone do not need them."""
         if self._current:
             return
         self._current = True
@@ -161,12 +161,12 @@ def _features(work: StepWork) -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class StepBudget:
-    """A bound on the time of steps in which somebody waits for the next token.
+    """A limit on the time of steps in which clients wait for the next token.
 
     Attributes:
         seconds: The bound; ``None``: :data:`DEFAULT_SECONDS`, or twice what a step's decodes take alone.
-        cost: What steps take.
-        num_bounded: Steps that had fewer prompt tokens for it, since start.
+        cost: Model of the time that steps take.
+        num_bounded: Steps since start whose prompt tokens were cut by the limit.
     """
 
     seconds: float | None
@@ -181,7 +181,7 @@ class StepBudget:
             least: Prompt tokens that are computed whatever they take, so that prompts always go on.
         """
         if not work.rows:
-            return PrefillRoom(self, work, math.inf, 1 << 30, least)  # nobody waits for a token
+            return PrefillRoom(self, work, math.inf, 1 << 30, least)  # no client waits for a token
         alone = self.cost.predict(work)
         limit = max(DEFAULT_SECONDS, 2.0 * alone) if self.seconds is None else self.seconds
         most = max(FIRST_TOKENS, 2 * self.cost.most_prompt_tokens)
@@ -189,10 +189,10 @@ class StepBudget:
 
 
 class PrefillRoom:
-    """The part of one step that is left for prompts.
+    """The time of one step that is left for prompts.
 
     Attributes:
-        work: What the step computes so far.
+        work: Work planned for the step so far.
     """
 
     def __init__(self, budget: StepBudget, work: StepWork, seconds: float, tokens: int, least: int) -> None:
@@ -205,7 +205,7 @@ class PrefillRoom:
 
     @property
     def full(self) -> bool:
-        """Whether no token more can be taken."""
+        """Whether no further prompt token fits."""
         return self._least == 0 and (self._tokens <= 0 or self._budget.cost.affordable(self._seconds, 0) == 0)
 
     def fit(self, count: int, start: int) -> int:
@@ -218,7 +218,7 @@ class PrefillRoom:
         return fits
 
     def reserve(self, count: int, start: int) -> None:
-        """Take the room for ``count`` tokens of a prompt from position ``start`` on."""
+        """Reserve time for ``count`` tokens of a prompt from position ``start`` on."""
         cost = self._budget.cost
         before = cost.predict(self.work)
         self.work.add_prompt(start, count)

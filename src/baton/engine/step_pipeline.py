@@ -1,4 +1,4 @@
-"""Steps on their way: launched, and read when they have run.
+"""Asynchronous scheduling: the next step is launched before the tokens of the previous one are read.
 
 In the plain order a step is launched and read before the next one is planned, and a device has nothing to do between
 the two. Where it chooses tokens by itself, the next step is launched first: planned as if each sequence went on, its
@@ -13,12 +13,12 @@ blocks are registered when a step has been read. What steps on their way do to i
 (``num_in_flight``, ``num_expected``). Random numbers depend on seed and position alone, so tokens are the same.
 
 * Ends by length are foreseen. A sequence that ends otherwise (a stop token, an abort, an error) while the next step
-  computes it is left out when that step is read. Its blocks, and those that no window reaches any more, keep a
-  reference until then: nobody else gets what a step on its way may write to, or look at. For copies on the device the
-  order of what is queued would do; what comes over a network knows no such order.
-* Nobody is preempted for a step that is launched ahead, and what would need the tokens (a grammar's mask, penalties by
-  counts, log probabilities of prompts, prompts that others fetch while they are computed) is not followed: the next
-  step comes in the plain order.
+  computes it is left out when that step is read. Its blocks, and those outside all windows, keep a reference until
+  then: no other sequence gets a block that a launched step may write to or read. For copies on the device, stream order
+  would be enough; transfers over the network have no such order.
+* No sequence is preempted for a step that is launched ahead. A step whose successor needs its tokens (a grammar's mask,
+  penalties by counts, log probabilities of prompts, prompts that others fetch while they are computed) is not followed:
+  the next step is launched after it was read.
 * A step that cannot be launched, or fails, ends those sequences that it would have computed; the one before it is read
   first.
 """
@@ -52,17 +52,16 @@ class InFlightStep:
     """A step that was launched.
 
     Attributes:
-        plan: What it computes.
-        started: When it was launched, seconds.
-        drafting: Seconds of that which drafts took.
-        expected: Sequences that go on with a token of it, each with the token's row.
-        batch: Its forward pass, and what the logits are for.
-        output: What the forward pass returned.
-        sampling: The choice of its tokens.
-        blocks: Those that were given up while it was on its way; a reference each, to be given back once it has been
-            read.
-        left_out: A sequence for which it counts as not computed.
-        error: Why it was not launched; the other attributes mean nothing then.
+        plan: Sequences and tokens of the step.
+        started: Time of the launch, seconds of the pipeline's clock.
+        drafting: Seconds that drafting took, included in the step's time.
+        expected: Sequences that continue with a token of this step, each with the token's row of the logits.
+        batch: Arrays of the forward pass, and the use of its logits.
+        output: Result of the forward pass.
+        sampling: Sampling of the step's tokens.
+        blocks: Blocks given up while it was in flight; one reference each, released when it has been read.
+        left_out: Sequence whose tokens of this step are discarded.
+        error: Why it could not be launched; the other attributes are then unset.
     """
 
     plan: StepPlan
@@ -112,23 +111,23 @@ class InFlightStep:
 
 
 class StepPipeline:
-    """Launches steps, and knows which one is on its way.
+    """Launches steps, and keeps the one that is in flight.
 
     Args:
         config: Says whether steps are launched ahead.
         executor: Runs the model.
         scheduler: Plans steps.
-        bridge: Is told what steps compute.
-        masks: Of grammars; ``None``: no sequence is under one.
+        bridge: Announces to the connector what steps compute.
+        masks: Computes grammar masks; ``None``: no sequence has a grammar.
         clock: Returns seconds.
 
     Attributes:
-        ahead: Whether steps are launched before the one before is read. May be changed between steps.
-        in_flight: The step that was launched ahead and not read yet.
-        speculator: Returns who drafts; ``None``: nobody does.
+        ahead: Whether a step is launched before the previous one is read. May be changed between steps.
+        in_flight: Step that was launched ahead and not read yet; ``None``: none.
+        speculator: Returns the speculator; ``None``: no speculative decoding.
 
     Raises:
-        ConfigError: They are to be, and cannot; names ``async_scheduling``.
+        ConfigError: ``async_scheduling`` is ``on`` and not possible here.
     """
 
     def __init__(
@@ -153,10 +152,7 @@ class StepPipeline:
         self.ahead = _goes_ahead(config, executor, speculator())
 
     def next_step(self) -> InFlightStep | None:
-        """Return the step to be read next, the one after it on its way where that may be; ``None``: there is none.
-
-        What is on its way of its sequences is that of the step after it alone, from now on.
-        """
+        """Return the step to read next, after launching its successor where possible; ``None``: nothing to do."""
         step = self.in_flight
         self.in_flight = None
         if step is None:
@@ -168,13 +164,13 @@ class StepPipeline:
         return self._mark_landed(step)
 
     def last_step(self) -> InFlightStep | None:
-        """Return the step that is on its way, to be read with none after it; ``None``: there is none."""
+        """Return the step in flight without launching another one; ``None``: none is in flight."""
         step = self.in_flight
         self.in_flight = None
         return None if step is None else self._mark_landed(step)
 
     def observe_step_time(self, step: InFlightStep) -> None:
-        """Learn from the time of a step that was read: since the one before was."""
+        """Record the time of a step that was read, counted from the read of the previous one."""
         now = self._clock()
         seconds = now - max(step.started, self._read_at)
         self._read_at = now
@@ -183,7 +179,7 @@ class StepPipeline:
             speculator.observe_step_time(step.plan, seconds, step.drafting)
 
     def _launch(self, plan: StepPlan, before: InFlightStep | None = None) -> InFlightStep | None:
-        """Launch a plan, if there is anything in it; ``before`` has tokens of it that nobody has read."""
+        """Launch a plan, if there is anything in it; ``before`` is the launched step whose tokens it uses."""
         if not plan.counts:
             return None
         step = InFlightStep(plan, self._clock())

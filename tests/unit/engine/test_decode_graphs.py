@@ -102,7 +102,7 @@ def test_each_batch_runs_at_the_next_larger_size_with_its_own_numbers() -> None:
     lens = [[5], [24, 1, 9], [1, 1], [17, 3, 8, 2, 11], [2, 2, 2, 2], [24], [1] * 8]
     for each in lens:
         batch, tables = batch_of(each)
-        assert graphs.takes(batch)
+        assert graphs.can_run(batch)
         assert torch.equal(graphs.run(batch, tables), expected(batch, tables)), each
     assert recorder.replays == [1, 4, 2, 8, 4, 1, 8]
 
@@ -137,16 +137,16 @@ def test_wider_tables_than_the_longest_sequence_needs_are_cut() -> None:
 def test_other_steps_are_not_taken() -> None:
     graphs, _ = graphs_of(2)
     good, _ = batch_of([5, 6])
-    assert graphs.takes(good)
-    assert not graphs.takes(batch_of([1, 2, 3])[0])
-    assert not graphs.takes(batch_of([WIDTH * BLOCK + 1])[0])
+    assert graphs.can_run(good)
+    assert not graphs.can_run(batch_of([1, 2, 3])[0])
+    assert not graphs.can_run(batch_of([WIDTH * BLOCK + 1])[0])
     prompt = ForwardBatch(
         np.arange(5), np.arange(5), np.array([0, 5], np.int32), np.array([5], np.int32), good.block_tables[:1],
         np.array([4]),
     )  # fmt: skip
-    assert not graphs.takes(prompt)
+    assert not graphs.can_run(prompt)
     hidden = ForwardBatch(*(getattr(good, name) for name in list(good.__slots__)[:6]), hidden_of=(-1,))
-    assert not graphs.takes(hidden)
+    assert not graphs.can_run(hidden)
 
 
 def test_a_replay_that_gives_other_logits_is_refused() -> None:

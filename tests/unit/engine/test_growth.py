@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.scheduler import KEPT, LEAST, UNKNOWN, OutputLengths
+from baton.engine.scheduler import MIN_OUTPUTS, OUTPUTS_KEPT, UNKNOWN_LENGTH, OutputLengths
 
 
 def test_nothing_known_counts_the_limit_or_a_guess_that_doubles() -> None:
     lengths = OutputLengths()
     assert lengths.expected(0, 10) == 10
-    assert lengths.expected(0, 4000) == UNKNOWN
-    assert lengths.expected(UNKNOWN, 4000) == 2 * UNKNOWN
+    assert lengths.expected(0, 4000) == UNKNOWN_LENGTH
+    assert lengths.expected(UNKNOWN_LENGTH, 4000) == 2 * UNKNOWN_LENGTH
     assert lengths.expected(3999, 4000) == 4000
 
 
 def test_lengths_that_were_observed_count_given_what_is_there() -> None:
     lengths = OutputLengths()
-    for length in [*range(10, 10 * LEAST, 10), 1000]:
+    for length in [*range(10, 10 * MIN_OUTPUTS, 10), 1000]:
         lengths.add(length)
     assert lengths.expected(0, 4000) == 40
     assert lengths.expected(0, 30) == 30
@@ -28,9 +28,9 @@ def test_lengths_that_were_observed_count_given_what_is_there() -> None:
 
 def test_old_lengths_are_forgotten() -> None:
     lengths = OutputLengths()
-    for _ in range(KEPT):
+    for _ in range(OUTPUTS_KEPT):
         lengths.add(1000)
-    for _ in range(KEPT):
+    for _ in range(OUTPUTS_KEPT):
         lengths.add(5)
     assert lengths.expected(0, 4000) == 5
 
@@ -38,6 +38,6 @@ def test_old_lengths_are_forgotten() -> None:
 @pytest.mark.parametrize("done", [0, 1, 7, 500])
 def test_more_is_always_expected(done: int) -> None:
     lengths = OutputLengths()
-    for _ in range(LEAST):
+    for _ in range(MIN_OUTPUTS):
         lengths.add(1)
     assert lengths.expected(done, 4000) > done

@@ -1,4 +1,4 @@
-"""What the engine core needs of whatever runs the model, and how an implementation is chosen."""
+"""The executor protocol: what the engine core needs of the code that runs the model, and how one is chosen."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ EXECUTORS = PluginGroup(
 
 
 class ExecutorLostError(InternalError):
-    """A process that runs part of the model is gone, or the device: no step can be run any more."""
+    """A process that runs part of the model died, or the device failed: no further step can run."""
 
 
 def raise_if_lost(error: Exception) -> None:
-    """Look at what a step has failed with.
+    """Raise if a step's error means that every further step would fail too.
 
     Raises:
-        ExecutorLostError: It is that error, or one of the device, after which every step would fail.
+        ExecutorLostError: A rank is gone, or the device failed.
     """
     if isinstance(error, ExecutorLostError):
         raise error
@@ -47,12 +47,12 @@ def raise_if_lost(error: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What runs against the reference.
+    """Distance of the running model from the reference.
 
     Attributes:
         kl: Mean Kullback-Leibler divergence of the next token's distribution from the reference's, nats per token.
-        top1: Share of tokens after which both think the same token is the most likely one.
-        tokens: Tokens that were compared.
+        top1: Share of positions at which both have the same most likely token, 0 to 1.
+        tokens: Number of positions compared.
     """
 
     kl: float
@@ -64,11 +64,11 @@ class Quality:
 
 
 class Executor(Protocol):
-    """Runs the model, in one process or several. Its life: load, bind, then steps until it is closed.
+    """Runs the model, in one process or several. Order of calls: load, bind, then steps until it is closed.
 
     Attributes:
-        layout: Of the blocks in this process's arena.
-        geometry: KV of the whole model.
+        layout: Layout of the blocks in this process's arena.
+        geometry: Shapes of the whole model's KV.
         shards: The instance's ranks, this process's first; each has an arena.
         fingerprint: Identity of this model's KV.
         vocab_size: Columns of the logits.
@@ -76,12 +76,12 @@ class Executor(Protocol):
         eos_token_ids: Tokens that end a sequence.
         attention_backend: Name of the attention operator in use.
         description: Which path, attention and linears run the model, for logs.
-        quality: How far what runs is from exact arithmetic with the weights that were loaded; ``None``: none of them
-            are quantized, or nobody measured it.
-        device: Where the model is.
-        takes_chosen: Whether a step may be launched before anybody has read what the one before chooses (``chosen`` of
-            :class:`ForwardBatch`); those of other packages that say nothing do not.
-        input_buffers: Where a step's arrays have to lie; ``None``: anywhere.
+        quality: Distance of the running model from exact arithmetic over the loaded weights; ``None``: no weights are
+            quantized, or it was not measured.
+        device: Device of this process's part of the model.
+        takes_chosen: Whether a step may be launched before the host has read the previous step's tokens (``chosen`` of
+            :class:`ForwardBatch`). Executors of other packages without this attribute do not.
+        input_buffers: Provides the memory of a step's arrays; ``None``: any arrays will do.
         why_no_trees: Why tokens of a step may not be nodes of trees (see :class:`ForwardBatch`); empty: they may.
         on_layer: Called in the middle of a step with a layer's index as soon as all ranks that share this layer have
             written its KV; only layers of this process's pipeline stage are reported.
@@ -102,12 +102,10 @@ class Executor(Protocol):
     input_buffers: InputBuffers | None
 
     @property
-    def why_no_trees(self) -> str:
-        """See the attributes."""
+    def why_no_trees(self) -> str: ...
 
     @property
-    def on_layer(self) -> Callable[[int], None] | None:
-        """See the attributes."""
+    def on_layer(self) -> Callable[[int], None] | None: ...
 
     @on_layer.setter
     def on_layer(self, function: Callable[[int], None] | None) -> None: ...
@@ -130,23 +128,23 @@ class Executor(Protocol):
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
 
     def graph_bytes(self) -> int:
-        """Measure what captured decode steps will take on each rank's device at most, beside weights and pool."""
+        """Return the most bytes that captured decode steps take on any rank's device, beside weights and pool."""
 
     def peak_bytes(self, num_tokens: int) -> list[int]:
-        """Return what such a run takes of each rank's GPU at its peak, in bytes; of GPUs alone."""
+        """Return the peak bytes of such a run on each rank's GPU; called on GPUs only."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run one step: write the new tokens' KV into the pool and return the logits.
 
         Args:
-            batch: Its arrays must not change until this returns.
+            batch: The step; its arrays must not change until this returns.
 
         Raises:
             ExecutorLostError: A process that runs part of the model is gone; any other error concerns this step alone.
         """
 
     def move_kv(self, moves: KVMoves) -> None:
-        """Move KV within the pool, on all ranks; of tokens of the last step that were accepted.
+        """Move KV of accepted draft tokens of the last step within the pool, on all ranks.
 
         Raises:
             ExecutorLostError: A process that runs part of the model is gone.

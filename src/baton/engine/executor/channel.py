@@ -52,10 +52,10 @@ def send_message(channel: socket.socket, message: Message, *, deadline: float, d
     """Send a message and copies of file descriptors.
 
     Args:
-        channel: One end.
-        message: Of what JSON knows; at most ``MAX_MESSAGE_BYTES``.
+        channel: One end of the channel.
+        message: JSON values; at most ``MAX_MESSAGE_BYTES`` when encoded.
         deadline: ``time.monotonic()`` seconds.
-        descriptors: At most ``MAX_DESCRIPTORS``.
+        descriptors: File descriptors to pass; at most ``MAX_DESCRIPTORS``.
 
     Raises:
         ChannelClosedError: The other process is gone.
@@ -77,7 +77,7 @@ def recv_message(channel: socket.socket, *, deadline: float | None) -> tuple[Mes
     """Receive a message and file descriptors, which the caller owns.
 
     Args:
-        channel: One end.
+        channel: One end of the channel.
         deadline: ``time.monotonic()`` seconds; ``None``: as long as the other process lives.
 
     Raises:
@@ -146,7 +146,7 @@ class StepBuffer:
 
         Args:
             config: Bounds tokens and sequences.
-            max_model_len: Of a sequence.
+            max_model_len: Tokens of the longest sequence.
             groups: Block tables per sequence.
         """
         tokens = max(config.max_num_batched_tokens, _LEAST_TOKENS)

@@ -1,7 +1,7 @@
 """The executor of several processes, as the leader sees it: starts the followers, leads them, notices their death.
 
 Every request to the followers has a number, which each of them answers once. A rank that fails in the middle of a step
-leaves its groups (:meth:`Communicator.disconnect`); before the next step all of them connect anew. A rank that dies
+leaves its groups (:meth:`Communicator.disconnect`); before the next step all of them reconnect. A rank that dies
 ends the instance: its part of the KV is lost.
 """
 
@@ -58,7 +58,7 @@ class FollowerProcess:
     """One follower's process and channel; it begins to load at once.
 
     Attributes:
-        spec: Its rank.
+        spec: Rank that the process runs.
         channel: The leader's end of the channel to it.
     """
 
@@ -80,7 +80,6 @@ class FollowerProcess:
 
     @property
     def name(self) -> str:
-        """For errors and logs."""
         spec = self.spec
         return f"rank {spec.index} (stage {spec.pp_rank}, tensor {spec.tp_rank}, process {self.process.pid})"
 
@@ -246,7 +245,7 @@ class MultiprocessExecutor(InProcessExecutor):
         """Have all followers do something, and return their answers.
 
         Args:
-            message: What to do.
+            message: Request to all followers.
             descriptors: File descriptors for each follower.
 
         Raises:
@@ -332,7 +331,7 @@ class MultiprocessExecutor(InProcessExecutor):
             self._buffer.close()
 
     def _connect_ranks(self) -> None:
-        """Connect all ranks with each other, anew if they were before."""
+        """Connect all ranks with each other, replacing earlier connections."""
         self._generation += 1
         rendezvous = Rendezvous()
         self._send({"do": "connect", "port": rendezvous.port, "generation": self._generation})
@@ -397,7 +396,7 @@ class MultiprocessExecutor(InProcessExecutor):
         """Note that a follower has died; called by the watching thread."""
         lost = self._note_loss(follower.death_error())
         if self.compute.is_cuda:
-            self.communicator.disconnect()  # the step in flight waits on the device, for ever, and somebody for that
+            self.communicator.disconnect()  # the step in flight would wait on the device for ever
         with self._lock:
             on_lost = self._on_lost
             closed = self._closed

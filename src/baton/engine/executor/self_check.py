@@ -71,7 +71,7 @@ class SelfCheck:
     Transformers' own attention runs when this is made: before the model is divided or changed.
 
     Attributes:
-        num_blocks: Of scratch memory that the steps need.
+        num_blocks: Blocks of scratch memory that the steps need.
     """
 
     def __init__(self, whole: WholeModel, block_size: int) -> None:
@@ -193,7 +193,7 @@ class SelfCheck:
         return part.max() if self._dtype == "float32" else part.median()
 
     def _unrelated(self, parts: list[torch.Tensor]) -> float:
-        """The largest error if it tells of other logits, else 0: in 16 bits, of any token, in a mixture of a part."""
+        """Return the largest error if logits are unrelated, else 0: in 16 bits of any token, in a mixture of a part."""
         worst = max(float(part.median() if self._has_experts else part.max()) for part in parts)
         return worst if worst >= UNRELATED and self._dtype != "float32" else 0.0
 
@@ -360,9 +360,9 @@ def fixed_tokens(model: str, longest: int, vocab_size: int) -> npt.NDArray[np.in
     """Return the fixed text as a model's tokens int64 [T], or random ones of a model that has no tokenizer.
 
     Args:
-        model: Where its files are.
+        model: Path of the model's files.
         longest: Tokens it takes.
-        vocab_size: Ids it knows.
+        vocab_size: Number of token ids.
     """
     count = min(TOKENS, longest)
     try:
@@ -380,8 +380,8 @@ class QualityCheck:
 
     Args:
         whole: The model as it was loaded.
-        model: Where its files are.
-        block_size: Of the pool.
+        model: Path of the model's files.
+        block_size: Tokens per block of the pool.
     """
 
     def __init__(self, whole: WholeModel, model: str, block_size: int) -> None:

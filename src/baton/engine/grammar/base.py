@@ -1,4 +1,4 @@
-"""What the engine needs of whatever knows grammars, and how an implementation is chosen."""
+"""The grammar backend protocols: what the engine needs for guided decoding, and how a backend is chosen."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GRAMMAR_BACKENDS = PluginGroup(
 
 @dataclass(slots=True)
 class MatcherFamily:
-    """What all matchers share that were forked from one: states that were found, in memory and against a limit.
+    """Shared by all forks of one matcher: its states take memory and count towards one limit.
 
     Attributes:
-        seconds: Time that their masks took beyond what is usual; it went into such states.
-        spent: One of them has reached a limit.
+        seconds: Time that masks took beyond the usual; it went into new states.
+        spent: Whether one of the matchers has reached a limit.
     """
 
     seconds: float = 0.0
@@ -33,31 +33,28 @@ class MatcherFamily:
 
 
 class GrammarMatcher(Protocol):
-    """Where one sequence is in its grammar. Its state follows from the grammar and the tokens alone.
+    """Position of one sequence in its grammar. The state depends on the grammar and the tokens alone.
 
     Attributes:
-        family: What it shares with the matcher it was forked from, and with all others that were.
-        error: Why it follows the grammar no more (a limit was reached, a token was forbidden); empty: it does.
-        complete: Whether nothing can follow but the end.
+        family: State shared with all forks of the same matcher.
+        error: Why it does not follow the grammar any more (a limit was reached, a token was forbidden); empty: it does.
+        complete: Whether only the end can follow.
     """
 
     @property
-    def family(self) -> MatcherFamily:
-        """See the attributes."""
+    def family(self) -> MatcherFamily: ...
 
     @property
-    def error(self) -> str:
-        """See the attributes."""
+    def error(self) -> str: ...
 
     @property
-    def complete(self) -> bool:
-        """See the attributes."""
+    def complete(self) -> bool: ...
 
     def consume(self, token_ids: Sequence[int]) -> bool:
-        """Go on with tokens; ``False``: one of them is forbidden, and :attr:`error` says so from now on."""
+        """Advance by tokens; ``False``: one of them is forbidden, and :attr:`error` is set from then on."""
 
     def try_consume(self, token_id: int) -> bool:
-        """Go on with a token if it may come next, else stay; returns whether it may."""
+        """Advance by a token if the grammar allows it next; return whether it does."""
 
     def allows(self, token_id: int) -> bool:
         """Whether a token may come next."""
@@ -66,7 +63,7 @@ class GrammarMatcher(Protocol):
         """Return the tokens that must follow, whatever is sampled; often none."""
 
     def roll_back(self, count: int) -> None:
-        """Take back the last ``count`` tokens."""
+        """Remove the last ``count`` tokens."""
 
     def fork(self) -> Self:
         """Return another one in the same state."""
@@ -89,7 +86,7 @@ class GrammarBackend(Protocol):
         """Compute the masks of many rows, without the interpreter's lock.
 
         Args:
-            matchers: Of :meth:`compile`, or forks of those; R of them.
+            matchers: R matchers that :meth:`compile` returned, or forks of those.
             masks: [R, ceil(vocab / 32)], written: bit ``t % 32`` of word ``t // 32`` is 1 where token ``t`` may be
                 next; those that end a sequence may be where the grammar is satisfied. A row whose matcher has an
                 error afterwards means nothing.

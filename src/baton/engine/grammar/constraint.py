@@ -33,7 +33,7 @@ from baton_kernels.token_mask import TokenMask, mask_words, pack_mask
 log = logging.getLogger(__name__)
 
 LONG_RUN = 64
-"""A run of more forced tokens is taken as a whole. One that is shorter is asked for anew after each of its tokens, as
+"""A run of more forced tokens is taken as a whole. A shorter one is asked for again after each of its tokens, as
 often as masks would be: what follows a token depends on the tokens before it, not on when it was asked for."""
 USUAL_S = 0.0002
 """What a mask usually takes at most, four times what most do."""
@@ -95,7 +95,7 @@ class Constraint:
         self.restart(())
 
     def restart(self, output: Sequence[int]) -> None:
-        """Begin anew with output tokens."""
+        """Start again from the beginning with output tokens."""
         self.matcher = self._origin.fork()
         self.started = not self.grammar.start_token_ids
         self.error = ""
@@ -146,10 +146,10 @@ class Constraint:
         return self.forced()[:1] in ([], [token]) and self.matcher.allows(token)
 
     def try_consume(self, token: int) -> bool:
-        """Whether a token may come next, which is going to be appended then, if any is.
+        """Whether a token may come next; if so, the caller is going to append it.
 
-        To ask, to append and to look for what is forced behind it is less work in one go: the matcher's memory has left
-        the caches since the token before.
+        Checking, consuming and looking for forced tokens in one go is cheaper: the matcher's memory has left the
+        processor's caches since the token before.
         """
         if not self.started or token in self.eos_token_ids:
             return self.allows(token)
@@ -172,7 +172,7 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether only the end can follow."""
         return self.started and self.matcher.complete
 
 
@@ -215,7 +215,7 @@ class BannedTokens:
         take several times as long."""
 
     def forbid(self, mask: TokenMask) -> list[int]:
-        """Take the tokens out of a mask, in place; return what :meth:`restore` needs."""
+        """Remove the tokens from a mask, in place; return what :meth:`restore` needs."""
         before = list[int]()
         for at, bits in self._words:
             word = int(mask[at])
@@ -224,7 +224,7 @@ class BannedTokens:
         return before
 
     def restore(self, mask: TokenMask, before: Sequence[int]) -> bool:
-        """Undo it for a mask that has no other tokens; returns whether it had these."""
+        """Undo :meth:`forbid` for a mask that has no other tokens; return whether it had these."""
         for (at, _), word in zip(self._words, before, strict=True):
             mask[at] = word
         return any(before)
@@ -234,7 +234,7 @@ class MaskRow(NamedTuple):
     """A row whose mask is wanted.
 
     Attributes:
-        constraint: Of its sequence.
+        constraint: Constraint of the row's sequence.
         banned: Tokens that are forbidden where others are allowed; ``None``: none.
     """
 
@@ -242,9 +242,9 @@ class MaskRow(NamedTuple):
     banned: BannedTokens | None = None
 
     def try_consume(self, token_ids: Sequence[int]) -> bool:
-        """Whether the mask has all of some tokens, the last of which is going to be appended then.
+        """Whether the mask allows all of some tokens; if so, the caller is going to append the last one.
 
-        No, too, where there are none, or if that depends on what else it has.
+        ``False`` also if there are none, or if the answer depends on other tokens of the mask.
         """
         constraint, banned = self
         taken = bool(token_ids)
@@ -267,7 +267,7 @@ class StepMasks:
     chosen from all, is refused.
 
     Args:
-        backend: Whose matchers the constraints have.
+        backend: Backend that compiled the constraints' matchers.
         vocab_size: Columns of the logits.
         team: The threads of the forward pass, where it leaves no processor free.
 
@@ -303,7 +303,7 @@ class StepMasks:
         """Yield the tokens that must follow, with the log probability of what has no alternative.
 
         Args:
-            constraint: Whoever takes a token appends it there before the next one.
+            constraint: Its sequence; the caller appends each token before it asks for the next one.
         """
         while self.jump_forward and (forced := self._forced(constraint)):
             for token in forced:
@@ -330,7 +330,7 @@ class StepMasks:
         return done
 
     def end(self, masks: Future[list[TokenMask]]) -> list[TokenMask]:
-        """Wait for masks."""
+        """Wait for masks and return them."""
         started = time.perf_counter()
         computed = masks.result()
         self.mask_wait_seconds += time.perf_counter() - started
@@ -471,7 +471,7 @@ def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:
     """Count what a mask, or the search for forced tokens, took.
 
     Args:
-        one: Whose.
+        one: Constraint that is charged.
         seconds: CPU time of one thread.
         may_take: What of it beyond what is usual is not held against the request.
     """
@@ -486,28 +486,28 @@ def _charge(one: Constraint, seconds: float, may_take: float = 0.0) -> None:
 
 MAX_GRAMMARS = 128
 MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""Of the grammars kept, which take a multiple of it."""
+"""Most bytes of cached grammars' texts; compiled grammars take a multiple."""
 MAX_FAMILY_S = 0.25
 """Time in masks beyond what is usual, after which a grammar is kept no more: its lexer has some 10,000 states then, in
-about 15 MiB. The next request compiles it anew."""
+about 15 MiB. The next request compiles it again."""
 
 
 class GrammarCompiler:
-    """Makes constraints. Any thread may.
+    """Compiles grammars into constraints and caches them. Thread-safe.
 
-    A grammar is kept for its owner alone: by the time that another one's request takes nobody learns what it asks for,
-    and nobody fills the lexer of another's grammar.
+    A grammar is cached for its owner alone, so that the latency of a request does not reveal other tenants' grammars,
+    and no tenant can fill the lexer of another's grammar.
 
     Args:
-        backend: Compiles.
+        backend: Compiles the grammars.
         eos_token_ids: Tokens that end a sequence.
-        max_grammars: Kept at most.
-        max_text_bytes: Their texts' bytes at most.
+        max_grammars: Most grammars in the cache.
+        max_text_bytes: Most bytes of their texts.
 
     Attributes:
-        cache_hits: Grammars found compiled.
+        cache_hits: Grammars found in the cache.
         compiled: Grammars compiled.
-        refused: Grammars that could not be.
+        refused: Grammars that could not be compiled.
         compile_seconds: Time in compilation.
     """
 
@@ -534,7 +534,7 @@ class GrammarCompiler:
 
         Args:
             grammar: The grammar.
-            owner: Whose request it is, as the cache salt says.
+            owner: Cache salt of the request; grammars are cached per owner.
         """
         key = owner, grammar.digest
         with self._lock:
@@ -592,7 +592,7 @@ class GrammarCompiler:
         self._bytes -= size
 
     def __len__(self) -> int:
-        """Grammars kept."""
+        """Number of cached grammars."""
         return len(self._kept)
 
 

@@ -31,11 +31,11 @@ class GuidanceMatcher:
     """A :class:`~baton.engine.grammar.base.GrammarMatcher`.
 
     Args:
-        inner: The library's.
+        inner: llguidance's matcher.
         ends: Tokens that end a sequence.
-        origin: One at the beginning of the grammar; default: ``inner`` is there.
-        taken: Tokens from there on.
-        family: Of the one that it is forked from.
+        origin: Matcher at the beginning of the grammar; default: ``inner`` is there.
+        taken: Tokens consumed since then.
+        family: Family of the matcher that it is forked from; default: a new one.
     """
 
     __slots__ = ("_ends", "_origin", "_taken", "family", "inner")
@@ -56,7 +56,6 @@ class GuidanceMatcher:
 
     @property
     def error(self) -> str:
-        """Why it follows the grammar no more; empty: it does."""
         if not self.inner.is_error():
             return ""
         message = self.inner.get_error()
@@ -66,44 +65,37 @@ class GuidanceMatcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow but the end."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def consume(self, token_ids: Sequence[int]) -> bool:
-        """Go on with tokens; ``False``: one of them is forbidden."""
         taken = self.inner.consume_tokens(list(token_ids))
         if taken:
             self._taken += token_ids
         return taken
 
     def try_consume(self, token_id: int) -> bool:
-        """Go on with a token if it may come next, else stay."""
         taken = self.inner.try_consume_tokens([token_id]) == 1
         if taken:
             self._taken.append(token_id)
         return taken
 
     def allows(self, token_id: int) -> bool:
-        """Whether a token may come next."""
         if token_id in self._ends:  # the library's own answer is about one of them
             return self.inner.is_accepting()
         return self.inner.validate_tokens([token_id]) == 1
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must follow."""
         forced = self.inner.compute_ff_tokens()
         # A literal may be written like an added token, which the grammar does not know by its text: it is spelled then.
         return forced[: self.inner.validate_tokens(forced)] if forced else forced
 
     def roll_back(self, count: int) -> None:
-        """Take back the last ``count`` tokens."""
         del self._taken[max(0, len(self._taken) - count) :]
         if not self.inner.rollback(count):  # it cannot where something has a bound in tokens, as reasoning may
             self.inner = self._origin.deep_copy()
             self.inner.consume_tokens(self._taken)
 
     def fork(self) -> GuidanceMatcher:
-        """Return another one in the same state."""
         return GuidanceMatcher(self.inner.deep_copy(), self._ends, self._origin, self._taken, self.family)
 
 
@@ -135,7 +127,6 @@ class GuidanceBackend:
         self._ends = eos_token_ids
 
     def compile(self, grammar: Grammar) -> GuidanceMatcher:
-        """Return a matcher at the beginning of a grammar."""
         matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # forks find what it computed
@@ -144,11 +135,9 @@ class GuidanceBackend:
         return GuidanceMatcher(matcher, self._ends)
 
     def fill_mask(self, matcher: GuidanceMatcher, mask: npt.NDArray[np.uint32]) -> None:
-        """Compute one row, in the calling thread."""
         matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def fill_masks(self, matchers: Sequence[GuidanceMatcher], masks: npt.NDArray[np.uint32]) -> None:
-        """Compute the masks of many rows, without the interpreter's lock."""
         count, words = masks.shape
         rows = [(matcher.inner, at) for at, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, count)

@@ -135,7 +135,7 @@ class _Step:
 
     @property
     def num_bytes(self) -> int:
-        """Of its inputs."""
+        """Bytes of the step's inputs on the device."""
         return self._inputs.nbytes + self._tables.nbytes
 
     def fill(self, batch: ForwardBatch, tables: npt.NDArray[np.int32], staging: HostStaging) -> None:
@@ -164,15 +164,15 @@ class DecodeGraphs:
     """The captured steps of a runner.
 
     Args:
-        device: Where it computes.
-        forward: What is captured.
-        attention: Its attention.
-        shape: Of block tables.
-        staging: Takes a step's numbers to the device.
-        recorder: Default: what the device has.
+        device: Device of the runner.
+        forward: Forward pass to capture.
+        attention: Attention operator of the forward pass.
+        shape: Shape of block tables.
+        staging: Copies a step's arrays to the device.
+        recorder: Records calls; default: CUDA graphs on a GPU, else the call itself.
 
     Attributes:
-        sizes: Batch sizes that were captured, rising.
+        sizes: Captured batch sizes, ascending.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class DecodeGraphs:
     def capture(self, size: int) -> None:
         """Capture steps of ``size`` sequences, and compare one with the same step run eagerly.
 
-        It writes to the pool's first blocks, which nobody has yet.
+        It writes to the pool's first blocks, which no sequence holds yet.
 
         Raises:
             RuntimeError: The model does what cannot be captured, or a replay gives other logits.
@@ -224,7 +224,7 @@ class DecodeGraphs:
         self._steps[size] = step, replay
         bisect.insort(self.sizes, size)
 
-    def takes(self, batch: ForwardBatch) -> bool:
+    def can_run(self, batch: ForwardBatch) -> bool:
         """Whether a step is one that was captured: a new token of each sequence, and their logits alone."""
         count = len(batch.context_lens)
         return (
@@ -236,7 +236,7 @@ class DecodeGraphs:
         )
 
     def run(self, batch: ForwardBatch, tables: npt.NDArray[np.int32]) -> torch.Tensor:
-        """Replay a step that :meth:`takes` says it takes.
+        """Replay a step that :meth:`can_run` accepts.
 
         Args:
             batch: Its arrays may be changed as soon as this returns.
@@ -260,8 +260,8 @@ def graph_bytes(graphs: DecodeGraphs, sizes: list[int], free: Callable[[], int])
     Graphs share memory for what is within a step: the largest takes most of it, every other one little.
 
     Args:
-        graphs: Over scratch memory.
-        sizes: Rising.
+        graphs: Graphs over scratch memory.
+        sizes: Batch sizes to capture, ascending.
         free: Returns the free bytes of the device.
     """
     before = free()
@@ -278,9 +278,9 @@ class StepCapture:
 
     Args:
         config: Says which sizes.
-        model: What is run.
-        attention: Its attention.
-        staging: Takes a step's numbers to the device.
+        model: Model that is run.
+        attention: Attention operator of the model.
+        staging: Copies a step's arrays to the device.
         communicator: To other ranks, which capture at the same time: sums over them are part of a step.
     """
 
@@ -302,17 +302,17 @@ class StepCapture:
     def capture(
         self, decoder: GenericDecoder | FusedDecoder, pools: list[LayerPool], shape: TableShape
     ) -> tuple[DecodeGraphs | None, str]:
-        """Capture all sizes over a pool; returns them, or nothing, and what is to be said of it.
+        """Capture all sizes over a pool; return the graphs, or ``None``, and a description for the log.
 
         Args:
-            decoder: What is captured.
-            pools: Of all layers.
-            shape: Of block tables.
+            decoder: Forward pass to capture.
+            pools: KV pools of all layers.
+            shape: Shape of block tables.
 
         Raises:
             ConfigError: Sizes that were named cannot be captured, or the device has failed.
         """
-        graphs = self._new(decoder, pools, shape)
+        graphs = self._new_graphs(decoder, pools, shape)
         if graphs is None:
             return None, self._without(f"{self._attention.name} attention cannot be captured")
         why = ""
@@ -337,7 +337,7 @@ class StepCapture:
     def measure(self, decoder: GenericDecoder | FusedDecoder, pools: list[LayerPool], shape: TableShape) -> int:
         """Return how many bytes of the device all sizes will take, from some that are captured over scratch memory."""
         device = self._model.compute
-        graphs = self._new(decoder, pools, shape)
+        graphs = self._new_graphs(decoder, pools, shape)
         if graphs is None or not device.is_cuda:
             return 0
 
@@ -353,7 +353,7 @@ class StepCapture:
             log.warning("captured steps could not be measured: %s", error)  # to capture them will fail alike
             return 0
 
-    def _new(
+    def _new_graphs(
         self, decoder: GenericDecoder | FusedDecoder, pools: list[LayerPool], shape: TableShape
     ) -> DecodeGraphs | None:
         attention = self._attention

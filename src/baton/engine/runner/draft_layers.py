@@ -3,8 +3,9 @@
 Behind the model's layers a block has one with the drafter's keys and values, one with marks, 8 bytes per token, and one
 with a single hidden state of the target, that of the block's last computed token, in slices, one per token, each with a
 mark of its own: the entry behind that token needs it. A mark says of which token, behind which one and at which
-position, what is beside it is: so what was never computed, or came from somebody who does not draft in this way, is
-told from what counts. All of it is advisory: an entry that is missing or wrong costs drafts, and changes no answer.
+position, what is beside it is: so what was never computed, or came from an instance that does not draft in this way, is
+told apart from valid entries. All of it is advisory: an entry that is missing or wrong costs drafts, and changes no
+answer.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ class DraftLayers:
 
     Args:
         draft: The drafter's name and what else decides its KV beside the model.
-        spec: Attention of its layer.
-        dtype: Of its keys and values, by name.
+        spec: Attention of the drafter's layer.
+        dtype: Name of the dtype of keys and values.
         width: Elements of a hidden state.
         block_size: Tokens per block.
 
     Attributes:
         draft: As given.
         dtype: As given.
-        specs: Attention of all three layers; nobody attends over marks and states.
-        shapes: Of all three.
+        specs: Attention of all three layers; the ones of marks and states are never used for attention.
+        shapes: Shapes of all three layers.
     """
 
     def __init__(self, draft: str, spec: AttentionSpec, dtype: str, width: int, block_size: int) -> None:
@@ -89,7 +90,7 @@ class DraftLayers:
 
         Args:
             tokens: uint32 [n], a sequence from its beginning; the first one never has an entry.
-            table: Its blocks.
+            table: The sequence's blocks in the KV pool.
         """
         if len(tokens) < 2:
             return 0
@@ -102,8 +103,8 @@ class DraftLayers:
         """Copy entries into a drafter's own pool, from its first slot on.
 
         Args:
-            pool: The drafter's.
-            blocks: Of that pool.
+            pool: The drafter's own pool.
+            blocks: The sequence's blocks in that pool.
             positions: int64 [n], in the sequence.
             table: The sequence's blocks in the KV pool.
         """
@@ -123,8 +124,8 @@ class DraftLayers:
         """Copy entries out of a drafter's own pool, and mark them.
 
         Args:
-            pool: The drafter's.
-            blocks: Of that pool.
+            pool: The drafter's own pool.
+            blocks: The sequence's blocks in that pool.
             slots: int64 [n], in these blocks.
             tokens: The sequence, as far as it is known.
             positions: int64 [n], of the slots in the sequence; 1 at least.

@@ -20,11 +20,11 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """What a step that is on its way chooses: nobody has read it yet.
+    """Tokens that a launched step chooses, not read by the host yet.
 
     Attributes:
         token_ids: int64 [R], where the logits are; below 0: none could be chosen.
-        rows: Of sequences that go on with one of them.
+        rows: Row of each sequence that continues with one of these tokens.
     """
 
     token_ids: torch.Tensor
@@ -43,12 +43,12 @@ class ForwardBatch:
         block_tables: int32 [S, G * W], block ids from the first token on, rows padded with 0; a table per layer group,
             one after the other.
         logit_rows: int64 [R], indices into the T tokens whose logits are wanted, ascending.
-        hidden_of: Which hidden states of all T tokens are wanted: what goes into a layer, by its index, or -1: those
-            after the final norm.
+        hidden_of: Hidden states of all T tokens to return: the input of a layer, by its index, or -1: the states after
+            the final norm.
         groups: G. One table for a model with G layer groups: its block b stands for blocks b * G to b * G + G - 1.
         trees: Tokens that are nodes of trees; ``None``: none are.
-        chosen: int64, on the device, tokens that the step before chooses; below 0: any token will do, as nobody will
-            want what follows it. ``None``: the host knows all tokens.
+        chosen: int64, on the device, tokens that the step before chooses; below 0: any token will do, as the
+            result is discarded. ``None``: the host knows all tokens.
     """
 
     token_ids: LongArray
@@ -68,7 +68,7 @@ def with_chosen(token_ids: torch.Tensor, chosen: torch.Tensor | None) -> torch.T
 
     Args:
         token_ids: int64 [T], see :class:`ForwardBatch`.
-        chosen: See there.
+        chosen: Tokens of the previous step, see :class:`ForwardBatch`.
     """
     if chosen is None:
         return token_ids
@@ -78,11 +78,11 @@ def with_chosen(token_ids: torch.Tensor, chosen: torch.Tensor | None) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class KVMoves:
-    """KV that is to lie in other slots of the pool: block * block_size + place in the block.
+    """Copies of KV between slots of the pool; a slot is block * block_size + offset in the block.
 
     Attributes:
         sources: int64 [G, M], slots of each layer group's blocks.
-        targets: int64 [G, M], where their KV goes to; all are read before one is written.
+        targets: int64 [G, M], destination slots; all sources are read before any target is written.
     """
 
     sources: LongArray
@@ -114,7 +114,7 @@ class LogitRows:
         sequence: The sequence.
         rows: Rows of the logits [R, vocab].
         token_ids: The tokens they predict, parallel to ``rows``.
-        parents: Of a tree of drafts, see :class:`~baton.engine.scheduler.StepPlan`; empty: the tokens are a chain.
+        parents: Index of each draft token's parent, see :class:`~baton.engine.scheduler.StepPlan`; empty: a chain.
     """
 
     sequence: Sequence
@@ -128,7 +128,7 @@ class StepBatch:
     """A forward pass and what its logits are for.
 
     Attributes:
-        forward: For the executor.
+        forward: Arrays for the executor.
         sampled: Sequences that get a token from this step.
         sample_rows: Their rows of the logits, parallel to ``sampled``.
         prompt_rows: Rows for prompt log probabilities.
@@ -157,7 +157,7 @@ class InputBuffers:
         self._arrays: dict[tuple[int, int, int], StepArrays] = {}
 
     def arrays(self, tokens: int, sequences: int, width: int) -> StepArrays:
-        """Return views for T tokens and S sequences, which are valid until the bucket is taken again.
+        """Return views for T tokens and S sequences, which are valid until the same bucket is requested again.
 
         Block tables are zeroed, and as wide as the bucket's, which is at least ``width``.
         """
@@ -194,10 +194,10 @@ def build_batch(
     """Flatten a plan; asks for logits of the rows that are sampled, scored or verified, and no others.
 
     Args:
-        plan: Not empty.
+        plan: Plan with at least one sequence.
         block_size: Tokens per block.
-        buffers: Where the arrays have to lie; default: new ones.
-        hidden_of: Which hidden states are wanted.
+        buffers: Provides the arrays; default: new ones.
+        hidden_of: Hidden states to return, see :class:`ForwardBatch`.
         chosen: Tokens of the step before, if that is on its way.
     """
     counts = plan.counts

@@ -67,9 +67,9 @@ class WholeModel:
     Attributes:
         specs: Attention of each layer by the id of its module, in the order of the forward.
         max_len: Longest sequence that is served, in tokens.
-        geometry: Its KV.
-        groups: Of its layers, where those with a sliding window have blocks of their own.
-        scales: Of the checkpoint for its layers' KV, where they are used.
+        geometry: Shapes of the model's KV.
+        groups: Layer groups, where layers with a sliding window have blocks of their own; empty: one group.
+        scales: Per layer, the checkpoint's scales of its KV, where they are used.
     """
 
     model: LoadedModel
@@ -84,9 +84,9 @@ def load_whole(config: EngineConfig, *, hold: bool = True, rank: int = 0) -> Who
     """Load a model and find out what its attention is.
 
     Args:
-        config: Of the engine.
+        config: Configuration of the engine.
         hold: Whether all quantized weights are held in memory: not for ranks that keep a part.
-        rank: Which of the instance's.
+        rank: Index of this rank in the instance.
 
     Raises:
         ConfigError: It cannot be loaded or not be served, or ``max_model_len`` is too much.
@@ -124,12 +124,12 @@ class ModelRunner:
     """What one process runs of a model.
 
     Args:
-        config: Of the engine.
+        config: Configuration of the engine.
         whole: The model, which is cut down to this rank's share.
         communicator: To the other ranks, if there are any.
 
     Attributes:
-        layout: Of this rank's blocks.
+        layout: Layout of this rank's blocks.
         attention_backend: Name of the attention operator in use.
         attention_is_foreign: Whether another package brought it.
         linears: Name of the linear layers, should they be packed or fused.
@@ -259,8 +259,8 @@ class ModelRunner:
         """Have blocks hold a drafter's layers behind the model's, before there is a pool.
 
         Args:
-            layers: The drafter's.
-            geometry: Of all layers.
+            layers: The drafter's layers.
+            geometry: Shapes of all layers' KV, the drafter's included.
 
         Returns:
             The new layout.
@@ -320,7 +320,7 @@ class ModelRunner:
         logits = graphs.run(batch, self._tables(batch))
         logits = self._communicator.gather_logits(logits, len(batch.logit_rows), self._vocab_size)
         if (on_layer := self._decoder.on_layer) is not None:
-            for layer in range(len(self._pools)):  # whoever is told of a layer waits for what is queued
+            for layer in range(len(self._pools)):  # readers of a layer wait for what is queued
                 on_layer(layer)
         return ForwardOutput(logits, (), self._returned)
 
@@ -348,9 +348,9 @@ class ModelRunner:
         if not pools:
             raise InternalError("forward before bind")
         if self._graphs is not None and self._captured_with != self._communicator.generation:
-            log.warning("ranks have met anew: steps that were captured before are run eagerly from now on")
+            log.warning("ranks have reconnected: captured steps are run eagerly from now on")
             self._graphs = None
-        if self._graphs is not None and not scratch_blocks and self._graphs.takes(batch):
+        if self._graphs is not None and not scratch_blocks and self._graphs.can_run(batch):
             return self._replay(self._graphs, batch)
         plan = self._attention.prepare(
             RaggedBatch(
@@ -439,7 +439,7 @@ def pool_views(
         layout: The order of the bytes.
         memory: uint8 [num_blocks * block_bytes].
         specs: Attention of each layer.
-        scales: Of the checkpoint for each layer's heads.
+        scales: Per layer, the checkpoint's scales of its heads.
 
     Returns:
         Per layer k [num_blocks, kv_heads, block_size, k_dim] and v likewise; v of a latent is a view of its k. Scales
