@@ -280,15 +280,15 @@ class Dialects:
     """How a model writes.
 
     Attributes:
-        tools: Its calls; ``None``: it is not known to make any.
-        reasoning: Its reasoning; ``None``: it is not known to set any apart.
+        tools: Notation of tool calls; ``None``: unknown, or the model makes none.
+        reasoning: Notation of reasoning; ``None``: unknown, or the model sets none apart.
     """
 
     tools: ToolDialect | None = None
     reasoning: ReasoningDialect | None = None
 
     def shown_tokens(self, special_tokens: Mapping[int, str]) -> frozenset[int]:
-        """Return the special tokens whose text is read here, and so must not be left out of it.
+        """Return the special tokens that the dialects consist of, which must not be left out of the text.
 
         Args:
             special_tokens: Names of a tokenizer's special tokens by their ids.
@@ -318,7 +318,7 @@ def choose_dialects(
     Args:
         tools: A name; ``auto``: the tokenizer's own, else what the chat template shows; ``none``: none.
         reasoning: The same for reasoning.
-        chat_template: Its source.
+        chat_template: Source of the model's chat template.
         response_template: The tokenizer's own description, if it has one.
 
     Raises:

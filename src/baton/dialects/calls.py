@@ -58,7 +58,7 @@ def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
         if match is None or match[0] == "\\":
             at = len(source.text) if match is None else match.start()
             if source.ended or at - begin > _MAX_CHARS:
-                source.in_vain += min(at - begin, _MAX_CHARS)
+                source.num_reread += min(at - begin, _MAX_CHARS)
                 raise NotACallError
             yield
             continue
@@ -74,7 +74,7 @@ def _parenthesis(source: Source) -> Reader[tuple[str, list[int]]]:
                 marks.append(at - begin)
             if depth == 0:
                 if at - begin > _MAX_CHARS:
-                    source.in_vain += _MAX_CHARS
+                    source.num_reread += _MAX_CHARS
                     raise NotACallError
                 source.at = at
                 return source.text[begin:at], marks
@@ -86,7 +86,7 @@ def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
     Args:
         text: With its parentheses.
         marks: Where arguments begin in it.
-        names: Of those that are given without.
+        names: Parameter names, in order, for arguments given without a name.
     """
     given_names = list[str]()
     parts = list[str]()

@@ -1,4 +1,4 @@
-"""What a parsed answer is made of, and where the readers of its parts put that."""
+"""Events of a parsed answer, and the sink that collects them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class CallStart(msgspec.Struct, frozen=True):
     """A call begins.
 
     Attributes:
-        index: Which one, from 0.
-        id: Its name in the tool's answer.
-        name: Of the tool.
+        index: Index of the call, from 0.
+        id: Id of the call, to which the tool's answer refers.
+        name: Name of the tool.
     """
 
     index: int
@@ -58,7 +58,7 @@ class EventSink:
         ids: See :class:`~baton.dialects.syntax.ToolDialect`.
 
     Attributes:
-        calls: How many calls have begun.
+        calls: Number of calls so far.
     """
 
     __slots__ = ("_all", "_behind_call", "_events", "_ids", "_space", "calls")
@@ -72,29 +72,27 @@ class EventSink:
         self.calls = 0
 
     def drain(self) -> list[Event]:
-        """Return the events since the last time."""
+        """Return and clear the collected events."""
         events = self._events
         self._events = []
         return events
 
     def finish(self) -> None:
-        """Take the end: white space is text, but not behind a call."""
+        """End the answer: pending white space is text, but not behind a call."""
         if not self._behind_call:
             self._add(Text, self._space)
         self._space = ""
 
     def keep_all(self) -> None:
-        """Take white space as it comes: nothing can follow that it would not belong to."""
+        """Pass white space on at once: nothing can follow that would make it superfluous."""
         self._all = True
 
     def add_text(self, text: str) -> None:
-        """Take text."""
         if kept := self._without_trailing_space(text):
             self._behind_call = False
             self._add(Text, kept)
 
     def add_reasoning(self, text: str) -> None:
-        """Take reasoning."""
         self._add(Reasoning, self._without_trailing_space(text))
 
     def break_line(self, kind: type[Text] | type[Reasoning]) -> None:
@@ -129,7 +127,7 @@ class EventSink:
         """Begin a call.
 
         Args:
-            name: The tool's.
+            name: Name of the tool.
             written_id: The call's id as the model wrote it, if it did.
         """
         self._space = ""
@@ -141,7 +139,7 @@ class EventSink:
         self.calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Take more of the arguments of the call that began last."""
+        """Add to the arguments of the call that began last."""
         last = self._events[-1] if self._events else None
         if isinstance(last, CallArguments):
             self._events[-1] = CallArguments(last.index, last.text + text)
@@ -149,6 +147,6 @@ class EventSink:
             self._events.append(CallArguments(self.calls - 1, text))
 
     def end_call(self) -> None:
-        """End that call."""
+        """End the call that began last."""
         self._events.append(CallEnd(self.calls - 1))
         self._behind_call = True

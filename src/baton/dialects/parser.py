@@ -22,8 +22,8 @@ class ChannelReader:
     """Reads messages with headers.
 
     Args:
-        source: Where they stand.
-        sink: Takes what is in them.
+        source: The text.
+        sink: Collects the events.
         tools: Whether calls are calls; else they are text.
         reasoning: Whether reasoning is such; else it is text.
     """
@@ -96,8 +96,8 @@ class RegionReader:
     """Reads regions.
 
     Args:
-        source: Where they stand.
-        sink: Takes what is in them.
+        source: The text.
+        sink: Collects the events.
         schemas: Schemas of parameters, by the names of tools.
     """
 
@@ -235,8 +235,8 @@ def _first_open(
     return *best, hold
 
 
-MAX_IN_VAIN = 2_000_000
-"""Characters that may be read in vain, about a tenth of a second; what comes then is text."""
+MAX_REREAD = 2_000_000
+"""Most characters read again after failed attempts to read calls, about a tenth of a second; the rest is text."""
 
 
 class DialectParser:
@@ -277,14 +277,14 @@ class DialectParser:
         return self._sink.calls
 
     def feed(self, text: str) -> list[Event]:
-        """Take more text; return what is certain now."""
+        """Add text; return the events that are certain now."""
         if text:
             self._source.push(text)
             next(self._run)
         return self._sink.drain()
 
     def finish(self) -> list[Event]:
-        """Return what is left: no more text comes."""
+        """End the text; return the remaining events."""
         if not self._source.ended:
             self._source.ended = True
             for _ in self._run:
@@ -385,7 +385,7 @@ class DialectParser:
                 if self._sink.calls == calls:
                     self._sink.add_text(literal)
                     source.seek(mark)
-                if source.in_vain > MAX_IN_VAIN:  # the answer was made to look so
+                if source.num_reread > MAX_REREAD:  # the answer was made to look so
                     yield from source.stream((), self._sink.add_text)
                     return
             else:

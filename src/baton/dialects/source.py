@@ -51,15 +51,15 @@ class Source:
 
     Attributes:
         ended: No more text will come.
-        in_vain: Characters that were read and turned out to be no call: they are read again.
+        num_reread: Characters that turned out to be no call and are read again.
     """
 
-    __slots__ = ("_dropped", "_text", "at", "ended", "in_vain")
+    __slots__ = ("_dropped", "_text", "at", "ended", "num_reread")
 
     def __init__(self) -> None:
         self._text = ""
         self._dropped = 0
-        self.in_vain = 0
+        self.num_reread = 0
         self.at = 0
         """Place in :attr:`text`."""
         self.ended = False
@@ -70,7 +70,6 @@ class Source:
         return self._text
 
     def push(self, text: str) -> None:
-        """Add text."""
         self._text += text
 
     def mark(self) -> int:
@@ -90,7 +89,7 @@ class Source:
         self.at = 0
 
     def space(self) -> Reader[None]:
-        """Pass over white space."""
+        """Skip white space."""
         while True:
             match = _SPACE.match(self._text, self.at)
             assert match is not None
@@ -163,13 +162,13 @@ class Source:
                 at = len(self._text) if match is None else match.start()
                 size += at - self.at
                 if most is not None and size > most:
-                    self.in_vain += most
+                    self.num_reread += most
                     raise NotACallError
                 if at > self.at:
                     take(self._text[self.at : at])
                 self.at = at
                 if self.ended:
-                    self.in_vain += size
+                    self.num_reread += size
                     return False
                 if drop:
                     self.drop()
@@ -186,7 +185,7 @@ class Source:
                 depth += 1 if mark in "{[" else -1
                 if depth == 0:
                     if most is not None and size + at - self.at > most:
-                        self.in_vain += most
+                        self.num_reread += most
                         raise NotACallError
                     take(self._text[self.at : at])
                     self.at = at
@@ -207,14 +206,14 @@ class Source:
             if match is None or match[0] == "\\":
                 at = len(self._text) if match is None else match.start()
                 if self.ended or at - begin > most:
-                    self.in_vain += min(at - begin, most)
+                    self.num_reread += min(at - begin, most)
                     raise NotACallError
                 yield
                 continue
             at = match.end()
             if match[0] == '"':
                 if at - begin > most:
-                    self.in_vain += most
+                    self.num_reread += most
                     raise NotACallError
                 self.at = at
                 return self._text[begin:at]

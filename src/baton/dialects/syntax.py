@@ -1,4 +1,4 @@
-"""What a dialect is: data that says how a model writes tool calls and its reasoning. Nothing here parses.
+"""Dialects as data: how a model writes tool calls and reasoning. The parser is in :mod:`baton.dialects.parser`.
 
 A :class:`ToolDialect` has sections (``<tool_call>`` to ``</tool_call>``) with calls in them, in one of four notations:
 a JSON object (:class:`JsonCall`), a name followed by JSON (:class:`NamedCall`), a name followed by parameters between
@@ -35,9 +35,9 @@ class Parameters:
     """Arguments one by one, between tags: ``<parameter=city>Paris</parameter>``.
 
     Attributes:
-        begin: What comes before a name.
-        name_end: What comes between name and value.
-        end: What ends a value.
+        begin: Literal before a name.
+        name_end: Literal between name and value.
+        end: Literal after a value.
         string_flag: Between name and value stands whether the value is text: ``" string="true">`` (else JSON).
         lines: A line break after the beginning and one before the end do not belong to the value.
     """
@@ -54,10 +54,10 @@ class NamedCall:
     """A name, then the arguments.
 
     Attributes:
-        begin: What comes before the name; may be empty behind a section's beginning.
-        name_end: What comes between name and arguments, one of these.
-        name_before: What may follow the name at once, and is part of what comes after it.
-        end: What follows the arguments, one of these; the first one is the usual one.
+        begin: Literal before the name; may be empty behind a section's beginning.
+        name_end: Literals that may separate name and arguments.
+        name_before: Literals that may follow the name at once and belong to what comes after it.
+        end: Literals that may follow the arguments; the first one is the usual one.
         name: Pattern of what stands for the name; its group ``name``, if it has one, is the name, ``id`` the call's id.
         written_name: How the name is written; ``{name}`` and ``{index}`` (of the call) stand for themselves.
         parameters: How arguments are written; ``None``: as a JSON object.
@@ -92,13 +92,13 @@ class Section:
 
     Attributes:
         calls: Notations, tried in this order.
-        begin: What it begins with, one of these; the first one is the usual one. Empty: a call by itself is one.
-        end: What it ends with, if the model does not forget it.
+        begin: Literals that a section may begin with; the first one is the usual one. Empty: each call is a section.
+        end: Literals that may end a section; models may leave them out.
         bare: A message may also begin with a call without ``begin``. Without an anchor only calls of known tools are
             calls, all else is text.
         separators: What may stand between calls, besides white space; the first one is the usual one.
         many: Whether several calls stand in one section; else each has its own.
-        gap: What models write between beginning, calls and end.
+        gap: White space that models write between beginning, calls and end.
     """
 
     calls: tuple[CallNotation, ...]
@@ -115,10 +115,10 @@ class Channels:
     """Messages with headers, as gpt-oss writes them: ``<|channel|>final<|message|>...<|end|>``.
 
     Attributes:
-        begin: What a header begins with.
-        first: What the first header may begin with besides, as its beginning stands in the prompt.
-        message: What ends a header.
-        end: What ends a message.
+        begin: Literals that begin a header.
+        first: Literals that may begin the first header, whose usual beginning is part of the prompt.
+        message: Literal that ends a header.
+        end: Literals that end a message.
         header: Pattern of a header without ``message``, with groups ``channel`` and, for the name of the tool that is
             called, ``first`` or ``recipient``.
         reasoning: Channels whose messages are reasoning.
@@ -137,11 +137,11 @@ class Region:
     """A part of the text that a tokenizer's ``response_template`` describes.
 
     Attributes:
-        kind: What its text is.
-        open: What it begins with.
+        kind: Kind of the region's text.
+        open: Pattern that begins the region.
         literals: Texts that ``open`` matches one of, if it is made of such; else what each match begins with.
         exact: Whether ``open`` matches nothing but the literals.
-        close: What it ends with; ``None``: the end.
+        close: Pattern that ends the region; ``None``: the end of the text.
         convert: Makes calls of the text and the groups of ``open`` and the schemas of tools; ``None``: there are none.
         strip: Whether white space around the text does not belong to it.
     """
@@ -161,10 +161,10 @@ class ToolDialect:
     """How a model calls tools.
 
     Attributes:
-        name: What flags call it.
-        sections: Where calls stand.
-        channels: Instead of sections.
-        regions: Instead of sections.
+        name: Name in flags.
+        sections: Parts of the text with calls.
+        channels: Messages with headers, in place of sections.
+        regions: Regions of a response template, in place of sections.
         ids: How calls are named: ``call_`` and random digits, nine random letters and digits (Mistral's templates want
             that), or as the model wrote it.
         ends_reasoning: A section ends reasoning that has not been closed.
@@ -198,9 +198,9 @@ class ReasoningDialect:
     """How a model sets its reasoning apart.
 
     Attributes:
-        name: What flags call it.
-        begin: What it begins with; empty with ``channels`` and ``regions``.
-        end: What it ends with.
+        name: Name in flags.
+        begin: Literal before the reasoning; empty with ``channels`` and ``regions``.
+        end: Literal after the reasoning.
         implicit: The answer begins with reasoning though nothing says so.
         channels: Instead.
         regions: Instead.

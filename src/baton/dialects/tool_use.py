@@ -34,7 +34,7 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
 
     Args:
         schema: The schema of a value.
-        root: What ``$ref`` in it points into.
+        root: Schema that ``$ref`` points into.
     """
     types = set[str]()
     seen = set[int]()
@@ -82,7 +82,7 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
 
     Args:
         text: The text.
-        types: What the schema allows; none: JSON, if it is such.
+        types: Types that the schema allows; none: JSON if the text is JSON, else a string.
     """
     stripped = text.strip()
     if types != {"string"}:

@@ -95,7 +95,7 @@ def check_schema(schema: Any, field: str) -> None:
 
     Args:
         schema: A decoded schema.
-        field: What errors call it; places in it follow as in ``schema.properties.a``.
+        field: Name of the request field, for errors; places in it follow as in ``schema.properties.a``.
 
     Raises:
         InvalidRequestError: A keyword is not supported, or a schema is none; names keyword and place.
@@ -189,7 +189,7 @@ def json_rule(
 
     Args:
         schema: The schema, decoded or as JSON.
-        field: What errors call it.
+        field: Name of the request field, for errors.
         whitespace_pattern: A regular expression of what may stand between the parts of JSON; default: at most a space.
         disable_any_whitespace: Nothing may.
 

@@ -31,7 +31,7 @@ def json_schema_grammar(
 
     Args:
         schema: The schema, decoded or as JSON.
-        field: What errors call it.
+        field: Name of the request field, for errors.
         whitespace_pattern: What may stand between the parts of JSON; default: at most a space.
         disable_any_whitespace: Nothing may.
 
@@ -102,8 +102,8 @@ def lark_grammar(text: Any, field: str = "grammar", *, kind: str = "grammar") ->
 
     Args:
         text: The grammar; its first rule is ``start``.
-        field: What errors call it.
-        kind: What it was made of, for metrics.
+        field: Name of the request field, for errors.
+        kind: Kind of its source, for metrics.
 
     Raises:
         InvalidRequestError: It is wrong or too costly; names ``field`` and line.
@@ -138,7 +138,7 @@ def structural_tag_grammar(value: Any, field: str = "structural_tag") -> Grammar
 
     Args:
         value: Such an object, or its JSON.
-        field: What errors call it.
+        field: Name of the request field, for errors.
 
     Raises:
         InvalidRequestError: It is wrong, or a schema is; names the place.
@@ -224,7 +224,7 @@ class StructuredOutputs:
         structural_tag: Free text with tagged parts that follow schemas.
         whitespace_pattern: What may stand between the parts of JSON; default: at most a space.
         disable_any_whitespace: Nothing may.
-        field: What errors call it.
+        field: Name of the request field, for errors.
     """
 
     json: Any = None

@@ -94,7 +94,7 @@ def check_grammar(grammar: Grammar, field: str) -> Grammar:
 
     Args:
         grammar: A grammar in the normal form.
-        field: What errors call it.
+        field: Name of the request field, for errors.
 
     Raises:
         InvalidRequestError: It cannot; names ``field`` and, where the compiler says it, the place.

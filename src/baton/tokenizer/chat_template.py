@@ -151,7 +151,7 @@ def flatten_content(message: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
 
     Args:
         message: The message.
-        at: Its place, for errors.
+        at: Place in the request, for errors.
 
     Raises:
         InvalidRequestError: A part that is not text.

@@ -139,7 +139,7 @@ class StopStringMatcher:
         return text if self._include else text[: len(text) - len(stop)]
 
     def flush(self) -> str:
-        """Return what was held back: the text has ended without a match. Begins anew."""
+        """Return what was held back: the text has ended without a match. Resets the matcher."""
         held = self._held
         self._held = ""
         self._state = 0
@@ -170,7 +170,7 @@ class IncrementalDetokenizer:
         """Begin a sequence.
 
         Args:
-            tokenizer: Whose ids these are.
+            tokenizer: Tokenizer of the ids.
             skip_special_tokens: Leave special tokens out of the text.
             context: Ids that come before and whose text is not wanted, when the text continues theirs: the last eight
                 are looked at. Without, a tokenizer that drops the space at the start of a text drops it here.
@@ -275,7 +275,7 @@ class TokenDelta(msgspec.Struct):
     """New tokens of a sequence, as an instance sends them.
 
     Attributes:
-        index: Which sequence.
+        index: Index of the sequence within the request.
         logprobs: Parallel to ``token_ids``, if asked for.
         finish_reason: Why it ended, if it did.
         stop_token_id: The token that ended it, if one did.
@@ -310,13 +310,13 @@ class TextDelta(msgspec.Struct):
 
 
 class SequenceText:
-    """Follows one sequence of a request.
+    """Turns the tokens of one sequence into text.
 
     Args:
-        tokenizer: The model's.
-        prompt: The prompt's tokens, if the text goes on with the prompt's; none if it begins anew.
-        sampling: The request's.
-        stops: Its stop strings.
+        tokenizer: The model's tokenizer.
+        prompt: The prompt's tokens, if the text continues the prompt's; empty if it starts a new text.
+        sampling: The request's sampling parameters.
+        stops: Stop strings of the request; ``None``: none.
         skip_special_tokens: Whether special tokens have no text.
         include_stop: Whether the stop string or token that ended the sequence belongs to its text.
         shown: Special tokens that have text all the same.
@@ -363,7 +363,6 @@ class SequenceText:
 
     @property
     def between_texts(self) -> bool:
-        """See :attr:`IncrementalDetokenizer.between_texts`."""
         return not self.ended and self._detokenizer.between_texts
 
     @property

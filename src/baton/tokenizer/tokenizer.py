@@ -108,7 +108,7 @@ def fast_encoder(backend: tokenizers.Tokenizer, parts: dict[str, Any]) -> FastEn
 
     Args:
         backend: The tokenizer, without truncation and padding.
-        parts: Its ``tokenizer.json``.
+        parts: Content of ``tokenizer.json``.
     """
     try:
         fast = _load(backend.to_str())
@@ -366,9 +366,9 @@ class TextModel:
     """Tokenizer and chat template of one model.
 
     Attributes:
-        tokenizer: Its tokenizer.
-        chat_template: Its chat template, ``None`` for a model that has none.
-        config: What ``tokenizer_config.json`` has, if there is one.
+        tokenizer: The model's tokenizer.
+        chat_template: The model's chat template; ``None``: it has none.
+        config: Content of ``tokenizer_config.json``; empty without one.
     """
 
     tokenizer: Tokenizer
@@ -418,7 +418,7 @@ class TextModel:
             add_generation_prompt: End with what begins the assistant's answer.
             continue_final_message: Leave the last message open.
             variables: More names for the template.
-            tools: What the model may call.
+            tools: Definitions of the tools that the model may call.
             allow_special_tokens: Names of special tokens in messages are such tokens; else only the template's are.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.dialects import TOOL_DIALECTS, DialectParser, Text
-from baton.dialects.parser import MAX_IN_VAIN
+from baton.dialects.parser import MAX_REREAD
 from baton.dialects.source import beginning_at_end
 
 UNITS = [
@@ -30,7 +30,7 @@ def test_beginnings_of_calls_over_and_over_stay_text_and_are_read_a_few_times(
     found += parser.finish()
     assert parser.calls == 0
     assert "".join(event.text for event in found if isinstance(event, Text)) == text
-    assert parser._source.in_vain <= MAX_IN_VAIN + 256 * 1024
+    assert parser._source.num_reread <= MAX_REREAD + 256 * 1024
 
 
 def test_a_call_with_thousands_of_arguments_is_written_once() -> None:

@@ -45,10 +45,10 @@ class ChainState:
     """What a drafter has computed of a sequence.
 
     Attributes:
-        blocks: Of its pool.
-        begin: Position of the first token that it knows.
-        num_computed: Tokens from there on whose KV is there, drafts included.
-        draft: What was drafted last.
+        blocks: The sequence's blocks in the drafter's pool.
+        begin: Position of the first token with KV.
+        num_computed: Number of tokens from there on with KV, draft tokens included.
+        draft: Tokens of the last draft.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -66,8 +66,8 @@ class DraftJob(Generic[StateT]):
 
     Attributes:
         row: The sampler's row for its next token.
-        drawn_from: What its tokens were drawn from, if somebody asks.
-        branches: The tree that is drafted, in place of a chain.
+        drawn_from: Distributions that the draft tokens were drawn from, where acceptance needs them.
+        branches: Tree that is drafted in place of a chain; ``None``: a chain.
     """
 
     sequence: Sequence
@@ -78,7 +78,6 @@ class DraftJob(Generic[StateT]):
     branches: Branches | None = None
 
     def proposal(self) -> Proposal:
-        """Return what was drafted."""
         if self.branches is not None:
             return self.branches.proposal()
         return Proposal(self.state.draft, drawn_from=torch.stack(self.drawn_from) if self.drawn_from else None)
@@ -92,15 +91,15 @@ class ChainDrafter(ABC, Generic[StateT]):
     """A :class:`~baton.engine.speculation.drafter.Drafter` that drafts one token of all sequences after the other.
 
     Args:
-        num_blocks: Of its KV pool.
+        num_blocks: Number of blocks of the drafter's KV pool.
         block_size: Tokens per block.
         max_len: Longest sequence that it can draft for.
-        device: What computes its logits.
+        device: Device that computes the drafter's logits.
     """
 
     sequential = True
     tells_draws = False
-    """Whether proposals say what their tokens were drawn from."""
+    """Whether proposals have the distributions that their tokens were drawn from."""
 
     def __init__(self, num_blocks: int, block_size: int, max_len: int, device: ComputeDevice) -> None:
         self._block_size = block_size
@@ -111,7 +110,7 @@ class ChainDrafter(ABC, Generic[StateT]):
 
     @abstractmethod
     def _known(self, sequence: Sequence) -> StateT | None:
-        """Return what is computed of a sequence, without what was refused; ``None``: it can't be drafted for now.
+        """Return what is computed of a sequence, without rejected tokens; ``None``: it cannot be drafted for now.
 
         Its last token must be among what is missing: the logits behind it are wanted.
         """
@@ -188,7 +187,6 @@ class ChainDrafter(ABC, Generic[StateT]):
             jobs = going
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Give its blocks back."""
         state = self._states.pop(sequence, None)
         if state is not None:
             self._free += state.blocks
@@ -253,9 +251,9 @@ class ModelDrafter(ChainDrafter[ModelState]):
     """A :class:`~baton.engine.speculation.drafter.Drafter` that runs a model.
 
     Args:
-        executor: Has loaded the draft model.
-        num_blocks: Of its KV pool.
-        devices: Where each of its ranks runs.
+        executor: Executor that has loaded the draft model.
+        num_blocks: Number of blocks of the drafter's KV pool.
+        devices: Device of each of its ranks.
     """
 
     name = "draft"
@@ -277,7 +275,7 @@ class ModelDrafter(ChainDrafter[ModelState]):
     def _known(self, sequence: Sequence) -> ModelState:
         state = self._states.pop(sequence, None) or ModelState()
         self._states[sequence] = state  # used last
-        if sequence.num_tokens < state.base:  # rolled back: nobody knows how far it is the same
+        if sequence.num_tokens < state.base:  # rolled back: the common prefix is unknown
             state.num_computed = 0
         came = sequence.buffer[state.base : sequence.num_tokens].tolist()
         right = 0

@@ -1,4 +1,4 @@
-"""What proposes draft tokens."""
+"""The drafter protocols: what the engine needs for speculative decoding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from baton.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """How one sequence may go on.
+    """A draft for one sequence.
 
     Attributes:
-        token_ids: The tokens expected to follow its last one; none is a valid answer.
-        chances: Parallel to them, how likely each is right if those before it are; ``None``: as the past says.
-        drawn_from: float32 [tokens, vocab], what each was drawn from, rows that sum to 1; ``None``: it was not drawn,
-            or greedily. For acceptance by rejection alone.
+        token_ids: Tokens expected to follow the sequence's last one; may be empty.
+        chances: Per token, the probability that it is right if those before it are; ``None``: unknown.
+        drawn_from: float32 [tokens, vocab], the distribution that each token was drawn from, rows that sum to 1;
+            ``None``: not drawn, or greedily. Used by rejection sampling alone.
         parents: Of a tree (:mod:`~baton.engine.speculation.tree`), the index of each token's parent, which comes before
             it; -1: the sequence's last token. The likeliest child comes first. ``None``: the tokens are a chain.
     """
@@ -34,36 +34,35 @@ class Proposal:
 
 
 class DrafterHangsError(InternalError):
-    """A drafter has not come back from a call in time."""
+    """A call of a drafter did not return in time."""
 
 
 class Drafter(Protocol):
-    """Proposes how sequences may go on. Called in the engine's thread, before each step.
+    """Proposes draft tokens. Called in the engine's thread, before each step.
 
-    Nothing that it says changes an answer: a proposal that is wrong costs time alone. What it keeps of a sequence may
-    be missing or stale at any time.
+    Proposals never change an answer: a wrong one only costs time. The drafter's state of a sequence may be missing or
+    stale at any time.
 
     Attributes:
-        name: The method, for metrics.
-        sequential: Whether each token that it drafts takes time: then it is asked for no more than may pay.
+        name: Name of the method, for metrics.
+        sequential: Whether each draft token takes time; if so, no more are asked for than may pay.
     """
 
     name: str
     sequential: bool
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
-        """Return draft tokens for sequences that decode, parallel to them.
+        """Return a proposal for each decoding sequence.
 
         Args:
-            wanted: Sequences, each with the most tokens that can be used, one after the other; of a tree that is its
-                depth.
+            wanted: Sequences, each with the most draft tokens in a row that can be used: for a tree, its depth.
         """
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Take note that a sequence has ended and comes no more."""
+        """Drop the state of a sequence that has finished."""
 
     def close(self) -> None:
-        """Give back what it holds; harmless if repeated."""
+        """Release all resources; may be called again."""
 
 
 @runtime_checkable
@@ -71,18 +70,18 @@ class ReadsHidden(Protocol):
     """A :class:`Drafter` that drafts from the target's hidden states.
 
     Attributes:
-        hidden_of: Which ones, as :class:`~baton.engine.runner.input_batch.ForwardBatch` has them.
+        hidden_of: Hidden states that it reads, as in :class:`~baton.engine.runner.input_batch.ForwardBatch`.
     """
 
     hidden_of: tuple[int, ...]
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
-        """Take what a step computed; of chains of drafts all, of trees the tokens that were right.
+        """Receive the hidden states of a step's tokens: of chains all, of trees the accepted ones.
 
         Args:
-            rows: Sequences, each with the position of its first token of the step, and how many it had.
-            hidden: Per member of ``hidden_of`` [T, width], all sequences' tokens one after the other. A view of them
-                takes the memory of the whole step: what is kept is to be copied.
+            rows: Sequences, each with the position of its first token in the step, and its number of tokens.
+            hidden: Per member of ``hidden_of`` [T, width], all sequences' tokens one after the other. Copy what is
+                kept: a view keeps the memory of the whole step.
         """
 
 
@@ -91,8 +90,8 @@ class KeepsContext(Protocol):
     """A :class:`Drafter` with KV of its own that can come with a sequence's blocks.
 
     Attributes:
-        context: Tokens of sequences whose KV was computed elsewhere: of how many the drafter's came with it ("known"),
-            and of how many it did not ("lacking").
+        context: Number of tokens whose KV was computed elsewhere: those whose drafter KV came with it ("known"),
+            and those without ("lacking").
     """
 
     context: Counter[str]

@@ -50,11 +50,11 @@ class HiddenHead(Protocol):
     """A layer that goes on where the target's hidden states end.
 
     Attributes:
-        hidden_of: Which of them it reads.
-        width: Elements of what it takes of them.
-        spec: Its attention.
-        attention: What computes that.
-        dtype: Of its KV, by name.
+        hidden_of: Hidden states of the target that it reads.
+        width: Elements of a slot's hidden state.
+        spec: Shape of the head's attention.
+        attention: Attention operator.
+        dtype: Name of the dtype of the head's KV.
     """
 
     hidden_of: tuple[int, ...]
@@ -88,7 +88,7 @@ class EagleState(ChainState):
         rows: What the slots behind them take of the target's hidden states, [n, width].
         own: The head's hidden state of the slot computed last, [1, width].
         kept: Slots that are in the sequence's own blocks too.
-        guessed: Position of the token whose slot took zeros, as nobody had the state before it; -1: none.
+        guessed: Position of the token whose slot took zeros, as the state before it is unknown; -1: none.
     """
 
     sure: int = 0
@@ -117,11 +117,11 @@ class EagleDrafter(ChainDrafter[EagleState]):
     """A :class:`~baton.engine.speculation.drafter.Drafter` that runs a head over the target's hidden states.
 
     Args:
-        name: The method.
+        name: Name of the method.
         head: The head: EAGLE's, or another that works like it.
-        config: Of the engine.
+        config: Configuration of the engine.
         max_len: Longest sequence of the target.
-        device: Where the target is, and so the head.
+        device: Device of the target and the head.
 
     Attributes:
         layers: The head's KV as layers of the KV pool's blocks; ``None``: those have none.
@@ -392,15 +392,15 @@ class NextTokenHead:
     """The layer, run by transformers' modules with Baton's attention, linears and experts.
 
     Args:
-        config: Of the engine.
-        target: The model.
+        config: Configuration of the engine.
+        target: The target model.
         max_len: Longest sequence of the target.
-        attention: What computes its attention.
+        attention: Attention operator of the layer.
 
     Attributes:
         hidden_of: Which hidden states of the target it reads.
         width: Elements of one.
-        spec: Its attention.
+        spec: Shape of the layer's attention.
         attention: As given.
         dtype: The target's, by name.
 

@@ -42,13 +42,13 @@ class HeadFiles:
     """The configuration and the tensors of a head.
 
     Args:
-        config: Names the folder or the hub's repository.
+        config: ``speculative_model`` is the folder or hub repository.
 
     Attributes:
-        settings: Its ``config.json``.
-        path: The file of its weights, for errors.
+        settings: Content of ``config.json``.
+        path: File of the weights, for errors.
         digest: SHA-256 of both, 32 hex digits of it.
-        device: Where tensors are wanted.
+        device: Device to load tensors to.
 
     Raises:
         ConfigError: There is none, or it cannot be read; names ``speculative_model``.
@@ -160,15 +160,15 @@ class EagleHead:
     """The layer, with the embedding and head that it shares with the target where it has none of its own.
 
     Args:
-        files: Of the head.
+        files: Files of the head.
         model: The target.
-        attention: What computes its attention.
+        attention: Attention operator of the layer.
         third: Whether it is an EAGLE-3 head.
 
     Attributes:
         width: Elements of a hidden state.
         hidden_of: Which hidden states of the target it reads.
-        spec: Its attention.
+        spec: Shape of the layer's attention.
         attention: As given.
         dtype: The target's, by name.
 

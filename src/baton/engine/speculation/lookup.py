@@ -45,11 +45,9 @@ class NgramDrafter:
         """Return what followed before; see the protocol."""
         return [Proposal(look_up(sequence, limit)) for sequence, limit in wanted]
 
-    def sequence_finished(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
+    def sequence_finished(self, sequence: Sequence) -> None: ...
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def look_up(sequence: Sequence, limit: int) -> list[int]:
@@ -196,7 +194,7 @@ class SuffixDrafter:
         own.draft = ()
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Keep its answer for others of its tenant."""
+        """Add the answer to its tenant's history."""
         self._own.pop(sequence, None)
         if sequence.num_output < 2:
             return
@@ -209,7 +207,6 @@ class SuffixDrafter:
         shared.add(sequence.buffer[begin : sequence.num_tokens], apart=True)
 
     def close(self) -> None:
-        """Forget all."""
         self._own.clear()
         self._shared.clear()
 

@@ -100,7 +100,7 @@ class MedusaHeads:
         return self._tensor(f"{name}.weight", self._width, self._width), bias
 
     def _out(self, name: str, size: int) -> torch.Tensor:
-        """Take an output layer: of the tokens that are drafted, or of all, of which these are kept."""
+        """Load an output layer of the drafted tokens, or one of all tokens, of which the drafted ones are kept."""
         if self._drafted is not None and self._files.shape(name)[:1] == (self._vocab_size,):
             return self._tensor(name, self._vocab_size, self._width)[self._drafted]
         return self._tensor(name, size, self._width)
@@ -138,7 +138,7 @@ class MedusaDrafter:
 
     Args:
         heads: The heads.
-        device: What computes them.
+        device: Device that computes the heads.
         width: How many tokens trees have at each place; 1: they are chains.
     """
 
@@ -213,7 +213,6 @@ class MedusaDrafter:
         return [trees[at].proposal() if at in trees else Proposal(()) for at in range(len(wanted))]
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Forget it."""
         self._last.pop(sequence, None)
 
     def close(self) -> None:

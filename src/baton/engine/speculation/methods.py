@@ -1,4 +1,4 @@
-"""Who drafts, by name."""
+"""Methods of speculative decoding by name, and a wrapper for drafters that may hang."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.5
 """A step waits no longer for drafts; a first call, which may have to warm up, is given up like any other."""
 MAX_ENDED = 4096
-"""Sequences that a drafter is still to be run of as ended; beyond, it hangs, and the oldest are forgotten."""
+"""Finished sequences not reported to the drafter yet; beyond, it hangs, and the oldest are dropped."""
 TELL_AT = 64
-"""Ended sequences after which it is run of them, though nothing is proposed."""
+"""Finished sequences after which they are reported even without a proposal."""
 
 
 @dataclass(slots=True)
@@ -36,20 +36,24 @@ class _Call:
     """Something to be done in the drafter's thread.
 
     Attributes:
-        work: What.
-        found: What came of it.
-        error: What it raised.
-        done: Set at its end.
+        work: Function to run in the drafter's thread.
+        proposals: Result of the function.
+        error: Exception that it raised; ``None``: it did not.
+        done: Set when it has returned or raised.
     """
 
     work: Callable[[], list[Proposal]]
-    found: list[Proposal] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class BoundedDrafter:
-    """A :class:`~baton.engine.speculation.drafter.Drafter` that asks another one, and waits a bounded time.
+    """A :class:`~baton.engine.speculation.drafter.Drafter` that calls another one in its own thread, with a timeout.
+
+    Drafters that compute something bounded in the engine's process need none of this. One that waits for others (ranks
+    of a draft model), or that another package brought, may return late or never: its call is given up then, and it is
+    asked again once it has returned.
 
     Args:
         drafter: May hang, in any of its calls.
@@ -84,16 +88,16 @@ class BoundedDrafter:
             raise DrafterHangsError(f"drafter {self.name} took more than {self._wait_s:g} s")
         if call.error is not None:
             raise call.error
-        return call.found
+        return call.proposals
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Take note that a sequence has ended: the drafter is run with its next call."""
+        """Queue a finished sequence; the drafter gets it with its next call."""
         self._ended.append(sequence)
         if len(self._ended) >= TELL_AT and not self._hangs:
             self._submit(list)
 
     def close(self) -> None:
-        """Give back what it holds, as far as it lets itself be closed; harmless if repeated."""
+        """Close the drafter, if it does not hang; may be called again."""
         self._calls.put(None)
         self._thread.join(self._wait_s)
         if self._thread.is_alive():
@@ -121,7 +125,7 @@ class BoundedDrafter:
         torch.set_num_threads(threads)  # which is a thread's own setting
         while (call := self._calls.get()) is not None:
             try:
-                call.found = call.work()
+                call.proposals = call.work()
             except Exception as error:
                 call.error = error
             call.done.set()
@@ -142,7 +146,7 @@ DRAFTERS = PluginGroup("speculative", "baton.drafters", BUILT_IN)
 
 
 def load_drafter(config: EngineConfig, executor: Executor) -> Drafter | None:
-    """Return what drafts for a loaded model; ``None``: nobody is to.
+    """Return the drafter for a loaded model; ``None``: no speculative decoding.
 
     Raises:
         ConfigError: There is no such method, or it cannot work with this model; names the field.

@@ -39,7 +39,8 @@ class DrawnDraft:
         logits: [n + 1, vocab], behind the token before the draft and behind each of its tokens; edited and masked.
         rows: Parallel to ``logits``; none is greedy.
         draft: n tokens.
-        drawn_from: [n or more, vocab], what they were drawn from, rows that sum to 1; ``None``: they were not drawn.
+        drawn_from: [n or more, vocab], distributions that the tokens were drawn from, rows that sum to 1; ``None``: not
+            drawn.
     """
 
     logits: torch.Tensor
@@ -49,10 +50,10 @@ class DrawnDraft:
 
 
 def keep_or_replace(drafts: SequenceOf[DrawnDraft], *, on_gpu: bool = False) -> list[list[int]]:
-    """Return of each draft the tokens that are kept, and the one that follows them.
+    """Return, per draft, the accepted tokens and the one that follows them.
 
     Args:
-        drafts: Of different sequences.
+        drafts: Drafts of different sequences.
         on_gpu: Whether the operator of a GPU decides, wherever the logits are.
     """
     alike: dict[tuple[int, bool], list[int]] = {}

@@ -66,7 +66,7 @@ class StepTimes:
         return _size(rows) in self._own
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a step."""
+        """Add the time of a step."""
         size = _size(rows)
         took = math.log(max(seconds, 1e-7))
         self._seen[size] = seen = self._seen.get(size, 0) + 1
@@ -89,7 +89,7 @@ class StepTimes:
         """Return the seconds that steps take, but for a factor that is common to all.
 
         Args:
-            rows: float64 [n]. Something must be known.
+            rows: float64 [n]; at least one step must have been observed.
         """
         return (rows + _PLATEAU) * np.exp(np.interp(rows, self._rows, self._logs))
 
@@ -106,7 +106,7 @@ class Pace:
     """Decides on the number of draft tokens of a step, and when to look again after there were none.
 
     Attributes:
-        times: What steps take.
+        times: Observed times of steps.
     """
 
     def __init__(self) -> None:
@@ -121,9 +121,9 @@ class Pace:
 
         Args:
             rows: Tokens that it computed.
-            seconds: What it took, proposal included.
-            drafting: What the drafter took of that for its proposal; 0: it was not asked.
-            drafts: Whether it had any.
+            seconds: Time of the step in seconds, proposal included.
+            drafting: Seconds of that which the drafter took; 0: it was not asked.
+            drafts: Whether the step had draft tokens.
         """
         if drafting:
             cost = drafting / max(seconds - drafting, 1e-7)
@@ -177,7 +177,7 @@ class Record:
     """How a sequence's drafts fared: the share of tokens that were right, and that relative to what was promised.
 
     Args:
-        rate: What to expect of the first.
+        rate: Expected share of right tokens before anything is observed.
     """
 
     __slots__ = ("expected", "rate", "right")
@@ -195,13 +195,13 @@ class Record:
         """Return how likely each of ``count`` draft tokens and all before it are right.
 
         Args:
-            given: What the drafter says of each if those before it are right.
+            given: The drafter's probability of each token if those before it are right; ``None``: none.
             count: Draft tokens.
-            parents: Of the tokens of a tree; empty: they are a chain.
+            parents: Index of each token's parent; empty: the draft is a chain.
         """
         if parents:
-            told = None if given is None else given.tolist()
-            return chances_of(parents, told, self.rate, min(1.0, self.right / self.expected))
+            known = None if given is None else given.tolist()
+            return chances_of(parents, known, self.rate, min(1.0, self.right / self.expected))
         if given is None:
             return np.full(count, self.rate).cumprod()
         return (given * min(1.0, self.right / self.expected)).cumprod()
@@ -256,7 +256,7 @@ class _Draft:
     parents: tuple[int, ...] = ()
 
     def truncate_to(self, tokens: npt.NDArray[np.int64]) -> None:
-        """Keep some tokens alone, ascending, with a token those before it."""
+        """Drop all tokens but some, given in ascending order; a kept token's predecessors are kept too."""
         if self.parents:
             order, parents = pick(self.parents, self.chances, tokens.tolist())
             self.parents = () if is_chain(parents) else parents
@@ -267,13 +267,13 @@ class _Draft:
 
 
 class SpeculationStats:
-    """What became of drafts since start.
+    """Counters of drafts since start.
 
     Attributes:
-        method: Who drafts.
+        method: Name of the drafter.
         steps: Steps of sequences that had a draft.
         drafted: Draft tokens verified, by their place in the draft, from 0 on.
-        accepted: Those that were right.
+        accepted: Draft tokens accepted, by their place in the draft.
         faults: Proposals that could not be used, by reason.
         context: See :class:`~baton.engine.speculation.drafter.KeepsContext`.
     """
@@ -292,12 +292,12 @@ class Speculator:
 
     Args:
         config: ``speculative_tokens``, ``speculative_width``, ``speculative_acceptance``.
-        drafter: Who proposes; it may do anything wrong.
+        drafter: Proposes tokens; its errors and wrong proposals are tolerated.
         vocab_size: Draft tokens must be below it.
 
     Attributes:
-        drawn_from: What the step's drafts were drawn from, as far as they were; ``None``: nobody asks, as drafts are
-            kept by equality.
+        drawn_from: What the step's drafts were drawn from, as far as they were; ``None``: not needed, as drafts
+            are accepted by equality.
     """
 
     def __init__(self, config: EngineConfig, drafter: Drafter, vocab_size: int) -> None:
@@ -354,9 +354,9 @@ class Speculator:
         """Show the drafter the hidden states of a step's tokens, before any of them counts as computed.
 
         Args:
-            plan: Of the step.
-            hidden: Of all its tokens.
-            paths: Which draft tokens were right: of trees these alone are shown.
+            plan: Plan of the step.
+            hidden: Hidden states of all its tokens.
+            paths: Accepted draft tokens per sequence; of trees these alone are shown.
         """
         if not hidden or not isinstance(self.drafter, ReadsHidden):
             return
@@ -371,12 +371,12 @@ class Speculator:
             self._failed("raised")
 
     def verified(self, sequence: Sequence, drafted: int, path: SequenceOf[int]) -> None:
-        """Take note of what became of a draft.
+        """Record how many tokens of a draft were accepted.
 
         Args:
-            sequence: Whose.
-            drafted: Its tokens.
-            path: Those of them that were right, one after the other.
+            sequence: Sequence of the draft.
+            drafted: Number of draft tokens.
+            path: Indices of the accepted ones, one after the other.
         """
         accepted = len(path)
         sequence.num_drafted += drafted
@@ -402,7 +402,7 @@ class Speculator:
             self._pace.observe(plan.num_tokens, seconds, drafting if self._asked else 0.0, drafts=bool(plan.drafts))
 
     def sequence_finished(self, sequence: Sequence) -> None:
-        """Take note that a sequence has ended."""
+        """Drop the state of a finished sequence."""
         self._records.pop(sequence, None)
         self._promised.pop(sequence, None)
         try:
@@ -477,7 +477,7 @@ class Speculator:
             given = None if given is None else [given[i] for i in path]
         # Of what was drawn a grammar takes only what it allows: that is no draw from the whole any more.
         drawn_from = proposal.drawn_from if sequence.sampler.constraint is None else None
-        usable = _Usable(sequence, self._vocab_size, limit, branches=parents is not None)
+        usable = _UsableTokens(sequence, self._vocab_size, limit, branches=parents is not None)
         if parents is None:
             for i, token in enumerate(tokens[:limit]):
                 if not usable.add(i, token, i - 1):
@@ -492,25 +492,25 @@ class Speculator:
         if record is None:
             record = self._records[sequence] = Record(max(USUAL_RATE, self._usual))
         kept = usable.kept
-        told = None if given is None else np.array([given[i] for i in kept], np.float64)
+        known = None if given is None else np.array([given[i] for i in kept], np.float64)
         own = () if parents is None else tuple(usable.parents)
-        return _Draft(sequence, tuple(usable.tokens), record.chances(told, len(kept), own), drawn_from, own)
+        return _Draft(sequence, tuple(usable.tokens), record.chances(known, len(kept), own), drawn_from, own)
 
 
-class _Usable:
-    """The tokens of a draft that can come true, collected one by one.
+class _UsableTokens:
+    """The tokens of a draft that can be accepted, collected one by one.
 
     Args:
-        sequence: Whose draft.
+        sequence: Sequence of the draft.
         vocab_size: Tokens are below it.
         limit: How many tokens may come one after the other.
         branches: Whether several tokens may have one parent.
 
     Attributes:
-        tokens: Those that can.
-        parents: Of each the index among them; -1: the sequence's last token.
-        kept: Of each the index in the draft.
-        bad_ids: How many others do not exist.
+        tokens: Tokens that can be accepted.
+        parents: Index of each token's parent among ``tokens``; -1: the sequence's last token.
+        kept: Index of each token in the draft.
+        bad_ids: Number of draft tokens that are not in the vocabulary.
     """
 
     def __init__(self, sequence: Sequence, vocab_size: int, limit: int, *, branches: bool) -> None:
@@ -528,7 +528,7 @@ class _Usable:
         self._seen: set[tuple[int, int]] = set()
 
     def add(self, index: int, token: int, parent: int) -> bool:
-        """Take a token whose parent came before; returns whether it can come true."""
+        """Add a token whose parent came before; return whether it can be accepted."""
         above = self._open.get(parent)
         if above is None:
             return False

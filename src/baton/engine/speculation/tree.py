@@ -57,10 +57,10 @@ def chances_of(
     """Return how likely each token of a tree and all before it are right.
 
     Args:
-        parents: Of each token.
-        given: What the drafter says of each if those before it are right; ``None``: nothing.
-        rate: Where it says nothing, how often one of a token's children is right.
-        factor: By how much what it says is too high: 1, or less.
+        parents: Index of each token's parent.
+        given: The drafter's probability of each token if those before it are right; ``None``: none.
+        rate: Without ``given``, the probability that one of a token's children is right.
+        factor: Correction of ``given``, at most 1.
     """
     chances = np.empty(len(parents))
     left: dict[int, float] = {}
@@ -83,9 +83,9 @@ def pick(
     So the likeliest path lies in a row, and need not be moved if it is right.
 
     Args:
-        parents: Of each token of the tree.
-        chances: That each and those before it are right.
-        kept: Ascending; with a token its parent.
+        parents: Index of each token's parent.
+        chances: Probability that each token and those before it are right.
+        kept: Tokens to return, ascending; the parent of each is among them.
     """
     children: dict[int, list[int]] = {}
     for node in kept:
@@ -107,8 +107,8 @@ def right_path(tokens: SequenceOf[int], parents: Parents, sampled: SequenceOf[in
     """Return the draft tokens that are what was sampled, from the first one on.
 
     Args:
-        tokens: The draft.
-        parents: Of each; empty: it is a chain.
+        tokens: Draft tokens.
+        parents: Index of each token's parent; empty: the draft is a chain.
         sampled: One token more: those chosen after the sequence's last token and after each of the draft's.
     """
     path: list[int] = []
@@ -133,15 +133,15 @@ class Branches:
     """The tree that is being drafted for a sequence.
 
     Args:
-        sequence: Whose.
+        sequence: Sequence to draft for.
         row: The sampler's row for its next token.
         depth: How many tokens may come one after the other.
         width: How many tokens a level has.
 
     Attributes:
-        tokens: Of the tree.
-        parents: Of each token.
-        level: Those whose next tokens are wanted; -1: the sequence's last one.
+        tokens: Tokens of the tree.
+        parents: Index of each token's parent.
+        level: Indices of the tokens whose children come next; -1: the sequence's last token.
     """
 
     def __init__(self, sequence: Sequence, row: SamplerRow, depth: int, width: int) -> None:
@@ -160,16 +160,16 @@ class Branches:
         """The sampler's rows of ``level``."""
         return [self._rows[node] for node in self.level]
 
-    def grow(self, found: SequenceOf[Candidates]) -> bool:
+    def grow(self, candidates: SequenceOf[Candidates]) -> bool:
         """Add a level; returns whether there may be one more.
 
         Args:
-            found: For each token of ``level`` what may come next.
+            candidates: Possible next tokens for each token of ``level``.
         """
         options = [
             (self._products[node] * chance, chance, node, token)
-            for node, candidates in zip(self.level, found, strict=True)
-            for token, chance in candidates
+            for node, next_tokens in zip(self.level, candidates, strict=True)
+            for token, chance in next_tokens
         ]
         options.sort(key=lambda option: -option[0])
         self._left -= 1
@@ -186,7 +186,6 @@ class Branches:
         return bool(self.level) and len(self.tokens) < MAX_NODES
 
     def proposal(self) -> Proposal:
-        """Return the tree."""
         return Proposal(self.tokens, self._chances, parents=self.parents)
 
 
@@ -222,8 +221,8 @@ def likeliest(logits: torch.Tensor, rows: SequenceOf[SamplerRow], width: int) ->
 def _first_in_race(probs: torch.Tensor, keys: npt.NDArray[np.uint64], width: int) -> list[Candidates]:
     """Return per row the tokens that come first in the sampler's two races, of chunks and within a chunk.
 
-    What the target's probabilities are nobody knows here; they are taken to be like these, so that who comes first here
-    is the likelier to come first there the farther it is ahead: in proportion to the inverse of its time.
+    The target's probabilities are unknown here and taken to be like these. A token that is first here is the likelier
+    to be first there the farther it is ahead: in proportion to the inverse of its time.
     """
     count, vocab = probs.shape
     probs = torch.nn.functional.pad(probs, (0, -vocab % CHUNK))

@@ -6,7 +6,7 @@ is kept while it is that token; in a tree, that child is which equals the token 
 of a sequence do not depend on who drafts, and on whether anybody does: acceptance by equality, in place of that by
 ``min(1, p / q)`` (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023), which
 keeps the distribution but not the sequence, and is there for those who want it
-(:mod:`~baton.engine.speculation.verification`).
+(:mod:`~baton.engine.speculation.rejection`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from baton_kernels.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a step gives to one sequence.
+    """Tokens that a step chose for one sequence.
 
     Attributes:
-        token_ids: Its next tokens, at least one; none where there is an error.
+        token_ids: The sequence's next tokens, at least one; empty if there is an error.
         logprobs: Parallel to them, if asked for.
-        num_drafted: Draft tokens that it had.
-        path: Which of them are the first of ``token_ids``.
+        num_drafted: Number of draft tokens that were verified.
+        path: Indices of the accepted draft tokens, which are the first of ``token_ids``.
         error: Why there is no token; empty: there is.
         bad_logits: Whether the reason is that its logits are not finite, and its KV not worth keeping.
     """
@@ -87,7 +87,7 @@ class StepSampling:
     """The choice of one step's tokens. Masks are computed while the forward pass runs, or when they are missed.
 
     Args:
-        batch: What is computed.
+        batch: Batch of the step.
         masks: Computes masks; ``None``: no sequence is under a grammar.
         drawn_from: What drafts were drawn from, as far as they were, for acceptance by rejection; ``None``: by
             equality.
@@ -129,7 +129,7 @@ class StepSampling:
         """Choose tokens; on a GPU that is queued, and nothing is waited for.
 
         Args:
-            output: Of the forward pass; its logits may be changed.
+            output: Result of the forward pass; its logits may be changed.
         """
         if not self._wanted:
             return
