@@ -1,6 +1,6 @@
 """How models write tool calls and reasoning: dialects as data, and one incremental parser over them.
 
-Only the router and the SDK have text. Nothing here imports torch or transformers.
+Only the router and the SDK handle text. Nothing here imports torch or transformers.
 """
 
 from baton.dialects.builtin import REASONING_DIALECTS, TOOL_DIALECTS

@@ -89,7 +89,6 @@ class Source:
         self.at = 0
 
     def space(self) -> Reader[None]:
-        """Skip white space."""
         while True:
             match = _SPACE.match(self._text, self.at)
             assert match is not None

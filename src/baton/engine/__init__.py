@@ -1,7 +1,18 @@
-"""The inference engine: scheduler, model runner, sampler, loader, attention.
+"""The inference engine, and the protocols that its plug-ins implement.
 
-``from baton.engine import LLM, SamplingParams`` is the offline way to use it. Names load on first use: torch comes
-with the first that needs it.
+Offline use::
+
+    from baton.engine import LLM, SamplingParams
+
+    with LLM("meta-llama/Llama-3.2-1B", dtype="bfloat16") as llm:
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16)):
+            print(output.text)
+
+Services step an :class:`EngineCore` themselves (:func:`baton.engine.build.build_engine`). Other packages extend the
+engine by entry points: attention backends (``baton.attention_backends``), executors (``baton.executors``), drafters
+(``baton.drafters``) and grammar backends (``baton.grammars``).
+
+Names are loaded on first use, and torch with the first one that needs it.
 """
 
 from __future__ import annotations
@@ -12,9 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig
+    from baton.engine.attention import AttentionContext, AttentionFactory
     from baton.engine.core import EngineCore
-    from baton.engine.llm import LLM, RequestOutput
-    from baton.engine.request import EngineRequest
+    from baton.engine.executor.base import Executor
+    from baton.engine.grammar.base import GrammarBackend, GrammarMatcher
+    from baton.engine.llm import LLM, RequestOutput, SequenceResult
+    from baton.engine.request import EngineRequest, EngineStats, RequestMetrics, SequenceOutput
+    from baton.engine.speculation.drafter import Drafter, Proposal
     from baton.types import SamplingParams
 
 for _package in ("torch", "transformers", "safetensors"):
@@ -23,20 +38,50 @@ for _package in ("torch", "transformers", "safetensors"):
             f"engines need {_package}, which is not installed: pip install 'baton-serve[engine]'", name=_package
         )
 
-__all__ = ["LLM", "EngineConfig", "EngineCore", "EngineRequest", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AttentionContext",
+    "AttentionFactory",
+    "Drafter",
+    "EngineConfig",
+    "EngineCore",
+    "EngineRequest",
+    "EngineStats",
+    "Executor",
+    "GrammarBackend",
+    "GrammarMatcher",
+    "Proposal",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SequenceOutput",
+    "SequenceResult",
+]
 
-_HOMES = {
-    "LLM": "baton.engine.llm",
-    "RequestOutput": "baton.engine.llm",
+_MODULES = {
+    "AttentionContext": "baton.engine.attention",
+    "AttentionFactory": "baton.engine.attention",
+    "Drafter": "baton.engine.speculation.drafter",
+    "EngineConfig": "baton.config",
     "EngineCore": "baton.engine.core",
     "EngineRequest": "baton.engine.request",
-    "EngineConfig": "baton.config",
+    "EngineStats": "baton.engine.request",
+    "Executor": "baton.engine.executor.base",
+    "GrammarBackend": "baton.engine.grammar.base",
+    "GrammarMatcher": "baton.engine.grammar.base",
+    "LLM": "baton.engine.llm",
+    "Proposal": "baton.engine.speculation.drafter",
+    "RequestMetrics": "baton.engine.request",
+    "RequestOutput": "baton.engine.llm",
     "SamplingParams": "baton.types",
+    "SequenceOutput": "baton.engine.request",
+    "SequenceResult": "baton.engine.llm",
 }
+"""Module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is asked for."""
-    if name not in _HOMES:
+    """Load a public name on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -207,7 +207,6 @@ class CudaMemory:
 
     @classmethod
     def allocate(cls, device: torch.device, size: int) -> CudaMemory:
-        """Return new zeroed memory; see :func:`allocate`."""
         torch.cuda.empty_cache()
         address = ctypes.c_void_p()
         try:
@@ -226,7 +225,6 @@ class CudaMemory:
 
     @classmethod
     def open(cls, device: torch.device, handle: bytes, size: int) -> CudaMemory:
-        """Open another process's memory; see :func:`open_memory`."""
         address = ctypes.c_void_p()
         given = _Handle.from_buffer_copy(handle)
         try:
@@ -239,7 +237,6 @@ class CudaMemory:
         return cls(device, int(address.value or 0), size, "cudaIpcCloseMemHandle")
 
     def handle(self) -> bytes:
-        """Return the IPC handle; see :class:`DeviceMemory`."""
         made = _Handle()
         with torch.cuda.device(self._device):
             _cuda_runtime().call("cudaIpcGetMemHandle", ctypes.byref(made), ctypes.c_void_p(self._address))
@@ -272,7 +269,6 @@ class StandInMemory:
 
     @classmethod
     def open(cls, device: torch.device, handle: bytes, size: int) -> StandInMemory:
-        """Open another process's memory; see :func:`open_memory`."""
         magic, pid, number, peer_size = _STAND_IN.unpack_from(handle)
         if magic != _STAND_IN_MAGIC or peer_size != size:
             raise PipeClosedError("the peer's device memory is of another kind, or size")
@@ -283,7 +279,6 @@ class StandInMemory:
         return cls(fd, size)
 
     def handle(self) -> bytes:
-        """Return process and descriptor; see :class:`DeviceMemory`."""
         return _STAND_IN.pack(_STAND_IN_MAGIC, os.getpid(), self._fd, self._size).ljust(HANDLE_BYTES, b"\0")
 
 

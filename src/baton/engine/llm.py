@@ -1,4 +1,4 @@
-"""Offline use: a list of prompts in, a list of answers out, over the same engine that serves."""
+"""Offline inference: a list of prompts in, a list of answers out, with the engine that services use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class SequenceResult:
     """One of the ``n`` answers to a prompt.
 
     Attributes:
-        text: Without stop strings and special tokens.
+        index: Index of the answer, 0 to n-1.
+        text: Text without stop strings and special tokens.
         token_ids: All tokens, a stop token included.
         logprobs: Parallel to ``token_ids``, if asked for.
         finish_reason: Why it ended.
@@ -43,11 +44,11 @@ class RequestOutput:
     """The answer to one prompt; ``text``, ``token_ids`` and so on are those of the first of its ``outputs``.
 
     Attributes:
-        prompt: The prompt as text, if it came as text.
-        prompt_token_ids: The prompt as tokens.
-        outputs: ``n`` answers.
-        prompt_logprobs: Per prompt token, ``None`` for the first, if asked for.
-        metrics: How the first of them fared.
+        prompt: The prompt, if it was given as text.
+        prompt_token_ids: Token ids of the prompt.
+        outputs: The ``n`` answers.
+        prompt_logprobs: One entry per prompt token, if asked for; the first entry is ``None``.
+        metrics: Token counts and times of the request.
     """
 
     prompt: str | None
@@ -81,19 +82,20 @@ class LLM:
     """A model for offline use, also as a context manager. Not thread-safe.
 
     Attributes:
+        config: Configuration of the engine.
         core: The engine.
-        tokenizer: The model's tokenizer, ``None`` if it has none: prompts must be token ids then.
+        tokenizer: The model's tokenizer; ``None``: it has none, and prompts must be token ids.
     """
 
     def __init__(self, model: str | EngineConfig, **overrides: Any) -> None:
         """Load a model.
 
         Args:
-            model: A local path or hub name, or a whole configuration.
-            overrides: Fields of :class:`~baton.config.EngineConfig`.
+            model: Local path, GGUF file or hub name of a model, or a whole configuration.
+            overrides: Fields of :class:`~baton.config.EngineConfig` to set, such as ``dtype`` or ``tp``.
 
         Raises:
-            ConfigError: The model or the configuration can't work.
+            ConfigError: The model cannot be loaded, or a field has a wrong value; names the field.
         """
         config = EngineConfig(model=model) if isinstance(model, str) else model
         self.config = dataclasses.replace(config, **overrides)
@@ -102,7 +104,7 @@ class LLM:
         self._ids = itertools.count()
 
     def close(self) -> None:
-        """Give the KV pool's memory back, and end the other ranks."""
+        """Release the KV pool and the other ranks' processes; the object cannot be used afterwards."""
         if self.core.speculator is not None:
             self.core.speculator.drafter.close()
         self.core.executor.close()
@@ -119,15 +121,19 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, all at once, and return when all are done.
+        """Generate answers to all prompts as one batch.
 
         Args:
-            prompts: A text, texts, or lists of token ids.
-            sampling: For all, or one per prompt; default: ``SamplingParams()``.
+            prompts: One text, a list of texts, or a list of lists of token ids.
+            sampling: Sampling parameters of all prompts, or a list with one entry per prompt; default:
+                ``SamplingParams()``.
+
+        Returns:
+            One output per prompt, in order.
 
         Raises:
-            InvalidRequestError: A prompt or a parameter is wrong; nothing was generated.
-            InternalError: The model failed.
+            InvalidRequestError: A prompt or parameter is invalid; nothing was generated. Names the field.
+            InternalError: A step failed.
         """
         many: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(many)
@@ -159,7 +165,7 @@ class LLM:
         return _Job(request, text, self.tokenizer)
 
     def _run(self, jobs: list[_Job]) -> None:
-        """Feed the engine as its queue has room, and collect until all jobs are done."""
+        """Add requests while the queue has room, and step the engine until all jobs are done."""
         todo = iter(jobs)
         live: dict[RequestId, _Job] = {}
         try:
@@ -191,7 +197,7 @@ class LLM:
 
 
 class _Job:
-    """One request under way."""
+    """One request and its results so far."""
 
     def __init__(self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request

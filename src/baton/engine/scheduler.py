@@ -127,11 +127,11 @@ class Growing(Protocol):
 
     @property
     def num_output(self) -> int:
-        """Number of output tokens."""
+        """Number of output tokens generated so far."""
 
     @property
     def max_output(self) -> int:
-        """Most output tokens."""
+        """Number of output tokens at most."""
 
     @property
     def num_tokens(self) -> int:

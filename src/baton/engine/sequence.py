@@ -409,21 +409,21 @@ class Sequence:
         self.table[have:want] = block_ids
         self.block_ids.extend(block_ids)
 
-    def attach_prefix(self, found: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
+    def attach_prefix(self, prefix: PrefixHit, windows: list[WindowTable], block_size: int) -> None:
         """Start with blocks found in the prefix cache.
 
         Args:
-            found: Blocks of the cached prefix.
+            prefix: Blocks of the cached prefix.
             windows: Empty tables of the layer groups beyond the first.
             block_size: Tokens per block.
         """
         self.windows = []
-        self.append_blocks(found.block_ids)
-        for table, tail in zip(windows, found.windows, strict=True):
-            table.begin(len(found.block_ids) - len(tail), tail)
+        self.append_blocks(prefix.block_ids)
+        for table, tail in zip(windows, prefix.windows, strict=True):
+            table.begin(len(prefix.block_ids) - len(tail), tail)
         self.windows = windows
-        self.num_committed = len(found.block_ids)
-        self.skip_to(len(found.block_ids) * block_size)
+        self.num_committed = len(prefix.block_ids)
+        self.skip_to(len(prefix.block_ids) * block_size)
 
     def skip_to(self, num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens is in the pool without having been computed here."""

@@ -1,6 +1,6 @@
-"""What an answer must be: JSON schemas, regular expressions, choices and others become one form, llguidance's.
+"""Structured outputs: JSON schemas, regular expressions, choices and others are converted to a llguidance grammar.
 
-Routers, clients and offline users make it; instances know no other. Nothing here needs a tokenizer.
+Routers, clients and offline users convert; instances accept no other form. Nothing here needs a tokenizer.
 """
 
 from baton.grammar.json_schema import check_schema, json_rule

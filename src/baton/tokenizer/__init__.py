@@ -1,6 +1,6 @@
 """Text: tokenizer, chat template, incremental detokenizer, stop strings.
 
-Only the router and the SDK have text; workers take and give token ids. Nothing here imports torch or transformers.
+Only the router and the SDK handle text; workers exchange token ids. Nothing here imports torch or transformers.
 """
 
 from baton.tokenizer.chat_template import ChatTemplate

@@ -210,7 +210,6 @@ class InProcessExecutor:
         return self._runner.use(path)
 
     def trial_run(self, num_tokens: int) -> None:
-        """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
         blocks = self.layout.num_blocks_for(num_tokens)
         batch = ForwardBatch(
             token_ids=np.arange(num_tokens) % self.vocab_size,
@@ -223,7 +222,6 @@ class InProcessExecutor:
         self._run(batch, blocks)
 
     def bind(self, shards: KVShards) -> None:
-        """Use arenas of the ranks' layouts as the KV pool."""
         if len(shards.arenas) != len(self.shards):
             raise ConfigError(f"{len(shards.arenas)} arenas for {len(self.shards)} ranks", field="kv_blocks")
         self.compute.enter()
@@ -233,12 +231,10 @@ class InProcessExecutor:
             log.info("%s: %s", self.architecture, captured)
 
     def graph_bytes(self) -> int:
-        """Measure what captured decode steps will take; see :meth:`baton.engine.executor.base.Executor.graph_bytes`."""
         self.compute.enter()
         return self._runner.graph_bytes()
 
     def peak_bytes(self, num_tokens: int) -> list[int]:
-        """Run a prompt over memory of its own; see :meth:`baton.engine.executor.base.Executor.peak_bytes`."""
         if not self.compute.is_cuda:
             raise InternalError("the memory of a step is measured on GPUs alone")
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -248,7 +244,6 @@ class InProcessExecutor:
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:
-        """Called with a layer's index as soon as all ranks of this process's stage have written its KV of a step."""
         return self._on_layer
 
     @on_layer.setter
@@ -257,16 +252,13 @@ class InProcessExecutor:
         self._runner.watch_layers(function)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run one step; see :meth:`baton.engine.executor.base.Executor.forward`."""
         return self._run(batch)
 
     @property
     def why_no_trees(self) -> str:
-        """Why tokens of a step may not be nodes of trees; empty: they may."""
         return self._runner.why_no_trees
 
     def move_kv(self, moves: KVMoves) -> None:
-        """Move KV within the pool; see :meth:`baton.engine.executor.base.Executor.move_kv`."""
         self.compute.enter()
         self._runner.move_kv(moves)
 
@@ -296,8 +288,6 @@ class InProcessExecutor:
         """The model as it was loaded."""
         return self._runner.model
 
-    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None:
-        """There is no other process that could be lost."""
+    def watch(self, on_lost: Callable[[ExecutorLostError], None]) -> None: ...
 
-    def close(self) -> None:
-        """There is no other process to end."""
+    def close(self) -> None: ...

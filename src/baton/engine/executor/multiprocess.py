@@ -215,7 +215,6 @@ class MultiprocessExecutor(InProcessExecutor):
         return max(own_bytes, *(int(answer["bytes"]) for answer in answers))
 
     def peak_bytes(self, num_tokens: int) -> list[int]:
-        """Measure on all ranks; see :meth:`baton.engine.executor.base.Executor.peak_bytes`."""
         self.ask({"do": "measure"})
         own_bytes = super().peak_bytes(num_tokens)
         return [*own_bytes, *(int(answer["bytes"]) for answer in self.ask({"do": "measured"}))]
@@ -291,7 +290,6 @@ class MultiprocessExecutor(InProcessExecutor):
         return output
 
     def move_kv(self, moves: KVMoves) -> None:
-        """Move KV within the pool of each rank."""
         self._send({"do": "move", "sources": moves.sources.tolist(), "targets": moves.targets.tolist()})
         super().move_kv(moves)
         self._collect_answers(STEP_TIMEOUT_S)
@@ -318,7 +316,6 @@ class MultiprocessExecutor(InProcessExecutor):
             on_lost(lost)
 
     def close(self) -> None:
-        """End the followers and wait for their end; harmless if repeated."""
         with self._lock:
             if self._closed:
                 return

@@ -1,1 +1,1 @@
-"""Grammars in the engine: compiled off its thread, followed token by token, and masks of what may come next."""
+"""Guided decoding: grammars compiled outside the engine's thread, and token masks for each step."""

@@ -303,7 +303,7 @@ class StepMasks:
         """Yield the tokens that must follow, with the log probability of what has no alternative.
 
         Args:
-            constraint: Its sequence; the caller appends each token before it asks for the next one.
+            constraint: Constraint of the sequence; the caller appends each token before it asks for the next one.
         """
         while self.jump_forward and (forced := self._forced(constraint)):
             for token in forced:
@@ -592,7 +592,6 @@ class GrammarCompiler:
         self._bytes -= size
 
     def __len__(self) -> int:
-        """Number of cached grammars."""
         return len(self._kept)
 
 

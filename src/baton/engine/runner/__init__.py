@@ -1,1 +1,1 @@
-"""One rank's forward pass: the batch as flat arrays, the memory it takes, the check of the way it runs."""
+"""One rank's forward pass: flat batch arrays, the model runner, captured decode steps, layers of a drafter's KV."""

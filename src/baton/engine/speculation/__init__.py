@@ -1,1 +1,1 @@
-"""Speculative decoding: several tokens of a sequence per step, the same ones as without."""
+"""Speculative decoding: several tokens of a sequence per step, the same tokens as without it."""

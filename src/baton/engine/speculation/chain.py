@@ -121,7 +121,6 @@ class ChainDrafter(ABC, Generic[StateT]):
 
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
-        """Return how the sequences may go on; see the protocol."""
         jobs: list[DraftJob[StateT]] = []
         room = CATCH_UP
         asked = {sequence for sequence, _ in wanted}
@@ -192,7 +191,6 @@ class ChainDrafter(ABC, Generic[StateT]):
             self._free += state.blocks
 
     def close(self) -> None:
-        """Forget all sequences; harmless if repeated."""
         for sequence in list(self._states):
             self.sequence_finished(sequence)
 

@@ -148,7 +148,6 @@ class EagleDrafter(ChainDrafter[EagleState]):
         self.context: Counter[str] = Counter()
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
-        """Keep what later slots take of hidden states; see the protocol."""
         joined = self._head.join(hidden)
         at = 0
         asked = {sequence for sequence, _, _ in rows}
@@ -430,20 +429,17 @@ class NextTokenHead:
             self._head = PackedModule(make(self._head.weight, self._head.bias))
 
     def join(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return what slots take of the target's hidden states, each [T, width] -> [T, width]."""
         return hidden[0]
 
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pool: LayerPool
     ) -> torch.Tensor:
-        """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
         self._layer.set_inputs(self._embedding(tokens), hidden)
         rows = torch.arange(len(tokens), device=tokens.device)
         states, _ = self._decoder.forward(tokens, positions, rows, plan, [pool])
         return states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits float32 [R, vocab] of hidden states [R, width]."""
         logits: torch.Tensor = self._head(hidden)
         return logits.float()
 

@@ -247,7 +247,6 @@ class EagleHead:
         self._drafted = drafted
 
     def join(self, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return what slots take of the target's hidden states, each [T, width] -> [T, width]."""
         if not self.third:
             return hidden[0]
         return F.linear(torch.cat([each.to(self._dtype) for each in hidden], dim=-1), *self._fc)
@@ -255,7 +254,6 @@ class EagleHead:
     def forward(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, plan: Any, pool: LayerPool
     ) -> torch.Tensor:
-        """Compute slots: tokens and positions int64 [T], hidden [T, width] -> their hidden states [T, width]."""
         embedded = self._embedding(tokens).to(self._dtype)
         if self.third:
             residual = hidden
@@ -274,7 +272,6 @@ class EagleHead:
         return hidden + F.linear(gated, *self._down)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [R, vocab] of hidden states [R, width]; minus infinity of tokens that it does not draft."""
         logits: torch.Tensor = self._head(hidden if self._norm is None else self._rms(hidden, self._norm))
         if self._drafted is None:
             return logits.float()

@@ -42,7 +42,6 @@ class NgramDrafter:
         """Nothing has to be loaded."""
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
-        """Return what followed before; see the protocol."""
         return [Proposal(look_up(sequence, limit)) for sequence, limit in wanted]
 
     def sequence_finished(self, sequence: Sequence) -> None: ...
@@ -148,7 +147,6 @@ class SuffixDrafter:
         self._length = np.zeros(1, np.int64)
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
-        """Return what followed before; see the protocol."""
         return [self._propose(sequence, limit) for sequence, limit in wanted]
 
     def _propose(self, sequence: Sequence, limit: int) -> Proposal:

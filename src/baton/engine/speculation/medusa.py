@@ -154,7 +154,6 @@ class MedusaDrafter:
         """Position of the first hidden state that a step computed of a sequence, and what it computed."""
 
     def observe(self, rows: SequenceOf[tuple[Sequence, int, int]], hidden: tuple[torch.Tensor, ...]) -> None:
-        """Keep the latest hidden states; see the protocol."""
         at = 0
         for sequence, start, count in rows:
             # Of a prompt's chunk the last one is enough; of a draft any may turn out to be the last.
@@ -164,7 +163,6 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
-        """Return what the heads say; see the protocol."""
         jobs = []
         for at, (sequence, limit) in enumerate(wanted):
             start, rows = self._last.get(sequence, (0, None))
@@ -216,7 +214,6 @@ class MedusaDrafter:
         self._last.pop(sequence, None)
 
     def close(self) -> None:
-        """Forget all; harmless if repeated."""
         self._last.clear()
 
 

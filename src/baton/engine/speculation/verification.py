@@ -224,7 +224,7 @@ def _along(sampler: SamplerRow, draft: list[int], parents: tuple[int, ...]) -> l
     return rows
 
 
-def _verified(rows: _Rows, found: SamplerOutput, bad: set[int], at: int) -> Chosen:
+def _verified(rows: _Rows, sampled: SamplerOutput, bad: set[int], at: int) -> Chosen:
     """Keep the draft while it is what was sampled; ``at`` is the first of the sequence's rows."""
     sequence = rows.sequence
     draft = rows.draft
@@ -232,13 +232,13 @@ def _verified(rows: _Rows, found: SamplerOutput, bad: set[int], at: int) -> Chos
         return Chosen(sequence, [], error=error)
     if at in bad:
         return Chosen(sequence, [], error="the model's logits are not finite", bad_logits=True)
-    path = right_path(draft, rows.parents, found.token_ids[at : at + len(rows.rows)])
+    path = right_path(draft, rows.parents, sampled.token_ids[at : at + len(rows.rows)])
     visited = [at, *(at + 1 + node for node in path)]
     # A row that is wrong ends the draft before it: should it be wrong by itself too, the next step says so.
     wrong = (i for i, row in enumerate(visited) if i and (row in bad or rows.samplers[row - at].error))
     visited = visited[: next(wrong, len(visited))]
-    tokens = [found.token_ids[row] for row in visited]
+    tokens = [sampled.token_ids[row] for row in visited]
     logprobs = None
-    if found.logprobs is not None:
-        logprobs = [each for row in visited if (each := found.logprobs[row]) is not None]
+    if sampled.logprobs is not None:
+        logprobs = [each for row in visited if (each := sampled.logprobs[row]) is not None]
     return Chosen(sequence, tokens, logprobs or None, len(draft), tuple(path[: len(visited)]))
