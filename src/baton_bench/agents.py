@@ -121,9 +121,9 @@ class Line:
             try:
                 chunk = self.stream.sock.recv(_CHUNK_BYTES)
             except OSError as error:
-                raise self.stream.gone("receiving a control message", error) from error
+                raise self.stream.end_error("receiving a control message", error) from error
             if not chunk:
-                raise self.stream.gone("receiving a control message")
+                raise self.stream.end_error("receiving a control message")
             self._received += chunk
         line = bytes(self._received[:end])
         del self._received[: end + 1]

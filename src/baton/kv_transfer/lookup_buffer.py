@@ -71,7 +71,7 @@ class TokenIndex(Generic[E]):
         self._lengths: Counter[int] = Counter()
 
     def add(self, entry: E) -> None:
-        """Add an entry."""
+        """Add an entry to the index."""
         digest = next(_prefix_digests(entry.tokens, [entry.stop]))
         self._digests[entry.seq] = digest
         self._entries.setdefault((entry.stop, digest), {})[entry.seq] = entry
@@ -82,9 +82,9 @@ class TokenIndex(Generic[E]):
         digest = self._digests.pop(entry.seq, None)
         if digest is None:
             return
-        found = self._entries[entry.stop, digest]
-        del found[entry.seq]
-        if not found:
+        entries = self._entries[entry.stop, digest]
+        del entries[entry.seq]
+        if not entries:
             del self._entries[entry.stop, digest]
         self._lengths[entry.stop] -= 1
         if not self._lengths[entry.stop]:
@@ -112,7 +112,9 @@ def matches(entry: Indexed, tokens: Tokens, start: int) -> bool:
 
 def _prefix_digests(tokens: Tokens, lengths: list[int]) -> Iterator[bytes]:
     """Yield the digests of ``tokens[:n]`` for each of some ascending lengths, in one pass over the tokens."""
-    state, data, at = hashlib.blake2b(digest_size=_DIGEST_BYTES), np.ascontiguousarray(tokens).data, 0
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    data = np.ascontiguousarray(tokens).data
+    at = 0
     for length in lengths:
         state.update(data[at:length])
         at = length
@@ -158,7 +160,7 @@ _MAX_GONE = 64
 
 @dataclass(eq=False, slots=True)
 class _Entry(Generic[V]):
-    """What was inserted. ``wake`` is set while its inserter waits; ``error`` says why it waited in vain."""
+    """What was inserted. ``wake`` is set while its inserter waits; ``error`` says why it ended without being stored."""
 
     key: RequestId
     tokens: Tokens
@@ -219,8 +221,11 @@ class LookupBuffer(Generic[V]):
         for name, value in (("max_bytes", max_bytes), ("max_entries", max_entries), ("max_waiting", max_waiting)):
             if value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}", field=name)
-        self._max_bytes, self._max_entries, self._max_waiting = max_bytes, max_entries, max_waiting
-        self._on_drop, self._clock = on_drop, clock
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._max_waiting = max_waiting
+        self._on_drop = on_drop
+        self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
         self._num_bytes = 0
@@ -244,7 +249,7 @@ class LookupBuffer(Generic[V]):
         return len(self._queries) + len(self._pending)
 
     def __len__(self) -> int:
-        """Stored entries."""
+        """Return the number of stored entries."""
         return len(self._stored)
 
     def insert(
@@ -262,10 +267,10 @@ class LookupBuffer(Generic[V]):
         Args:
             key: Several entries may have the same, and are then taken in order.
             tokens: From the start of the sequence; must not change afterwards. ``None``: it is found by its key alone.
-            roi: Which of the tokens' KV this is; ``None``: all.
-            value: What the consumer gets.
-            nbytes: Its size, towards the bound.
-            lease_s: Seconds, from when it is stored, after which it may be dropped.
+            roi: Range of tokens whose KV the entry holds; ``None``: all.
+            value: Value that the consumer gets.
+            nbytes: Size of the value in bytes, counted towards the bound.
+            lease_s: Seconds after which the stored entry may be dropped.
 
         Raises:
             InvalidRequestError: It can never fit, or ``tokens`` or ``roi`` are wrong.
@@ -299,7 +304,8 @@ class LookupBuffer(Generic[V]):
             DeadlineError: ``deadline``, in seconds on the buffer's clock, passed; the entry is not in the buffer.
             CancelledError: The key was withdrawn.
         """
-        entry, event = self._entry(key, tokens, roi, value, nbytes, lease_s), asyncio.Event()
+        entry = self._entry(key, tokens, roi, value, nbytes, lease_s)
+        event = asyncio.Event()
         with self._locked():
             self._add(entry)
             if entry.seq not in self._pending:
@@ -351,14 +357,14 @@ class LookupBuffer(Generic[V]):
     def withdraw(self, key: RequestId) -> list[V]:
         """Take out all of a key's entries and return them; calls that wait for the key, or with it, end."""
         with self._locked():
-            found = list(self._by_key.get(key, {}).values())
-            for entry in found:
+            entries = list(self._by_key.get(key, {}).values())
+            for entry in entries:
                 self._remove(entry, CancelledError(f"{key} was withdrawn"))
             for query in [query for query in self._queries if query.key == key]:
                 query.error = NotFoundError(f"{key} was withdrawn")
                 self._notify(query)
             self._admit()
-        return [entry.value for entry in found]
+        return [entry.value for entry in entries]
 
     def drop_expired(self) -> None:
         """Drop all entries whose lease has ended."""
@@ -541,14 +547,15 @@ class LookupBuffer(Generic[V]):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, then tell of what was dropped."""
+        """Hold the lock, then report dropped entries to ``on_drop``."""
         dropped: list[_Entry[V]] = []
         try:
             with self._lock:
                 try:
                     yield
                 finally:
-                    dropped, self._dropped = self._dropped, []
+                    dropped = self._dropped
+                    self._dropped = []
         finally:
             for entry in dropped:
                 log.info("dropped an entry of %s that was not consumed", entry.key)
@@ -562,7 +569,8 @@ def _waker(event: asyncio.Event) -> Wake:
 
 
 def _wake_inserter(entry: _Entry[V]) -> None:
-    wake, entry.wake = entry.wake, None
+    wake = entry.wake
+    entry.wake = None
     if wake is None:
         return
     try:

@@ -114,8 +114,8 @@ class BlockReader:
 
     Args:
         remote: uint8 [blocks, block_bytes], C-contiguous.
-        generations: Of the remote blocks, [blocks]; may change at any time.
-        line: To the pool's owner; ``None``: it is this process.
+        generations: Generations of the remote blocks, uint64 [blocks]; may change at any time.
+        line: Connection to the pool's owner; ``None``: this process owns the pool.
     """
 
     def __init__(self, remote: Bytes, generations: Generations, line: Line | None = None) -> None:
@@ -129,7 +129,7 @@ class BlockReader:
 
         Args:
             local: uint8 [blocks, block_bytes], C-contiguous, writable, with its own number and size of blocks.
-            reads: In range; the caller has checked.
+            reads: Blocks to copy, in range; checked by the caller.
             wait: Looked at every ``COPY_BATCH_BYTES``.
 
         Returns:
@@ -147,7 +147,7 @@ class BlockReader:
         batch = max(1, COPY_BATCH_BYTES // each)
         parts: list[Valid] = []
         for at in range(0, count, batch):
-            part = reads.take(slice(at, at + batch))
+            part = reads.select(slice(at, at + batch))
             parts.append(self._copy(local, part, len(part) * each))
             wait.check("copying blocks")
         return np.concatenate(parts)
@@ -170,10 +170,10 @@ class BlockReader:
         ids = (reads.remote_ids.tobytes(), reads.generations.tobytes(), reads.local_ids.tobytes())
         said = ctypes.byref(ctypes.c_char.from_buffer(valid))
         if not call(known[1], *ids, count, segments.tobytes(), len(segments), said):
-            raise self._gone()
+            raise self._owner_error()
         return np.frombuffer(valid, np.bool_, count)
 
-    def _gone(self) -> PipeClosedError:
+    def _owner_error(self) -> PipeClosedError:
         peer = self._line.peer if self._line else "the owner"
         return PipeClosedError(f"{peer} went away during a read: its lease on the blocks is over")
 
@@ -211,7 +211,7 @@ def read_casting(
     Args:
         local: uint8 [blocks, block_bytes], C-contiguous, writable.
         remote: The same with its own number and size of blocks.
-        generations: Of the remote blocks, [blocks]; may change at any time.
+        generations: Generations of the remote blocks, uint64 [blocks]; may change at any time.
         reads: In range, with ``casts``.
         wait: Looked at every ``COPY_BATCH_BYTES``.
         vector_bits: Bound on the vector registers that are used.
@@ -225,7 +225,7 @@ def read_casting(
     batch = max(1, COPY_BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
     for at in range(0, len(reads), batch):
         wait.check("converting blocks")
-        some = reads.take(slice(at, at + batch))
+        some = reads.select(slice(at, at + batch))
         ids = [np.ascontiguousarray(x) for x in (some.remote_ids, some.generations, some.local_ids)]
         _cast_blocks(
             *(vector_bits, *sides, address_of(generations), *(address_of(x) for x in ids), len(some)),
@@ -324,10 +324,10 @@ def send_spans(
     """Send spans one after the other; see :meth:`Stream.send_all`.
 
     Args:
-        stream: Where to.
-        spans: Of this process's memory.
+        stream: Stream to the peer.
+        spans: Addresses and sizes in this process's memory, uint64 [n, 2].
         wait: Deadline and cancel flag.
-        hasher: For their checksums.
+        hasher: Computes the spans' checksums; ``None``: none are wanted.
         stall_s: Every bit of progress moves the deadline to this many seconds from then.
         gate: Given how many bytes have gone, returns how many may go in all, at least one more; it may wait.
     """
@@ -371,9 +371,9 @@ def _until_done(
         while int(state[2]):
             moved = once(fd, *places)
             if code.value == errno.EPIPE:
-                raise stream.gone(what)
+                raise stream.end_error(what)
             if code.value not in (0, errno.EAGAIN):
-                raise stream.gone(what, OSError(code.value, os.strerror(code.value)))
+                raise stream.end_error(what, OSError(code.value, os.strerror(code.value)))
             if stall_s is not None and moved:
                 wait = Wait(time.monotonic() + stall_s, wait.cancelled)
             elif int(state[2]):

@@ -271,9 +271,9 @@ class Stream:
                     wait.check(what)
                     continue
                 except OSError as error:
-                    raise self.gone(what, error) from error
+                    raise self.end_error(what, error) from error
                 if got == 0:
-                    raise self.gone(what)
+                    raise self.end_error(what)
                 todo.advance(got)
                 if not todo.done:
                     wait.check(what)
@@ -282,7 +282,7 @@ class Stream:
         """Send byte buffers one after the other.
 
         Args:
-            buffers: What to send.
+            buffers: Bytes to send, one buffer after the other.
             wait: Deadline and cancel flag.
             what: For error messages.
             stall_s: If given, every bit of progress moves the deadline to this many seconds from then.
@@ -300,7 +300,7 @@ class Stream:
                     wait.check(what)
                     continue
                 except OSError as error:
-                    raise self.gone(what, error) from error
+                    raise self.end_error(what, error) from error
                 todo.advance(sent)
                 if stall_s is not None:
                     wait = Wait(time.monotonic() + stall_s, wait.cancelled)
@@ -319,7 +319,7 @@ class Stream:
             if self._users == 0:
                 self._sock.close()
 
-    def gone(self, what: str, error: OSError | None = None) -> PipeClosedError:
+    def end_error(self, what: str, error: OSError | None = None) -> PipeClosedError:
         """The error to raise when the stream ended while doing ``what``."""
         if self._closed:
             return PipeClosedError(f"the pipe was closed while {what}")
@@ -400,8 +400,8 @@ class TlsStream(Stream):
         sock: Connected; owned from now on.
         context: Says which certificate is shown and which are believed.
         peer: The peer's name, for messages.
-        server_name: What the peer's certificate must stand for; ``None``: this side is the server.
-        wait: For the handshake.
+        server_name: Name that the peer's certificate must have; ``None``: this side is the server.
+        wait: Deadline and cancel flag for the handshake.
 
     Raises:
         UnauthenticatedError: The peer's certificate does not hold, or it refused this side's.
@@ -424,7 +424,7 @@ class TlsStream(Stream):
         super().__init__(self._tls, peer=peer)
         self._tls.setblocking(False)
         try:
-            self._do(self._tls.do_handshake, wait, "shaking hands over TLS")
+            self._call_when_ready(self._tls.do_handshake, wait, "shaking hands over TLS")
         except BaseException:
             self.close()
             raise
@@ -454,9 +454,9 @@ class TlsStream(Stream):
             at = 0
             while at < len(view):
                 part = view[at : at + BATCH_BYTES]
-                got = self._do(lambda part=part: self._tls.recv_into(part), wait, what)  # type: ignore[misc]
+                got = self._call_when_ready(lambda part=part: self._tls.recv_into(part), wait, what)  # type: ignore[misc]
                 if not got:
-                    raise self.gone(what)
+                    raise self.end_error(what)
                 at += got
 
     def send_all(self, buffers: Sequence[Buffer], wait: Wait, what: str, *, stall_s: float | None = None) -> None:
@@ -465,12 +465,12 @@ class TlsStream(Stream):
             at = 0
             while at < len(view):
                 part = view[at : at + BATCH_BYTES]
-                at += self._do(lambda part=part: self._tls.send(part), wait, what)  # type: ignore[misc]
+                at += self._call_when_ready(lambda part=part: self._tls.send(part), wait, what)  # type: ignore[misc]
                 if stall_s is not None:
                     wait = Wait(time.monotonic() + stall_s, wait.cancelled)
 
-    def _do(self, call: Callable[[], int | None], wait: Wait, what: str) -> int:
-        """Do something as soon as the connection lets it."""
+    def _call_when_ready(self, call: Callable[[], int | None], wait: Wait, what: str) -> int:
+        """Call a function of the connection again whenever it is ready, until it returns."""
         while True:
             try:
                 with self.in_use():
@@ -480,14 +480,14 @@ class TlsStream(Stream):
             except ssl.SSLWantWriteError:
                 self._await(select.POLLOUT, wait, what)
             except ssl.SSLEOFError as error:
-                raise self.gone(what) from error
+                raise self.end_error(what) from error
             except ssl.SSLError as error:
                 if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
                     reason = getattr(error, "verify_message", "") or error.reason
                     raise UnauthenticatedError(f"{self.peer}: certificates don't hold, {what}: {reason}") from error
-                raise self.gone(what, OSError(0, f"TLS: {error.reason or error}")) from error
+                raise self.end_error(what, OSError(0, f"TLS: {error.reason or error}")) from error
             except OSError as error:
-                raise self.gone(what, error) from error
+                raise self.end_error(what, error) from error
 
     def _await(self, event: int, wait: Wait, what: str) -> None:
         wait.check(what)

@@ -1,4 +1,4 @@
-"""What the block transfer speaks of: where blocks live, which are wanted, what came."""
+"""Types of the block transfer: sources of blocks, reads and their results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BlockSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchResult:
-    """What a fetch brought.
+    """Result of a fetch.
 
     Attributes:
         pipe_kind: Kind of pipe the bytes came over; empty if none were asked for.
@@ -116,7 +116,8 @@ class BlockReads:
         Raises:
             InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
         """
-        remote, local = integers(remote_ids, "remote_ids"), integers(local_ids, "local_ids")
+        remote = integers(remote_ids, "remote_ids")
+        local = integers(local_ids, "local_ids")
         gens = integers(generations, "generations").astype(np.uint64)
         for name, array in (("generations", gens), ("local_ids", local)):
             if len(array) != len(remote):
@@ -128,7 +129,7 @@ class BlockReads:
     def __len__(self) -> int:
         return len(self.remote_ids)
 
-    def take(self, index: npt.NDArray[np.intp] | slice | Valid) -> BlockReads:
+    def select(self, index: npt.NDArray[np.intp] | slice | Valid) -> BlockReads:
         """Return some of the reads."""
         return BlockReads(
             self.remote_ids[index],

@@ -172,10 +172,10 @@ class Facts:
     """What two sides of a block transfer compare.
 
     Attributes:
-        epoch: Of the source.
-        fingerprint: This side's KV; the other side's may be cut up otherwise.
-        num_blocks: In the source's arenas.
-        source: Reader's side: how the source was described; it must say the same of itself.
+        epoch: Epoch of the source.
+        fingerprint: Fingerprint of this side's KV; the other side's may be divided in another way.
+        num_blocks: Number of blocks in the source's arenas.
+        source: At the reader, the source's fingerprint as described before; the source must confirm it.
     """
 
     epoch: bytes
@@ -371,7 +371,7 @@ class Request(NamedTuple):
     """A request: its reads, whose local ids are just 0, 1, ..., and how they are made.
 
     Attributes:
-        reads: What is asked for.
+        reads: Blocks and segments to read.
         checksums: Whether checksums are wanted.
         streams: Connections that share the read.
     """

@@ -84,7 +84,7 @@ class DecodeRole(InstanceRole):
 
     def set_silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
         """Set the prefill instances that do not answer a router; requests that wait for them go on elsewhere."""
-        self.connector.watch.tell(router, addresses)
+        self.connector.watch.set_silent(router, addresses)
 
     async def close(self) -> None:
         """Close the connections to prefill instances."""

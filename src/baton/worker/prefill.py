@@ -254,7 +254,7 @@ class PrefillRole(InstanceRole):
             stream.close()
             raise
         engine.forget(request.request_id, stream)  # closing the stream would release the blocks
-        key = await self._unclaimed.put(
+        key = await self._unclaimed.add_prompt(
             lease, all_offers, result, cache_salt=request.cache_salt, sampling=request.sampling
         )
         return worker_pb2.PrefillFirstResponse(key=key, lease_ms=round(1e3 * self._unclaimed.lease_s), result=result)

@@ -188,7 +188,7 @@ async def test_a_call_that_nobody_acknowledges_goes_to_another_instance_and_late
                 while not watch._waiting:
                     await asyncio.sleep(0.01)
                 assert min(each.when() for each in watch._waiting[address]) > asyncio.get_running_loop().time() + 300
-                watch.tell("a router", frozenset({address}))
+                watch.set_silent("a router", frozenset({address}))
                 assert (await alone).trace.path == common_pb2.PREFILL_PATH_LOCAL
 
 

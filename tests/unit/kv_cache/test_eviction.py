@@ -101,7 +101,7 @@ def test_of_several_that_have_most_the_one_that_was_here_last_gives() -> None:
         blocks = {"a": [BlockId(0), BlockId(1)], "b": [BlockId(2), BlockId(3)]}
         for tenant in sorted(blocks, key=lambda name: name == last):
             queue.add(blocks[tenant])
-        queue._room = 6  # parts of 3
+        queue._num_shared = 6  # parts of 3
         assert queue.pop(1) == [gives]
 
 

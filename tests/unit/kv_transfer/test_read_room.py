@@ -20,7 +20,7 @@ def test_no_more_is_taken_than_there_is() -> None:
         nonlocal most
         draw = random.Random(seed)
         for _ in range(50):
-            with room.take(draw.randrange(101)), seen:
+            with room.reserve(draw.randrange(101)), seen:
                 most = max(most, room.taken)
 
     with ThreadPoolExecutor(8) as pool:
@@ -31,22 +31,22 @@ def test_no_more_is_taken_than_there_is() -> None:
 
 def test_one_alone_may_take_more() -> None:
     room = ReadRoom(10, "spans")
-    with room.take(50):
+    with room.reserve(50):
         assert room.taken == 50
-    with room.take(10):
+    with room.reserve(10):
         assert room.taken == 10
 
 
 def test_who_waits_too_long_or_has_left_is_refused_and_leaves_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     room = ReadRoom(10, "spans")
-    with room.take(8):
-        with pytest.raises(QueueFullError, match="too many spans") as refused, room.take(5, lambda: True):
+    with room.reserve(8):
+        with pytest.raises(QueueFullError, match="too many spans") as refused, room.reserve(5, lambda: True):
             raise AssertionError("there is no room")
         assert refused.value.retry_after_s == 1.0
         monkeypatch.setattr(read_server, "ROOM_WAIT_S", 0.05)
-        with pytest.raises(QueueFullError), room.take(5):
+        with pytest.raises(QueueFullError), room.reserve(5):
             raise AssertionError("there is no room")
-        with room.take(2):
+        with room.reserve(2):
             assert room.taken == 10
     assert room.taken == 0
 
@@ -59,11 +59,11 @@ def test_a_large_read_is_not_overtaken_for_ever() -> None:
         return False
 
     def take(name: str, units: int) -> None:
-        with room.take(units, hung_up):
+        with room.reserve(units, hung_up):
             order.append(name)
 
     with ThreadPoolExecutor(2) as pool:
-        with room.take(5):
+        with room.reserve(5):
             large = pool.submit(take, "large", 10)
             assert waiting.wait(240)
             waiting.clear()

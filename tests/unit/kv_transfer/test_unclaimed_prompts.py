@@ -30,7 +30,7 @@ class Rig:
     async def put(self, name: str, tokens: np.ndarray = TOKENS) -> Lease:
         lease = Lease(1, RequestId(name), tokens, 0, False)
         offer = Offer(0, (4, 7), (1, 1), len(tokens))
-        await self.prompts.put(lease, [offer], "first token", cache_salt="mine", sampling=GREEDY)
+        await self.prompts.add_prompt(lease, [offer], "first token", cache_salt="mine", sampling=GREEDY)
         return lease
 
 
@@ -52,7 +52,7 @@ async def test_a_lease_that_was_claimed_says_so_to_a_put_that_is_cancelled_then(
     await rig.put("first")
     lease = Lease(2, RequestId("second"), TOKENS + 1, 0, False)
     offer = Offer(0, (1, 2), (1, 1), len(TOKENS))
-    putting = asyncio.create_task(rig.prompts.put(lease, [offer], "", cache_salt="", sampling=GREEDY))
+    putting = asyncio.create_task(rig.prompts.add_prompt(lease, [offer], "", cache_salt="", sampling=GREEDY))
     await asyncio.sleep(0)
     assert not lease.claimed
     await rig.prompts.claim("", TOKENS + 1, cache_salt="", sampling=GREEDY)  # before there was room

@@ -43,7 +43,7 @@ _Key = tuple[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions(PipeOptions):
-    """How sources are reached.
+    """Options of the connections to sources.
 
     Attributes:
         idle_s: Seconds after which an unused connection is closed.
@@ -109,15 +109,16 @@ class LinkCache:
     """Keeps one link per source and epoch; closes those unused for ``idle_s`` seconds."""
 
     def __init__(self, dialer: PipeDialer, *, idle_s: float) -> None:
-        self._dialer, self._idle_s = dialer, idle_s
+        self._dialer = dialer
+        self._idle_s = idle_s
         self._changed = threading.Condition()
         self._links: dict[_Key, PeerConnection] = {}
         self._connecting: set[_Key] = set()
         self._closed = False
         self._reaper: threading.Thread | None = None
 
-    def take(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[PeerConnection, bool]:
-        """Return a link for one read, and whether it was made for it; :meth:`give` it back.
+    def acquire(self, source: BlockSource, facts: Facts, wait: Wait) -> tuple[PeerConnection, bool]:
+        """Return a link for one read, and whether it was made for it; :meth:`release` it.
 
         Raises:
             PipeClosedError: Nothing reaches the source.
@@ -143,8 +144,8 @@ class LinkCache:
             self._connecting.add(key)
         return self._connect(key, source, facts, wait), True
 
-    def give(self, link: PeerConnection) -> None:
-        """End a read."""
+    def release(self, link: PeerConnection) -> None:
+        """End one read over a link."""
         with self._changed:
             link.users -= 1
             link.last_used = time.monotonic()
@@ -231,12 +232,12 @@ class BlockFetcher:
     Connections are kept per source and epoch, dropped on errors and when idle.
 
     Args:
-        pool: Target of all copies: the arenas of all ranks, or the only one.
-        fingerprint: What its blocks are; a source's KV must be the same, however it is cut up. If it says ``kv_cast``,
-            KV of another dtype is converted.
-        kinds: Kinds of pipe in order of preference; ``"auto"``: as :func:`resolve_kinds` says.
-        max_threads: Fetches of :meth:`fetch_async` that copy at once from one source.
-        links: How sources are reached.
+        pool: Target of all copies: the arenas of all ranks, or the only arena.
+        fingerprint: Fingerprint of the pool's blocks. A source's KV must be the same, perhaps divided in another way;
+            with ``kv_cast``, KV of another dtype is converted.
+        kinds: Kinds of pipe in order of preference; ``"auto"``: see :func:`resolve_kinds`.
+        max_threads: Number of fetches of :meth:`fetch_async` that copy at once from one source, at least 1.
+        links: Options of the connections to sources.
     """
 
     def __init__(
@@ -257,7 +258,8 @@ class BlockFetcher:
         check_shards(fingerprint, self._shards)
         self._fingerprint = fingerprint
         self._plan: tuple[Fingerprint, _SourcePlan] | None = None  # of the latest source; most are alike
-        self._staging, self._device_staging = Staging(), Staging()
+        self._staging = Staging()
+        self._device_staging = Staging()
         self._mapped = all(arena.mapped for arena in self._shards.arenas)
         self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
         self._closing = threading.Event()
@@ -267,7 +269,7 @@ class BlockFetcher:
 
     @property
     def pool(self) -> KVShards:
-        """Target of all copies."""
+        """Pool that all copies go to."""
         return self._shards
 
     def fetch(
@@ -283,15 +285,15 @@ class BlockFetcher:
         """Copy blocks one to one; see :meth:`fetch_sequence`. The source's blocks must have this side's size.
 
         Args:
-            source: Whose blocks.
+            source: Instance that owns the blocks.
             remote_ids: Blocks in the source's arenas, [n].
-            generations: The generation each had when it was offered, [n].
-            local_ids: Where to, all different, [n].
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Set by another thread to give up.
+            generations: Generations of the blocks when they were offered, [n].
+            local_ids: Blocks to fill, all different, [n].
+            deadline: Time limit, in seconds of ``time.monotonic()``.
+            cancelled: Ends the fetch when another thread sets it.
 
         Raises:
-            FingerprintMismatchError: Also for blocks of another size.
+            FingerprintMismatchError: Also if the source's blocks have another size.
             BatonError: As :meth:`fetch_sequence`.
         """
         blocks = SequenceBlocks.pairs(remote_ids, generations, local_ids)
@@ -302,22 +304,22 @@ class BlockFetcher:
     def fetch_sequence(
         self, source: BlockSource, blocks: SequenceBlocks, *, deadline: float, cancelled: Flag | None = None
     ) -> FetchResult:
-        """Copy blocks of a sequence, cut up as both sides need it; blocks the calling thread.
+        """Copy blocks of a sequence, whatever both sides' parallel shapes; blocks the calling thread.
 
         On return nothing writes into the local blocks any more.
 
         Args:
-            source: Whose blocks.
-            blocks: Which, and where to; layer by layer as they are computed, if it says so.
-            deadline: ``time.monotonic()`` seconds.
-            cancelled: Set by another thread to give up.
+            source: Instance that owns the blocks.
+            blocks: Blocks to copy and their targets; with ``ready``, layer by layer as they are computed.
+            deadline: Time limit, in seconds of ``time.monotonic()``.
+            cancelled: Ends the fetch when another thread sets it.
 
         Returns:
-            What arrived, per block of the source; blocks that are not ``valid`` must not be used.
+            Result per block of the source; blocks that are not ``valid`` must not be used.
 
         Raises:
             InvalidRequestError: Ids out of range or of different numbers.
-            FingerprintMismatchError: The source's KV is not the same thing; names the field.
+            FingerprintMismatchError: The source's KV differs; names the field.
             StaleBlockError: The source was restarted.
             UnauthenticatedError: The tokens differ.
             PipeClosedError: No pipe reaches the source, or it went away meanwhile.
@@ -345,7 +347,7 @@ class BlockFetcher:
         deadline: float,
         cancelled: threading.Event | None = None,
     ) -> FetchResult:
-        """Do :meth:`fetch_sequence` in the threads of its source; what waits for the source's computation holds none.
+        """Run :meth:`fetch_sequence` in the source's threads; waiting for the source's computation occupies none.
 
         If the task is cancelled, this still returns only once nothing writes into the local blocks any more; it sets
         ``cancelled``.
@@ -371,7 +373,7 @@ class BlockFetcher:
             return list(self._lanes.values())
 
     def num_threads(self) -> int:
-        """Threads that :meth:`fetch_async` has now, for all sources."""
+        """Return the number of threads of :meth:`fetch_async`, for all sources."""
         return sum(lane.num_threads for lane in self.lanes())
 
     def close(self) -> None:
@@ -393,7 +395,7 @@ class BlockFetcher:
             return lane, lane.submit(steps, wait)
 
     def _steps(self, source: BlockSource, blocks: SequenceBlocks, wait: Wait) -> Steps:
-        """Fetch; see :meth:`fetch_sequence`."""
+        """Fetch step by step; see :meth:`fetch_sequence`."""
         start = time.perf_counter()
         _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
         source_plan = self._plan_for(source.fingerprint)
@@ -421,8 +423,8 @@ class BlockFetcher:
     def _plan_for(self, source: Fingerprint) -> _SourcePlan:
         known = self._plan
         if known is None or (known[0] is not source and known[0] != source):
-            plan, mine = self._fingerprint.plan_from(source), self._fingerprint
-            reader = StagedReader(source, mine, self._staging, self._device_staging)
+            plan = self._fingerprint.plan_from(source)
+            reader = StagedReader(source, self._fingerprint, self._staging, self._device_staging)
             known = self._plan = source, _SourcePlan(plan, reader, direct=self._mapped and not reader.casts)
         return known[1]
 
@@ -431,7 +433,7 @@ class BlockFetcher:
     ) -> Generator[ProgressWait | None, int, tuple[PeerConnection, _Fetched]]:
         facts = Facts(source.epoch, self._fingerprint, source.num_blocks, source.fingerprint)
         while True:
-            link, fresh = self._links.take(source, facts, wait)
+            link, fresh = self._links.acquire(source, facts, wait)
             try:
                 yield None
                 return link, (yield from self._copy(link.pipe, source_plan, blocks, wait))
@@ -445,13 +447,14 @@ class BlockFetcher:
                     "the %s pipe to %s was gone (%s): connecting again", link.pipe.kind, source.instance_id, str(error)
                 )
             finally:
-                self._links.give(link)
+                self._links.release(link)
 
     def _copy(
         self, pipe: ReadPipe, source_plan: _SourcePlan, blocks: SequenceBlocks, wait: Wait
     ) -> Generator[ProgressWait | None, int, _Fetched]:
         """Copy everything, or the layers as they are computed."""
-        fetched, plan = _Fetched(np.ones(len(blocks), dtype=np.bool_)), source_plan.plan
+        fetched = _Fetched(np.ones(len(blocks), dtype=np.bool_))
+        plan = source_plan.plan
         if blocks.ready is None:
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks), fetched, wait)
             return fetched
@@ -463,7 +466,9 @@ class BlockFetcher:
                 yield from _await_progress(pipe, blocks.ready + 1, fetched, wait)
                 self._follow(pipe, parts, fetched, wait)
                 return fetched
-        count, group, done = plan.num_layers, self._group_of(pipe, len(blocks)), 0
+        count = plan.num_layers
+        group = self._group_of(pipe, len(blocks))
+        done = 0
         while done < count:
             wanted = min(done + group, count)
             now = yield from _await_progress(pipe, blocks.ready + wanted, fetched, wait)
@@ -473,8 +478,9 @@ class BlockFetcher:
         return fetched
 
     def _followed(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int) -> list[Part]:
-        """The reads that follow all layers."""
-        count, group = plan.num_layers, self._group_of(pipe, len(blocks))
+        """Return the reads that follow all layers."""
+        count = plan.num_layers
+        group = self._group_of(pipe, len(blocks))
         return list(followed_parts(plan, blocks, ready, [*range(group, count, group), count]))
 
     def _follow(self, pipe: FollowingReadPipe, parts: Sequence[Part], fetched: _Fetched, wait: Wait) -> None:
@@ -484,7 +490,7 @@ class BlockFetcher:
         valid, waited_s = pipe.follow(reads, wait)
         fetched.waited_s += min(waited_s, time.perf_counter() - start)  # the source says how long
         for part, each, good in zip(parts, reads, valid, strict=True):
-            fetched.take(part, good, each.local.shape[1])
+            fetched.add_part(part, good, each.local.shape[1])
 
     def _group_of(self, pipe: ReadPipe, num_blocks: int) -> int:
         """Layers to read at once: several where one is small, yet a quarter at most, or nothing would overlap."""
@@ -503,7 +509,7 @@ class BlockFetcher:
                 cast = source_plan.reader.read(pipe, part.reads, target, wait)
                 valid = cast.valid
                 fetched.out_of_range.update(part.blocks[cast.out_of_range].tolist())
-            fetched.take(part, valid, target.block_bytes)
+            fetched.add_part(part, valid, target.block_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -523,10 +529,10 @@ class _Fetched:
     num_bytes: int = 0
     waited_s: float = 0.0
     out_of_range: set[int] = field(default_factory=set)
-    """Blocks that have numbers out of range."""
+    """Indexes of blocks with numbers out of the local dtype's range."""
 
-    def take(self, part: Part, valid: Valid, block_bytes: int) -> None:
-        """Note which blocks of a part are valid; ``block_bytes``: of whole blocks here."""
+    def add_part(self, part: Part, valid: Valid, block_bytes: int) -> None:
+        """Add the result of a part's read; ``block_bytes``: size of a local block."""
         good = int(np.count_nonzero(valid))
         if good < len(valid):
             self.valid[part.blocks] &= valid

@@ -1,4 +1,4 @@
-"""Fetches in the background: a few threads for each source, so that one that hangs holds up nobody else.
+"""Fetches in the background: a few threads for each source, so that one that hangs does not delay the others.
 
 A fetch that waits for its source's computation holds no thread. It is parked, and one thread of its lane waits for the
 progress that comes first; when that is there this thread goes on with one of the fetches that may, and another takes
@@ -25,15 +25,17 @@ from baton.kv_transfer.types import FetchResult
 log = logging.getLogger(__name__)
 PENDING_PER_THREAD = 64
 _IDLE_S = 10.0
-"""After which a thread ends that has nothing to do."""
+"""Seconds after which an idle thread ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgressWait:
-    """What a fetch waits for: the progress of its source, as ``pipe`` tells it.
+    """Progress of the source that a fetch waits for.
 
     Attributes:
-        wait: The fetch's own deadline and cancel flag.
+        pipe: Pipe to the source.
+        value: Progress that the source has to reach.
+        wait: Deadline and cancel flag of the fetch.
     """
 
     pipe: ReadPipe
@@ -50,11 +52,11 @@ class Job:
     """A fetch of a lane.
 
     Attributes:
-        steps: What is to be done.
-        wait: Its deadline and cancel flag.
-        future: Its end; by then nothing writes any more.
-        parked: What it waits for.
-        progress: What that came to.
+        steps: Generator that does the fetch.
+        wait: Deadline and cancel flag of the fetch.
+        future: Result of the fetch; once it is set nothing writes any more.
+        parked: Progress that the parked fetch waits for.
+        progress: Progress that the source reached, or the error of waiting for it.
     """
 
     steps: Steps
@@ -68,12 +70,13 @@ class Lane:
     """The fetches from one source.
 
     Args:
-        name: Of the source.
-        max_threads: Fetches that copy at once; until the source has answered for the first time it is one.
+        name: Name of the source.
+        max_threads: Number of fetches that copy at once; only one until the source has answered for the first time.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
-        self._name, self._max_threads = name, max_threads
+        self._name = name
+        self._max_threads = max_threads
         self._changed = threading.Condition()
         self._queued: deque[Job] = deque()
         self._parked: list[Job] = []
@@ -141,7 +144,8 @@ class Lane:
         """End everything; the pipes are closed by now. Returns when no thread runs any more."""
         with self._changed:
             self._closed = True
-            ended, self._parked = [*self._queued, *self._parked], []
+            ended = [*self._queued, *self._parked]
+            self._parked = []
             self._queued.clear()
             threads = list(self._threads)
             self._changed.notify_all()
@@ -170,7 +174,7 @@ class Lane:
         return bool(self._queued) and self._num_running < (self._max_threads if self._connected else 1)
 
     def _unwatched(self) -> ProgressWait | None:
-        """The progress that comes first, unless somebody waits for that, or for less."""
+        """Return the lowest progress waited for, unless a thread waits for it, or for less, already."""
         waits = (job.parked for job in self._parked if job.parked is not None)
         first = min(waits, key=lambda wait: wait.value, default=None)
         return None if first is None or any(value <= first.value for value in self._watched) else first
@@ -203,7 +207,8 @@ class Lane:
 
     def _run(self, job: Job) -> None:
         """Go on with a fetch until it ends or waits for its source."""
-        progress, job.progress = job.progress, None
+        progress = job.progress
+        job.progress = None
         parked: ProgressWait | None = None
         try:
             if isinstance(progress, BaseException):
@@ -214,16 +219,16 @@ class Lane:
                 self._connected = True
                 parked = next(job.steps)
         except StopIteration as end:
-            self._left(None)
+            self._stop_running(None)
             job.future.set_result(end.value)
         except BaseException as error:
-            self._left(None)
+            self._stop_running(None)
             job.future.set_exception(error)
         else:
             job.parked = parked
-            self._left(job)
+            self._stop_running(job)
 
-    def _left(self, parked: Job | None) -> None:
+    def _stop_running(self, parked: Job | None) -> None:
         with self._changed:
             self._num_running -= 1
             if parked is not None and not self._closed:
@@ -234,20 +239,21 @@ class Lane:
 
     def _watch(self, first: ProgressWait) -> None:
         """Wait for a progress and queue the fetches that it lets go on."""
-        came: int | BaseException
+        reached: int | BaseException
         try:
-            came = first.pipe.wait_ready(first.value, Wait(None, _NobodyWaits(self)))
+            reached = first.pipe.wait_ready(first.value, Wait(None, _NoFetchWaits(self)))
         except BaseException as error:
-            came = error
+            reached = error
         with self._changed:
             self._watched.remove(first.value)
-            if isinstance(came, CancelledError):
-                return  # nobody waited any more; who came since is somebody else's to watch for
+            if isinstance(reached, CancelledError):
+                return  # no fetch waited any more; another thread watches for those parked since
             for job in self._parked.copy():
                 assert job.parked is not None
-                if job.parked.value <= came if isinstance(came, int) else job.parked.pipe is first.pipe:
+                if job.parked.value <= reached if isinstance(reached, int) else job.parked.pipe is first.pipe:
                     self._parked.remove(job)
-                    job.parked, job.progress = None, came
+                    job.parked = None
+                    job.progress = reached
                     self._queued.append(job)
 
     def end_those_that_are_over(self) -> bool:
@@ -262,11 +268,11 @@ class Lane:
         return not left
 
 
-class _NobodyWaits:
-    """The cancel flag of who waits for a lane's progress; looked at every tick.
+class _NoFetchWaits:
+    """Cancel flag of the thread that waits for a lane's progress; checked every tick.
 
     Args:
-        lane: Whose fetches are looked after meanwhile.
+        lane: Lane whose parked fetches are checked for their deadlines at the same time.
     """
 
     def __init__(self, lane: Lane) -> None:

@@ -69,9 +69,11 @@ class SequenceBlocks:
         Raises:
             InvalidRequestError: Lengths differ, values are not integers, or a local block is named twice.
         """
-        ids, gens = integers(offered[0], "remote_ids"), integers(offered[1], "generations")
+        ids = integers(offered[0], "remote_ids")
+        gens = integers(offered[1], "generations")
         groups = np.atleast_2d(np.asarray(local_ids))
-        places, local = integers(offered[2], "positions"), integers(groups.reshape(-1), "local_ids")
+        places = integers(offered[2], "positions")
+        local = integers(groups.reshape(-1), "local_ids")
         free = np.asarray(writable, dtype=np.bool_)
         for name, array, count in (
             ("generations", gens, len(ids)),
@@ -94,9 +96,9 @@ class Part:
     """One read of a fetch: from one rank of the source to one rank here.
 
     Attributes:
-        reads: What to copy.
-        target: Index of the rank here.
-        blocks: Which of the fetch's blocks these are, [len(reads)].
+        reads: Blocks and segments to copy.
+        target: Index of this instance's rank.
+        blocks: Indexes of the blocks in the fetch, [len(reads)].
     """
 
     reads: BlockReads
@@ -158,29 +160,31 @@ def _part(
     """The read that makes a copy, if there is anything to copy."""
     turn, place = np.divmod(wanted.positions, plan.source_period)
     target = turn * plan.target_period + copy.piece.target_block
-    ours = wanted.local_ids[copy.group]
-    (mine,) = ((place == copy.piece.source_block) & (target < len(ours))).nonzero()
-    mine = mine[wanted.writable[target[mine]] & (ours[target[mine]] >= 0)]
-    if len(mine) and len(segments):
-        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
-        local = ours[target[mine]]
-        ids = wanted.remote_ids[mine], wanted.generations[mine], local
-        yield Part(BlockReads(*ids, segments, copy.source.index, steps, casts), copy.target.index, mine)
+    local_ids = wanted.local_ids[copy.group]
+    (chosen,) = ((place == copy.piece.source_block) & (target < len(local_ids))).nonzero()
+    chosen = chosen[wanted.writable[target[chosen]] & (local_ids[target[chosen]] >= 0)]
+    if len(chosen) and len(segments):
+        chosen = chosen[wanted.remote_ids[chosen].argsort(kind="stable")]
+        local = local_ids[target[chosen]]
+        ids = wanted.remote_ids[chosen], wanted.generations[chosen], local
+        yield Part(BlockReads(*ids, segments, copy.source.index, steps, casts), copy.target.index, chosen)
 
 
 def _whole(plan: ReshardPlan, wanted: SequenceBlocks) -> Iterator[Part]:
     """Blocks are the same thing on both sides: they are copied whole, rank by rank."""
     if wanted.paired:
-        mine = wanted.remote_ids.argsort(kind="stable")
+        chosen = wanted.remote_ids.argsort(kind="stable")
     else:
-        (mine,) = (wanted.positions < wanted.local_ids.shape[1]).nonzero()
-        mine = mine[wanted.writable[wanted.positions[mine]]]
-        mine = mine[wanted.remote_ids[mine].argsort(kind="stable")]
-    if len(mine):
-        local = wanted.local_ids[0, wanted.positions[mine]]
+        (chosen,) = (wanted.positions < wanted.local_ids.shape[1]).nonzero()
+        chosen = chosen[wanted.writable[wanted.positions[chosen]]]
+        chosen = chosen[wanted.remote_ids[chosen].argsort(kind="stable")]
+    if len(chosen):
+        local = wanted.local_ids[0, wanted.positions[chosen]]
         for copy in plan.copies:
-            reads = BlockReads(wanted.remote_ids[mine], wanted.generations[mine], local, source_shard=copy.source.index)
-            yield Part(reads, copy.target.index, mine)
+            reads = BlockReads(
+                wanted.remote_ids[chosen], wanted.generations[chosen], local, source_shard=copy.source.index
+            )
+            yield Part(reads, copy.target.index, chosen)
 
 
 def _segments(copy: ShardCopy, layers: range | None) -> Segments:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 128
 _ACCEPT_BACKOFF_S = 0.1
 _LAST_STEPS_S = 5.0
-"""Of a thread whose connection has ended."""
+"""Seconds that a thread has to end after its connection has ended."""
 _COMPLAINTS_S = 60.0
 """Pause between two lines in the log about connections that had to give way."""
 _MAX_TOLD = 256
@@ -57,14 +57,14 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What rarely differs from its default.
+    """Options of a block server that rarely differ from their defaults.
 
     Attributes:
         port: Port of the ``tls`` or ``tcp`` kind; 0: any free one. Other kinds always take free ones.
         advertise_host: Host that readers are told; default: the one bound.
         max_connections: Readers of one kind of pipe at once; more are told to come later.
         max_handshakes: Connections of one kind that have not proved yet who they are. For one more, the oldest of the
-            peer that has most of them is closed: whoever says nothing keeps nobody out.
+            peer that has most of them is closed, so that silent peers keep no others out.
         handshake_s: Seconds a new connection has for its handshake.
         limits: Patience with readers.
         memory: Network of the ``memory`` kind.
@@ -100,8 +100,8 @@ class BlockServer:
 
     Args:
         pool: What is served: the arenas of all ranks, or the only one.
-        fingerprint: What the blocks are.
-        instance_id: Whose it is.
+        fingerprint: Fingerprint of the blocks.
+        instance_id: Id of the instance that owns the pool.
         kinds: Kinds of pipe, or ``auto``, as :func:`resolve_kinds` says; readers see the endpoints in this order.
         host: Address that TCP binds to.
         token: Shared token; readers must know it.
@@ -126,14 +126,16 @@ class BlockServer:
         options: ServerOptions | None = None,
     ) -> None:
         self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
-        self._instance_id, self._token = instance_id, token
+        self._instance_id = instance_id
+        self._token = token
         self._options = options or ServerOptions()
         self._facts = Facts(self._shards.primary.epoch, fingerprint, self._shards.primary.num_blocks)
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
         self._greetings: dict[_Greeting, Stream] = {}
         self._readers: Counter[str] = Counter()
-        self._num_evicted, self._complained_at = 0, -_COMPLAINTS_S
+        self._num_evicted = 0
+        self._complained_at = -_COMPLAINTS_S
         self._told_at: dict[tuple[str, str], float] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
@@ -166,7 +168,7 @@ class BlockServer:
         )
 
     def num_connections(self) -> int:
-        """Connections now open."""
+        """Return the number of open connections."""
         with self._lock:
             return len(self._streams)
 
@@ -180,7 +182,9 @@ class BlockServer:
         """
         with self._lock:
             self._closed.set()
-            servers, streams, threads = self._servers, list(self._streams), list(self._threads)
+            servers = self._servers
+            streams = list(self._streams)
+            threads = list(self._threads)
             self._servers = []
         for server in servers:
             if isinstance(server, SocketPipeServer):
@@ -287,7 +291,7 @@ class BlockServer:
             self._num_evicted = 0
 
     def _level(self, peer: str, code: str) -> int:
-        """Return how loudly the log says that a peer was sent away: whoever can connect could fill it."""
+        """Return the log level of a rejected peer: repeated rejections are logged at most once a minute."""
         with self._lock:
             now = time.monotonic()
             self._told_at = {key: at for key, at in self._told_at.items() if now < at + _COMPLAINTS_S}

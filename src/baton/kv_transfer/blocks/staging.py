@@ -27,7 +27,7 @@ from baton.kv_transfer.streams import Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Generations, Ids, block_spans
 
 AREA_BYTES = 8 << 20
-"""Of one staging area; a power of two. Reads are cut to it."""
+"""Size of a staging area in bytes, a power of two. Reads are cut to it."""
 MAX_AREAS = 8
 """Areas of one :class:`Staging`, and so reads by way of one at once; further ones wait."""
 _ALIGNED = 4
@@ -37,8 +37,9 @@ _ALIGNED = 4
 class Staging:
     """Areas that blocks arrive in; made when they are needed, and kept until the fetcher ends. Thread safe.
 
-    Whoever has none gets the next one; nobody gets so many that a newcomer would find none: reads from a source that
-    hangs keep theirs until their deadlines. They must not be freed while a pipe is open: NIXL registers them.
+    An owner without an area gets the next free one; no owner gets so many that none is left for a new one: reads from
+    a source that hangs keep theirs until their deadlines. Areas must not be freed while a pipe is open: NIXL registers
+    them.
     """
 
     def __init__(self, area_bytes: int = AREA_BYTES, max_areas: int = MAX_AREAS) -> None:
@@ -61,12 +62,12 @@ class Staging:
 
         Args:
             wait: Deadline and cancel flag.
-            owner: Whom it is for: the source.
+            owner: The source that the area is used for.
 
         Raises:
             DeadlineError, CancelledError: None became free.
         """
-        area = self._take(wait, owner)
+        area = self._acquire_area(wait, owner)
         try:
             yield area
         finally:
@@ -76,9 +77,9 @@ class Staging:
                 self._lent += Counter()  # without those that have none
                 self._changed.notify_all()
 
-    def _take(self, wait: Wait, owner: object) -> Bytes:
+    def _acquire_area(self, wait: Wait, owner: object) -> Bytes:
         with self._changed:
-            while not (self._may_take(owner) and (self._free or self.num_areas < self._max)):
+            while not (self._may_acquire(owner) and (self._free or self.num_areas < self._max)):
                 wait.check("waiting for a staging area")
                 self._changed.wait(wait.nap())
             self._lent[owner] += 1
@@ -87,34 +88,35 @@ class Staging:
             self.num_areas += 1
             return _aligned(self.area_bytes)
 
-    def _may_take(self, owner: object) -> bool:
-        mine = self._lent[owner]
-        return not mine or mine < self._max // (len(self._lent) + 1)  # an equal part, and one for who comes next
+    def _may_acquire(self, owner: object) -> bool:
+        count = self._lent[owner]
+        return not count or count < self._max // (len(self._lent) + 1)  # an equal part, and one for the next owner
 
 
 class StagedReader:
     """Reads blocks of one source into this instance's arenas, converted and staged as they need it.
 
     Args:
-        source: What the blocks are at their source.
-        target: What they become.
-        arriving: Where blocks of another dtype arrive if they cannot be converted in place.
-        leaving: Where blocks wait that an arena in device memory takes. Not the same as ``arriving``: a read holds an
-            area of each.
+        source: Fingerprint of the source's blocks.
+        target: Fingerprint of this instance's blocks.
+        arriving: Areas for blocks of another dtype that cannot be converted in place.
+        leaving: Areas for blocks bound for an arena in device memory. Not those of ``arriving``: a read uses an area
+            of each.
     """
 
     def __init__(self, source: Fingerprint, target: Fingerprint, arriving: Staging, leaving: Staging) -> None:
         self.casts = source.kv_dtype != target.kv_dtype
         """Whether the source's blocks are of another KV type."""
-        self._arriving, self._leaving = arriving, leaving
+        self._arriving = arriving
+        self._leaving = leaving
 
     def read(self, pipe: ReadPipe, reads: BlockReads, arena: Arena, wait: Wait) -> Cast:
         """Read blocks; on return nothing writes into the arena any more.
 
         Args:
-            pipe: To the source.
-            reads: In range; if they are converted, with ``casts``.
-            arena: Of the target's rank.
+            pipe: Pipe to the source.
+            reads: Blocks to copy, in range; with ``casts`` if they are converted.
+            arena: Arena of the target's rank.
             wait: Deadline and cancel flag.
 
         Raises:
@@ -170,12 +172,12 @@ class _Batch:
     """Part of a read, as much as fits into an area.
 
     Attributes:
-        where: Which of the read's blocks these are.
-        reads: Into the area: block i to row i. Their conversions read rows, or write them.
+        where: Slice of the read's blocks.
+        reads: Reads of the blocks into the area, block i to row i. Their conversions read rows, or write them.
         rows: The area, uint8 [rows, bytes].
-        local_ids: Where the rows go afterwards.
-        spans: Which bytes of the blocks beyond the area a row holds.
-        packed: Where each of these begins in a row, [m].
+        local_ids: Blocks that the rows are copied to afterwards.
+        spans: Bytes of the blocks beyond the area that a row holds.
+        packed: Offset in a row of each of these spans, [m].
     """
 
     where: slice
@@ -223,7 +225,7 @@ def _rows_of(reads: BlockReads, area: Bytes, size: int) -> Iterator[tuple[slice,
     # memory they read into know it again.
     rows = area.reshape(-1, 1 << max(BLOCK_ALIGNMENT - 1, size - 1).bit_length())
     for at in range(0, len(reads), len(rows)):
-        part = reads.take(slice(at, at + len(rows)))
+        part = reads.select(slice(at, at + len(rows)))
         yield slice(at, at + len(part)), part, rows
 
 

@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What a load's work came to.
+    """Outcome of a load's work.
 
     Attributes:
-        value: What it returned; ``None`` if it did not return.
-        failure: What it raised.
-        cancelled: It was ended before it returned.
-        unwanted: Its end was asked for, whether it returned or not.
+        value: Return value of the work; ``None`` if it raised or was cancelled.
+        failure: Exception that the work raised.
+        cancelled: Whether the work was cancelled before it returned.
+        unwanted: Whether the load's end was requested, even if the work returned.
     """
 
     value: T | None = None
@@ -42,7 +42,7 @@ class Outcome(Generic[T]):
 
     @property
     def error(self) -> str | None:
-        """Why the work did not return, in words; ``None`` if it did."""
+        """Error message; ``None`` if the work returned."""
         if isinstance(self.failure, BatonError):
             return self.failure.message
         if self.failure is not None:
@@ -57,15 +57,16 @@ class _Job:
 
 
 class BackgroundLoads(Generic[T]):
-    """The books of one connector's loads. Used in the engine's thread, but for :meth:`wait_ended`.
+    """The running loads of one connector. Used in the engine's thread, except for :meth:`wait_ended`.
 
     Args:
-        loop: Where coroutines run.
-        wake: Makes the engine poll; any thread may call it.
+        loop: Event loop in which coroutines run.
+        wake: Makes the engine poll; called from any thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        self._loop, self._wake = loop, wake
+        self._loop = loop
+        self._wake = wake
         self._jobs: dict[RequestId, _Job] = {}
         self._tasks: set[asyncio.Task[T]] = set()
         self._done: deque[LoadUpdate] = deque()
@@ -82,8 +83,8 @@ class BackgroundLoads(Generic[T]):
         """Run a coroutine in the loop.
 
         Args:
-            request_id: Whose load it is.
-            work: Makes the coroutine. When the load is not wanted any more, the event is set and the task cancelled.
+            request_id: Id of the request to load.
+            work: Creates the coroutine. When the load is not wanted any more, the event is set and the task cancelled.
             report: Called in the loop, when the task has ended.
 
         Raises:
@@ -96,11 +97,11 @@ class BackgroundLoads(Generic[T]):
             job.cancel = task.cancel
             self._tasks.add(task)
             # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
-            task.add_done_callback(ended)
+            task.add_done_callback(on_done)
 
-        def ended(task: asyncio.Task[T]) -> None:
+        def on_done(task: asyncio.Task[T]) -> None:
             self._tasks.discard(task)
-            self._ended(request_id, job, task, report)
+            self._record_outcome(request_id, job, task, report)
 
         self._jobs[request_id] = job
         try:
@@ -119,9 +120,9 @@ class BackgroundLoads(Generic[T]):
         """Run a function in a thread.
 
         Args:
-            executor: Whose thread.
-            request_id: Whose load it is.
-            work: Looks at the event now and then: set, the load is not wanted any more.
+            executor: Executor that runs the function.
+            request_id: Id of the request to load.
+            work: The function; it checks the event regularly, which is set when the load is not wanted any more.
             report: Called in any thread, when the function has ended.
 
         Raises:
@@ -134,7 +135,7 @@ class BackgroundLoads(Generic[T]):
             del self._jobs[request_id]
             raise
         job.cancel = future.cancel
-        future.add_done_callback(lambda future: self._ended(request_id, job, future, report))
+        future.add_done_callback(lambda future: self._record_outcome(request_id, job, future, report))
 
     def end(self, update: LoadUpdate) -> None:
         """Report a load that ended before it began."""
@@ -173,7 +174,7 @@ class BackgroundLoads(Generic[T]):
         # In the loop: a task that was asked for before exists by then, and only there may tasks be cancelled.
         self._loop.call_soon_threadsafe(lambda: job.cancel())
 
-    def _ended(
+    def _record_outcome(
         self,
         request_id: RequestId,
         job: _Job,
@@ -199,19 +200,15 @@ class LoadingConnector(KVConnector):
     _loads: BackgroundLoads[Any]
 
     def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load; its update still comes."""
         self._loads.cancel(request_id)
 
     def poll_loads(self) -> list[LoadUpdate]:
-        """Return the loads that ended."""
         return self._loads.poll()
 
     def has_pending(self) -> bool:
-        """Whether loads run."""
         return len(self._loads) > 0
 
     def close(self) -> None:
-        """Cancel all loads."""
         self._loads.cancel_all()
 
 
@@ -230,9 +227,9 @@ async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def run_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:
     """Run calls at the same time. When this returns or raises, all have ended; other errors than Baton's are raised."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    found: list[T | BatonError] = []
+    results: list[T | BatonError] = []
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, BatonError):
             raise answer
-        found.append(answer)
-    return found
+        results.append(answer)
+    return results

@@ -44,7 +44,7 @@ class MultiConnector(KVConnector):
     others go on; a load that it has begun stays its own, since only it can tell when its last write has ended.
 
     Args:
-        connectors: In the order in which they are asked; each belongs to this object from now on.
+        connectors: The connectors in the order in which they are asked; closed with this object.
 
     Raises:
         ConfigError: There are none.
@@ -67,7 +67,9 @@ class MultiConnector(KVConnector):
             except Exception:
                 log.exception(
                     "connector %d (%s) could not plan request %s",
-                    *(i, connector.name, request.request_id),
+                    i,
+                    connector.name,
+                    request.request_id,
                     extra={"request_id": request.request_id},
                 )
                 continue
@@ -89,7 +91,6 @@ class MultiConnector(KVConnector):
         self._chains[request.request_id] = chain
 
     def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load; its update still comes."""
         chain = self._chains.get(request_id)
         if chain is not None:
             chain.cancelled = True
@@ -117,24 +118,20 @@ class MultiConnector(KVConnector):
         return ended
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
-        """Tell all."""
         for connector in self._connectors:
             connector.step_begins(saves)
 
     def layer_computed(self, layer: int) -> None:
-        """Tell all."""
         for connector in self._connectors:
             connector.layer_computed(layer)
 
     def blocks_belong(self, request_id: RequestId, tenant: Tenant) -> None:
-        """Tell all."""
         for connector in self._connectors:
             connector.blocks_belong(request_id, tenant)
 
     def blocks_computed(
         self, request_id: RequestId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int
     ) -> None:
-        """Tell all."""
         for connector in self._connectors:
             connector.blocks_computed(request_id, block_ids, hashes, num_tokens)
 
@@ -179,7 +176,8 @@ class MultiConnector(KVConnector):
             except Exception as error:
                 log.exception(
                     "connector %d could not load request %s",
-                    *(i, request.request_id),
+                    i,
+                    request.request_id,
                     extra={"request_id": request.request_id},
                 )
                 chain.failures.append(f"connector {i}: {error}")

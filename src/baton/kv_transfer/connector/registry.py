@@ -31,7 +31,7 @@ class ConnectorContext:
     Attributes:
         shards: The instance's pool: one arena per rank. Blocks that a load was started for may be written, others
             only read.
-        fingerprint: What the blocks are; its ``digest`` tells KV apart that must not be mixed.
+        fingerprint: Fingerprint of the blocks; KV with another ``digest`` must not be mixed with it.
         loop: The service's event loop, in another thread than the engine's.
         wake: Makes the engine poll; any thread may call it.
         options: ``--kv-connector-options``, as far as they are this connector's: ``files.path=/kv`` is ``path``.

@@ -114,12 +114,12 @@ class Served:
     """What a server serves, and where.
 
     Attributes:
-        shards: The arenas.
-        facts: What readers compare.
+        shards: Arenas that readers may copy from.
+        facts: Facts that readers compare in the handshake.
         host: Address of this machine to bind.
-        port: To bind where the kind listens on a port; 0: any free one.
-        advertise_host: Host that readers are told; empty: the one bound.
-        limits: Patience with readers.
+        port: Port to bind, if the kind listens on one; 0: any free one.
+        advertise_host: Host that readers connect to; empty: the bound one.
+        limits: Time limits for readers.
     """
 
     shards: KVShards
@@ -163,7 +163,7 @@ class ReadPipe(ABC):
         """Wait until the source's computation has come so far; returns how far it is.
 
         Args:
-            value: Of the source's progress, as an offer names it.
+            value: Progress of the source to wait for, as an offer names it.
             wait: Deadline and cancel flag.
 
         Raises:
@@ -185,7 +185,7 @@ class LayerRead:
     """A read of what the source is still computing.
 
     Attributes:
-        reads: Which blocks, with steps.
+        reads: Blocks to copy, with steps.
         local: uint8 [blocks, block_bytes], the blocks of the target's rank.
     """
 
@@ -242,7 +242,7 @@ class DeviceReadPipe(ReadPipe):
 
         Args:
             reads: In range on both sides; nothing is converted.
-            arena: Of the target's rank, in device memory.
+            arena: Arena of the target's rank, in device memory.
             wait: Deadline and cancel flag.
 
         Returns:
@@ -309,7 +309,7 @@ class PipeKind(ABC):
     """One kind of pipe, as one fetcher or one block server uses it; it owns what its pipes share.
 
     Args:
-        options: What both ends may need.
+        options: Options of both ends.
 
     Attributes:
         name: As ``--pipes`` and endpoints say it.
@@ -341,8 +341,8 @@ class PipeKind(ABC):
 
         Args:
             address: As the peer's server wrote it.
-            facts: What this side expects of the peer.
-            wait: For the whole of it.
+            facts: Facts that the peer has to confirm in the handshake.
+            wait: Deadline and cancel flag for connecting and handshake.
 
         Raises:
             PipeClosedError: This kind does not reach the peer.

@@ -124,7 +124,7 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
         request_progress(connection.stream, 0, wait)
         recv_progress(connection.stream, wait)
         valid = current(peers.primary, reads)
-        copy(peers.arenas[reads.source_shard], reads.take(valid))
+        copy(peers.arenas[reads.source_shard], reads.select(valid))
         fence()
         valid &= current(peers.primary, reads)
         if connection.stream.peer_gone():

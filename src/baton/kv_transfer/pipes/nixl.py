@@ -83,7 +83,7 @@ class Base:
     """Where blocks are.
 
     Attributes:
-        address: Of the first.
+        address: Address of the first block.
         block_bytes: Bytes per block.
         device: Index of the GPU that has them; ``None``: host memory.
     """
@@ -255,7 +255,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
 
     Args:
         address: Where the block server listens.
-        facts: What this side expects of the server.
+        facts: Facts that the server has to confirm in the handshake.
         token: Shared token.
         targets: This process's agents and arenas; outlive the pipe.
         max_connections: Connections at once; further reads wait for one.
@@ -292,7 +292,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         """Read into device memory; see :meth:`DeviceReadPipe.read_device`."""
         if not isinstance(arena, SharedDeviceArena):
             raise InternalError("the target is no arena in device memory")
-        # What still works on blocks that were somebody else's before: a copy from elsewhere knows of no stream.
+        # Work that is still queued for the blocks' previous users: a copy from elsewhere is on no stream.
         arena.settle()
         return self.in_requests(reads, wait, lambda connection, part: self._read(connection, part, arena, wait))
 
@@ -300,7 +300,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         self, connection: NixlConnection, reads: BlockReads, local: Bytes | SharedDeviceArena, wait: Wait
     ) -> Valid:
         sent = _ask(connection, reads, wait)
-        self._fetch(connection, reads if sent.all() else reads.take(sent), local, wait)
+        self._fetch(connection, reads if sent.all() else reads.select(sent), local, wait)
         return sent & _finish(connection, len(reads), wait)
 
     def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
@@ -321,7 +321,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _SourceProgress, wait: Wait
     ) -> Valid:
         sent = _ask(connection, dataclasses.replace(reads, steps=None), wait)
-        good = reads if sent.all() else reads.take(sent)
+        good = reads if sent.all() else reads.select(sent)
         steps = good.segments_by_step(local.shape[1]) if len(good) else []
         if steps:
             source.request(steps[0][0])
@@ -477,7 +477,7 @@ class NixlKind(PipeKind):
 
 
 class _SourceProgress:
-    """The source's computation, as a reader hears of it.
+    """The source's computation, as reported to a reader.
 
     Attributes:
         waited_s: Seconds that passed in waiting for it.

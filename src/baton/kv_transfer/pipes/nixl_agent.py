@@ -142,7 +142,7 @@ class NixlAgent:
         """Get to know a peer's agent and a region of it; :meth:`disconnect` once per call.
 
         Args:
-            name: Of the peer's agent.
+            name: Name of the peer's agent.
             metadata: Whole and undamaged (:func:`parse_agent`): NIXL does not check.
 
         Raises:
@@ -203,7 +203,7 @@ class NixlAgent:
             target: The region that the first rows are in.
             line: A connection to the peer; its end ends the read.
             wait: Deadline and cancel flag.
-            source: What NIXL calls the peer's memory.
+            source: NIXL's description of the peer's memory.
 
         Raises:
             PipeClosedError: The peer or this agent is gone, or the peer does not own that memory.

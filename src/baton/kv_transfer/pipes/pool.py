@@ -63,7 +63,7 @@ class PooledReadPipe(ReadPipe, Generic[C]):
     def open_first(self, wait: Wait) -> None:
         """Make the first connection, so that a peer that cannot be reached is known at once; closes on errors."""
         try:
-            self._give(self._take(wait))
+            self._release(self._acquire(wait))
         except BaseException:
             self.close()
             raise
@@ -74,31 +74,31 @@ class PooledReadPipe(ReadPipe, Generic[C]):
 
     def in_requests(self, reads: BlockReads, wait: Wait, request: Callable[[C, BlockReads], Valid]) -> Valid:
         """Make a read over one connection, in requests of at most ``reads.blocks_per_request`` blocks."""
-        connection, most = self._take(wait), reads.blocks_per_request
+        connection, most = self._acquire(wait), reads.blocks_per_request
         try:
             valid = np.concatenate(
                 [np.zeros(0, dtype=np.bool_)]
-                + [request(connection, reads.take(slice(at, at + most))) for at in range(0, len(reads), most)]
+                + [request(connection, reads.select(slice(at, at + most))) for at in range(0, len(reads), most)]
             )
         except InvalidRequestError:
-            self._give(connection)  # refused as a whole: the connection is in step
+            self._release(connection)  # refused as a whole: the connection is in step
             raise
         except BaseException:
             self._drop(connection)
             raise
-        self._give(connection)
+        self._release(connection)
         return valid
 
     def wait_ready(self, value: int, wait: Wait) -> int:
         """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
-        connection = self._take(wait)
+        connection = self._acquire(wait)
         try:
             request_progress(connection.stream, value, wait)
             now = recv_progress(connection.stream, wait)
         except BaseException:
             self._drop(connection)
             raise
-        self._give(connection)
+        self._release(connection)
         return now
 
     def alive(self) -> bool:
@@ -117,7 +117,7 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         for connection in connections:
             connection.close()
 
-    def _take(self, wait: Wait) -> C:
+    def _acquire(self, wait: Wait) -> C:
         with self._changed:
             while True:
                 if self._closed:
@@ -151,7 +151,7 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         connection.close()
         raise PipeClosedError("the pipe was closed")
 
-    def _give(self, connection: C) -> None:
+    def _release(self, connection: C) -> None:
         with self._changed:
             if connection in self._open:
                 self._idle.append(connection)

@@ -52,12 +52,13 @@ class ReadRoom:
     """Room for so many units; for any thread.
 
     Args:
-        most: Units that may be taken at once. One taker alone may take more: else it would wait for ever.
-        what: Of what there is too much, for errors.
+        most: Units that may be reserved at once. A single reservation may be larger, or it would wait for ever.
+        what: Name of the units, for errors.
     """
 
     def __init__(self, most: int, what: str) -> None:
-        self._most, self._what = most, what
+        self._most = most
+        self._what = what
         self._taken = 0
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
@@ -68,15 +69,15 @@ class ReadRoom:
         return self._taken
 
     @contextlib.contextmanager
-    def take(self, units: int, hung_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Hold room while the block runs.
+    def reserve(self, units: int, hung_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Reserve room while the block runs.
 
         Args:
-            units: How much.
-            hung_up: Whether nobody waits any more: asked now and then, and the room is given up.
+            units: Units to reserve.
+            hung_up: Returns whether the reader has hung up; called regularly, ends the wait.
 
         Raises:
-            QueueFullError: There was none within ``ROOM_WAIT_S``, or nobody waits any more.
+            QueueFullError: There was no room within ``ROOM_WAIT_S``, or the reader has hung up.
         """
         self._enter(units, hung_up)
         try:
@@ -87,7 +88,8 @@ class ReadRoom:
                 self._changed.notify_all()
 
     def _enter(self, units: int, hung_up: Callable[[], bool]) -> None:
-        turn, deadline = object(), time.monotonic() + ROOM_WAIT_S
+        turn = object()
+        deadline = time.monotonic() + ROOM_WAIT_S
         with self._changed:
             self._waiting.append(turn)
             try:
@@ -111,7 +113,7 @@ medium's buffers full."""
 _STAGED_BYTES = 8 << 20
 """Most bytes of several blocks that are copied at once out of memory that the host cannot address."""
 _UNPACED = b"reno"
-"""Congestion control that every Linux has and lets everybody choose."""
+"""Congestion control that every Linux has and lets every user choose."""
 _SMALL_BYTES = 64 << 10
 REQUESTS = ReadRoom(64 << 20, "bytes of requests")
 """Of requests that are longer than some, while they come and are answered."""
@@ -130,8 +132,8 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
 
     Args:
         stream: After the handshake.
-        shards: What is served.
-        limits: Patience.
+        shards: Arenas that are served.
+        limits: Time limits for the reader.
         answer: How READ is answered; default: over the stream.
 
     Raises:
@@ -147,7 +149,7 @@ def serve_reads(stream: Stream, shards: KVShards, limits: ServeLimits, answer: A
             return
         wait = Wait(time.monotonic() + limits.frame_s)
         kind, length = recv_header(stream, {FrameKind.READ: MAX_READ_BYTES, FrameKind.WAIT: WORD.size}, wait)
-        with REQUESTS.take(length, stream.hung_up) if length > _SMALL_BYTES else contextlib.nullcontext():
+        with REQUESTS.reserve(length, stream.hung_up) if length > _SMALL_BYTES else contextlib.nullcontext():
             wait = Wait(time.monotonic() + limits.frame_s)
             payload = stream.recv_exact(length, wait, "reading a request")
             if kind is FrameKind.WAIT:
@@ -166,7 +168,7 @@ def _answer_read(
             check_request(reads, shards)
             if answer is not None and reads.steps is not None:
                 raise InvalidRequestError("this kind of pipe does not follow a computation", field="steps")
-            held.enter_context(SPANS.take(len(reads) * reads.num_segments, stream.hung_up))
+            held.enter_context(SPANS.reserve(len(reads) * reads.num_segments, stream.hung_up))
         except (InvalidRequestError, QueueFullError) as error:
             # The frame was whole: the connection goes on.
             send_error(stream, error, Wait(time.monotonic() + limits.frame_s))
@@ -210,10 +212,10 @@ def send_progress(
     """Answer a WAIT frame: wait for the computation and say how far it is.
 
     Args:
-        stream: Where the frame came from.
-        shards: Whose progress is meant.
-        payload: Of the frame.
-        limits: Patience.
+        stream: Stream that the frame came from.
+        shards: Arenas whose progress is waited for.
+        payload: Payload of the frame.
+        limits: Time limits for the reader.
         meanwhile: Called while it waits, often at first and seldom in the long run.
         settle: Called when the computation has come so far, before that is said.
 

@@ -49,7 +49,7 @@ def resolve_kinds(kinds: Sequence[str] | str, options: PipeOptions | None = None
 
     Args:
         kinds: Names, or one name.
-        options: What the pipes will be given.
+        options: Options of the pipes.
 
     Raises:
         ConfigError: None, an unknown one, one twice, or one that was named and cannot work here; says why.

@@ -1,7 +1,7 @@
 """One-sided reads over shared memory: map the peer's arenas once, then a read is one copy from pool to pool.
 
 The peer passes a read-only descriptor of each of its ranks' arenas (sealed memfds) over an abstract Unix socket that
-then stays open: its end tells of the peer's death at once. Nothing has a name in a file system, so nothing is left
+then stays open: its end reports the peer's death at once. Nothing has a name in a file system, so nothing is left
 after SIGKILL.
 """
 

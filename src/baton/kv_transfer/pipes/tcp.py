@@ -331,7 +331,7 @@ def request_blocks(
 
 def _shares(reads: BlockReads, parts: int) -> list[BlockReads]:
     edges = [len(reads) * i // parts for i in range(parts + 1)]
-    return [reads.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
+    return [reads.select(slice(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def _ask(stream: Stream, reads: BlockReads, wait: Wait, checksums: bool, streams: int) -> int:

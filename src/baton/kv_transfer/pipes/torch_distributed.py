@@ -85,7 +85,7 @@ class StreamStore(Store):
     @property
     def timeout(self) -> datetime.timedelta:
         """What is left of the connection's time."""
-        return _left(self._wait)
+        return _time_left(self._wait)
 
     def finish(self) -> None:
         """Tell the peer that this end needs nothing more, and wait until it says the same."""
@@ -115,7 +115,7 @@ class Group:
     Args:
         stream: The connection; the addresses go over it first.
         wait: For the peer to do the same.
-        is_client: Which end this is; ranks are as ``KV_RANKS`` says.
+        is_client: Whether this is the client's end; ranks are as in ``KV_RANKS``.
 
     Raises:
         ConfigError: gloo cannot bind to that address.
@@ -140,7 +140,7 @@ class Group:
             options._devices = [gloo.create_device(hostname=host)]
         except RuntimeError as error:
             raise ConfigError(f"gloo cannot bind to {host}: {error}", field="pipes") from error
-        options._timeout, options._threads = _left(wait) / _TRIES, 1
+        options._timeout, options._threads = _time_left(wait) / _TRIES, 1
         try:
             self._group: Any = gloo(store, self.rank, 2, options)
         except RuntimeError as error:
@@ -165,7 +165,7 @@ class Group:
             wait.check("sending blocks")
             piece = self._piece(number, size)
             at = 0
-            for part in source.take(size):
+            for part in source.next_parts(size):
                 piece[at : at + len(part)] = part
                 at += len(part)
             if stream.recv_exact(1, wait, "waiting for the receiver") != _CREDIT:
@@ -184,23 +184,23 @@ class Group:
         posted: deque[tuple[Bytes, Any]] = deque()
         for number, size in enumerate(_piece_sizes(total)):
             if len(posted) == _SLOTS:
-                self._take(*posted.popleft(), target, wait)
+                self._copy_piece(*posted.popleft(), target, wait)
             wait.check("receiving blocks")
             piece = self._piece(number, size)
             posted.append((piece, self._post(piece, wait, send=False)))
             stream.send_all([_CREDIT], wait, "receiving blocks")
         while posted:
-            self._take(*posted.popleft(), target, wait)
+            self._copy_piece(*posted.popleft(), target, wait)
 
     def close(self) -> None:
         """End the group and its thread; harmless if repeated."""
         self._group, self._pieces = None, []
         self._work.put(None)
 
-    def _take(self, piece: Bytes, work: Any, target: _Cursor, wait: Wait) -> None:
+    def _copy_piece(self, piece: Bytes, work: Any, target: _Cursor, wait: Wait) -> None:
         self._finish(work, wait)
         at = 0
-        for part in target.take(len(piece)):
+        for part in target.next_parts(len(piece)):
             part[:] = piece[at : at + len(part)]
             at += len(part)
 
@@ -232,7 +232,7 @@ class Group:
             self._thread = threading.Thread(target=self._wait_for_work, name="baton-gloo", daemon=True)
             self._thread.start()
         done: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._work.put((work, _left(wait), done))
+        self._work.put((work, _time_left(wait), done))
         while True:
             try:
                 failure = done.get(timeout=TICK_S)
@@ -275,7 +275,7 @@ class GlooReadPipe(PooledReadPipe[GlooConnection]):
 
     Args:
         address: Where the block server listens.
-        facts: What this side expects of the server.
+        facts: Facts that the server has to confirm in the handshake.
         options: Token, and whether to ask for checksums.
         max_connections: Connections, and so groups, at once; further reads wait for one.
     """
@@ -353,7 +353,7 @@ class _Cursor:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._parts = deque(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers if len(buffer))
 
-    def take(self, size: int) -> Iterator[Bytes]:
+    def next_parts(self, size: int) -> Iterator[Bytes]:
         """Return the next ``size`` bytes, as the parts they lie in."""
         while size:
             part = self._parts.popleft()
@@ -383,7 +383,7 @@ def _parse_entry(fields: Mapping[str, Any]) -> tuple[str, bytes]:
         raise BadFrameError("a value of the peer's store is malformed", field="value") from error
 
 
-def _left(wait: Wait) -> datetime.timedelta:
+def _time_left(wait: Wait) -> datetime.timedelta:
     left = wait.remaining()
     return datetime.timedelta(seconds=600.0 if left is None else max(left, 0.001))
 

@@ -41,12 +41,12 @@ from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
 T = TypeVar("T")
 GRACE_S = 2.0
-"""An instance that a router does not hear has so long to be heard here: who computes says so every second."""
+"""Seconds that an instance has to answer here if it does not answer a router; a busy one reports every second."""
 ACKNOWLEDGE_S = 1.0
-"""A call that is not acknowledged for so long goes to another instance: who lives does that in milliseconds, whatever
-its engine is at."""
+"""Seconds after which a call that is not acknowledged goes to another instance: a live one acknowledges within
+milliseconds, whatever its engine does."""
 REST_S = 5.0
-"""An instance that did not acknowledge a call is asked last for so long; routers say then whether they hear it."""
+"""Seconds for which an instance that did not acknowledge a call is asked last."""
 
 
 class CandidateWatch:
@@ -56,8 +56,8 @@ class CandidateWatch:
     becomes :data:`GRACE_S`, also for loads that wait already. Neither alone is believed: a router may be cut off from
     an instance that this process hears well.
 
-    A call that somebody else could take waits :data:`ACKNOWLEDGE_S` for its first word. Where nobody else could, the
-    prompt would have to be computed here, which is worth more patience.
+    A call that another instance could serve waits :data:`ACKNOWLEDGE_S` for its acknowledgement. If none could, the
+    prompt would have to be computed here, which justifies a longer wait.
 
     Args:
         stall_s: Seconds without a word after which an instance is given up.
@@ -73,8 +73,8 @@ class CandidateWatch:
         """Whether a router says that an instance does not answer."""
         return any(address in addresses for addresses in self._said.values())
 
-    def tell(self, router: object, addresses: frozenset[str]) -> None:
-        """Hear which instances do not answer a router now; replaces what it said before."""
+    def set_silent(self, router: object, addresses: frozenset[str]) -> None:
+        """Set the instances that do not answer a router now; replaces its previous set."""
         news = addresses - self._said.pop(router, frozenset())
         if addresses:
             self._said[router] = addresses
@@ -87,12 +87,12 @@ class CandidateWatch:
         return self.is_silent(address) or self._rests.get(address, 0.0) > time.monotonic()
 
     async def wait(self, address: str, awaitable: Awaitable[T], *, first_word: bool = False) -> T:
-        """Wait for something that an instance says or sends.
+        """Wait for a message of an instance.
 
         Args:
-            address: Of the instance.
-            awaitable: What to wait for.
-            first_word: Wait no longer than for the acknowledgement of a call.
+            address: Address of the instance.
+            awaitable: Resolves when the message arrives.
+            first_word: Wait only as long as for the acknowledgement of a call.
 
         Raises:
             DeadlineError: It was silent for too long.
@@ -166,9 +166,11 @@ class _Attempt:
     """One candidate's part of a load: which tokens have come, counted in what both block sizes have in common."""
 
     def __init__(self, load: _Load, source: BlockSource, block_size: int) -> None:
-        self.source, self._load = source, load
+        self.source = source
+        self._load = load
         self._unit = math.gcd(block_size, source.fingerprint.block_size)
-        self._per_local, self._per_remote = block_size // self._unit, source.fingerprint.block_size // self._unit
+        self._per_local = block_size // self._unit
+        self._per_remote = source.fingerprint.block_size // self._unit
         self._units = np.repeat(load.valid, self._per_local)
         num_units = -(-len(load.request.token_ids) // self._unit)
         self._units[num_units:] = True  # of the last block, what no token lies in
@@ -177,7 +179,8 @@ class _Attempt:
 
     def wanted(self, offer: Offer) -> list[int]:
         """Which of an offer's blocks bring something new."""
-        first, size = offer.first_block, self._per_remote
+        first = offer.first_block
+        size = self._per_remote
         starts = [(first + i) * size for i in range(len(offer.block_ids))]
         return [i for i, start in enumerate(starts) if not self._units[start : start + size].all()]
 
@@ -192,8 +195,8 @@ class _Attempt:
         local_ids = np.array(load.block_ids).reshape(load.groups, -1)[:, : len(load.valid)]
         return SequenceBlocks.of(offered, local_ids, ~load.valid, offer.ready)
 
-    def came(self, offer: Offer, wanted: list[int], valid: Valid) -> None:
-        """Note what a fetch brought."""
+    def mark_valid(self, offer: Offer, wanted: list[int], valid: Valid) -> None:
+        """Record which blocks a fetch brought."""
         for i in np.asarray(wanted)[valid]:
             start = (offer.first_block + int(i)) * self._per_remote
             self._units[start : start + self._per_remote] = True
@@ -259,9 +262,14 @@ class P2PConsumer(LoadingConnector):
         stall_s: float,
         wait_s: float,
     ) -> None:
-        self._pool, self._dialer, self._loop = pool, dialer, loop
-        self._fetcher, self._block_size = pool.fetcher, pool.block_size
-        self._threshold, self._stall_s, self._wait_s = threshold, stall_s, wait_s
+        self._pool = pool
+        self._dialer = dialer
+        self._loop = loop
+        self._fetcher = pool.fetcher
+        self._block_size = pool.block_size
+        self._threshold = threshold
+        self._stall_s = stall_s
+        self._wait_s = wait_s
         self.watch = CandidateWatch(stall_s)
         self._loads: BackgroundLoads[str | None] = BackgroundLoads(loop, wake)
         self._local_reasons: dict[RequestId, str] = {}
@@ -292,7 +300,6 @@ class P2PConsumer(LoadingConnector):
         self._local_reasons.pop(request_id, None)
 
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """Start the load's coroutine."""
         num_held = num_local_tokens // self._block_size
         valid = np.zeros(-(-len(request.token_ids) // self._block_size), dtype=bool)
         valid[:num_held] = True
@@ -304,7 +311,8 @@ class P2PConsumer(LoadingConnector):
     async def _run(self, load: _Load, cancelled: threading.Event) -> str | None:
         """Claim what waits, or try the candidates; returns why none of them did it."""
         load.cancelled = cancelled
-        prefilled, candidates = load.request.prefilled, load.request.candidates
+        prefilled = load.request.prefilled
+        candidates = load.request.candidates
         if prefilled is not None:
             failure = await self._failure(load, prefilled.address, others=(), claim=prefilled.key)
             if failure is None:
@@ -336,7 +344,9 @@ class P2PConsumer(LoadingConnector):
             load.local_reason = "prefill_busy" if isinstance(failure, QueueFullError) else "prefill_failed"
             log.warning(
                 "prefill of %s at %s failed: %s",
-                *(load.request.request_id, address, failure.message),
+                load.request.request_id,
+                address,
+                failure.message,
                 extra={"request_id": load.request.request_id},
             )
             return failure
@@ -348,15 +358,15 @@ class P2PConsumer(LoadingConnector):
         """Run one candidate to its end; on return everything is valid.
 
         Args:
-            load: What is wanted.
-            address: Of the candidate.
+            load: The load.
+            address: Address of the candidate.
             claim: Key of the prompt that waits there, if one does.
-            hurried: Leave it if it does not acknowledge the call.
+            hurried: Give up the candidate if it does not acknowledge the call.
         """
         held = self._leading_tokens(load)
         state = _Events(num_ready_tokens=held)
         try:
-            async with self._dialer.open(address, load.request, self._held(load, held), claim) as events:
+            async with self._dialer.open(address, load.request, self._held_blocks(load, held), claim) as events:
                 attempt: _Attempt | None = None
                 while True:
                     event = await self._next(address, events, state.fetches, first_word=hurried)
@@ -371,7 +381,7 @@ class P2PConsumer(LoadingConnector):
                         if attempt is None:
                             raise StaleBlockError("an offer came before its source")
                         _check(attempt, event)
-                        self._take(load, attempt, event, state)
+                        self._begin_fetch(load, attempt, event, state)
                     else:
                         # Every fetch has to end while the stream, the lease, is open.
                         await self.watch.wait(address, asyncio.gather(*state.fetches))
@@ -393,7 +403,7 @@ class P2PConsumer(LoadingConnector):
                 if not _being_cancelled():
                     load.cancelled.clear()
 
-    def _take(self, load: _Load, attempt: _Attempt, offer: Offer, state: _Events) -> None:
+    def _begin_fetch(self, load: _Load, attempt: _Attempt, offer: Offer, state: _Events) -> None:
         """Begin to fetch what an offer names; one that only confirms an earlier one waits for that one's fetch."""
         wanted = attempt.wanted(offer)
         if offer.ready is not None:
@@ -405,7 +415,8 @@ class P2PConsumer(LoadingConnector):
                 state.copies.append(state.early[offer.key])
             return
         if offer.num_tokens > state.num_ready_tokens:
-            state.num_ready_tokens, state.ready_at = offer.num_tokens, time.perf_counter()
+            state.num_ready_tokens = offer.num_tokens
+            state.ready_at = time.perf_counter()
         if wanted:
             early = state.early.pop(offer.key, None)
             state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
@@ -449,9 +460,10 @@ class P2PConsumer(LoadingConnector):
         load.ended_ns = time.perf_counter_ns()
         load.kv_bytes += result.num_bytes
         load.transfer_s += result.seconds - result.waited_s
-        load.pipe, load.pipe_fallback = result.pipe_kind, result.fallback_reason
+        load.pipe = result.pipe_kind
+        load.pipe_fallback = result.fallback_reason
         load.source = attempt.source.instance_id
-        attempt.came(offer, wanted, result.valid)
+        attempt.mark_valid(offer, wanted, result.valid)
         if not result.valid.all():
             raise StaleBlockError(result.failure)
 
@@ -461,7 +473,7 @@ class P2PConsumer(LoadingConnector):
             source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
         )
 
-    def _held(self, load: _Load, num_tokens: int) -> HeldBlocks:
+    def _held_blocks(self, load: _Load, num_tokens: int) -> HeldBlocks:
         # Blocks of layer groups are not read by others.
         ids = load.block_ids[: num_tokens // self._block_size] if load.groups == 1 else ()
         return HeldBlocks(self._pool.source(), ids, tuple(int(g) for g in self._pool.arena.generations[list(ids)]))

@@ -109,8 +109,8 @@ class PrefillDialer(Protocol):
         """Ask the instance at ``address``; leaving the context closes the stream and with it the lease.
 
         Args:
-            address: host:port.
-            request: What is wanted.
-            held: The leading blocks that are here, and are kept until then.
-            claim: Key of the prompt that waits there; empty: it is found by its tokens; ``None``: it is to be computed.
+            address: ``host:port`` of the prefill instance.
+            request: The request to prefill.
+            held: Leading blocks that this instance holds, and keeps while the context is open.
+            claim: Key of the prompt that waits there; empty: find it by its tokens; ``None``: compute it.
         """

@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Tokens = npt.NDArray[np.uint32]
 
-OFFER_BYTES, BLOCK_BYTES = 200, 100
-"""What an offer and a block in it take, roughly, in a Python process."""
+OFFER_BYTES = 200
+"""Approximate memory of an offer in a Python process."""
+BLOCK_BYTES = 100
+"""Approximate memory of a block in an offer."""
 
 
 class Lease:
@@ -59,9 +61,13 @@ class Lease:
     def __init__(
         self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int, layerwise: bool
     ) -> None:
-        self.lease_id, self.request_id, self.layerwise = lease_id, request_id, layerwise
-        self.token_ids, self.num_held_tokens = token_ids, num_held_tokens
-        self.num_offered_blocks, self.claimed = 0, False
+        self.lease_id = lease_id
+        self.request_id = request_id
+        self.layerwise = layerwise
+        self.token_ids = token_ids
+        self.num_held_tokens = num_held_tokens
+        self.num_offered_blocks = 0
+        self.claimed = False
         self.key = RequestId(f"{request_id}/{lease_id}")
 
 
@@ -89,10 +95,15 @@ class P2PProducer(KVConnector):
         max_leases: int,
         layers: int = 0,
     ) -> None:
-        self._arena, self._buffer, self._wake = arena, buffer, wake
-        self._block_size, self._lease_s, self._max_leases = block_size, lease_s, max_leases
+        self._arena = arena
+        self._buffer = buffer
+        self._wake = wake
+        self._block_size = block_size
+        self._lease_s = lease_s
+        self._max_leases = max_leases
         # The step that runs now, or ran last, and its layers: layer i is there when the progress is _step + i + 1.
-        self._layerwise, self._num_layers = layers > 0, layers
+        self._layerwise = layers > 0
+        self._num_layers = layers
         self._step = arena.progress.value
         self._lock = threading.Lock()
         self._leases: dict[RequestId, Lease] = {}
@@ -155,12 +166,12 @@ class P2PProducer(KVConnector):
         self._wake()
 
     def num_leases(self) -> int:
-        """Open leases."""
+        """Return the number of open leases."""
         return len(self._leases)
 
     @property
     def next_step(self) -> int:
-        """The arena's progress before the first layer of the step that begins next, if it is told of that step."""
+        """The arena's progress before the first layer of the next step, if ``step_begins`` is called for it."""
         return self._step + self._num_layers
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
@@ -201,7 +212,8 @@ class P2PProducer(KVConnector):
 
     def _next_offer(self, lease: Lease, block_ids: Sequence[BlockId], num_tokens: int) -> Offer | None:
         """What there is to offer beyond what was, once ``num_tokens`` tokens are complete."""
-        first, total = lease.num_offered_blocks, len(lease.token_ids)
+        first = lease.num_offered_blocks
+        total = len(lease.token_ids)
         end = -(-num_tokens // self._block_size) if num_tokens >= total else num_tokens // self._block_size
         if end <= first and num_tokens < total:
             return None
@@ -217,7 +229,8 @@ class P2PProducer(KVConnector):
         except BatonError as error:
             log.error(
                 "the offer of %s is lost (%s): its stream ends",
-                *(lease.request_id, error.message),
+                lease.request_id,
+                error.message,
                 extra={"request_id": lease.request_id},
             )
             self._buffer.withdraw(lease.key)
@@ -243,7 +256,6 @@ class P2PProducer(KVConnector):
         return bool(self._finished or self._releases)
 
     def close(self) -> None:
-        """Close all leases."""
         for lease in list(self._leases.values()):
             self.close_lease(lease)
 
@@ -253,10 +265,10 @@ class Unclaimed(Generic[R]):
     """A computed prompt.
 
     Attributes:
-        lease: Keeps its blocks; closed by the one who claimed it.
-        offer: All of its blocks.
-        result: What came of the computation beside the KV: the first token.
-        cache_salt: Of the request.
+        lease: Keeps the prompt's blocks; closed by the caller that claimed it.
+        offer: Offer of all blocks.
+        result: Result of the computation beside the KV: the first token.
+        cache_salt: Cache salt of the request.
     """
 
     lease: Lease
@@ -290,7 +302,9 @@ class UnclaimedPrompts(Generic[R]):
         lease_s: float,
         close_lease: Callable[[Lease], None],
     ) -> None:
-        self._max_blocks, self._block_bytes, self._block_size = max_blocks, block_bytes, block_size
+        self._max_blocks = max_blocks
+        self._block_bytes = block_bytes
+        self._block_size = block_size
         self._close_lease = close_lease
         self.lease_s = lease_s
         self._buffer: LookupBuffer[Unclaimed[R]] = LookupBuffer(
@@ -313,7 +327,7 @@ class UnclaimedPrompts(Generic[R]):
             )
             raise InvalidRequestError(message, field="prompt_token_ids")
 
-    async def put(
+    async def add_prompt(
         self, lease: Lease, offers: Sequence[Offer], result: R, *, cache_salt: str, sampling: SamplingParams
     ) -> str:
         """Let a prompt wait from now on, as soon as there is room.
@@ -322,8 +336,8 @@ class UnclaimedPrompts(Generic[R]):
             lease: Keeps its blocks. If this raises it is the caller's to close, unless it was ``claimed``.
             offers: In order, all of its blocks.
             result: See :class:`Unclaimed`.
-            cache_salt: Of the request.
-            sampling: Of the request: it decided the first token.
+            cache_salt: Cache salt of the request.
+            sampling: Sampling parameters of the request, which decided the first token.
 
         Returns:
             The key by which it can be claimed.
@@ -349,10 +363,10 @@ class UnclaimedPrompts(Generic[R]):
         """Take a prompt out; its lease is the caller's to close.
 
         Args:
-            key: As :meth:`put` returned it; empty: the prompt is found by all that follows.
+            key: As :meth:`add_prompt` returned it; empty: the prompt is found by all that follows.
             tokens: uint32 [tokens], all that were computed.
-            cache_salt: Of the request.
-            sampling: Of the request.
+            cache_salt: Cache salt of the request.
+            sampling: Sampling parameters of the request.
 
         Raises:
             NotFoundError: It does not wait here (any more).
@@ -377,17 +391,17 @@ class UnclaimedPrompts(Generic[R]):
 
     def withdraw(self, request_id: RequestId) -> bool:
         """Drop a prompt that is not wanted any more; ``False``: it does not wait here."""
-        found = self._buffer.withdraw(request_id)
-        for prompt in found:
+        prompts = self._buffer.withdraw(request_id)
+        for prompt in prompts:
             self._close_lease(prompt.lease)
-        return bool(found)
+        return bool(prompts)
 
     def drop_expired(self) -> None:
         """Give back the blocks of prompts that waited too long."""
         self._buffer.drop_expired()
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all prompts that wait."""
         self._buffer.close()
 
 
@@ -431,7 +445,9 @@ class P2PReuser(LoadingConnector):
         timeout_s: float,
     ) -> None:
         self._fetcher = fetcher
-        self._block_size, self._threshold, self._timeout_s = block_size, threshold, timeout_s
+        self._block_size = block_size
+        self._threshold = threshold
+        self._timeout_s = timeout_s
         self._held: dict[RequestId, HeldBlocks] = {}
         self._loads: BackgroundLoads[FetchResult] = BackgroundLoads(loop, wake)
 
@@ -455,7 +471,6 @@ class P2PReuser(LoadingConnector):
         return LoadPlan(whole)
 
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """Start the fetch."""
         held = self._held[request.request_id]
         load = _Load(request.request_id, held, num_local_tokens, tuple(block_ids))
         self._loads.start(
@@ -465,7 +480,8 @@ class P2PReuser(LoadingConnector):
         )
 
     async def _fetch(self, load: _Load, cancelled: threading.Event) -> FetchResult:
-        held, size = load.held, self._block_size
+        held = load.held
+        size = self._block_size
         num_blocks = held.num_tokens // size
         count = min(len(held.block_ids), -(-num_blocks * size // held.source.fingerprint.block_size))
         offered = (held.block_ids[:count], held.generations[:count], np.arange(count))
