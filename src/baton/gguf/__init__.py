@@ -1,4 +1,4 @@
-"""GGUF files: container, architecture, text. What is here needs no torch, so that the router reads them as well."""
+"""GGUF files: container, architecture, text. Needs no torch, so that the router reads them as well."""
 
 from baton.gguf.architecture import TensorRule, tensor_rules
 from baton.gguf.container import GgufFile, TensorInfo, is_gguf

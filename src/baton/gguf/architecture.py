@@ -17,19 +17,20 @@ from baton.errors import ConfigError
 from baton.gguf.container import GgufFile, shown
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
-"""Divisors of the rotary frequencies: what Llama 3.1's scaling comes to."""
+"""Divisors of the rotary frequencies, which are the result of Llama 3.1's scaling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is particular to a kind of model.
+    """Properties of a model type in GGUF files.
 
     Attributes:
-        model_type: transformers' name.
-        class_name: transformers' class.
-        permuted: Rows of queries and keys stand as pairs to be rotated, where transformers has two halves.
-        gemma: Norms are stored with 1 added; activation and names are Gemma's.
-        sandwich: Norms before and behind both attention and MLP.
+        model_type: Name of the type in transformers.
+        class_name: Name of the class in transformers.
+        permuted: Whether rows of queries and keys that are rotated together are neighbours; transformers has them in
+            two halves.
+        gemma: Whether norms are stored with 1 added, and activation and names are Gemma's.
+        sandwich: Whether there are norms before and behind both attention and MLP.
     """
 
     model_type: str
@@ -47,7 +48,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", gemma=True, sandwich=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", gemma=True, sandwich=True),
 }
-"""By ``general.architecture``. Mistral's models are ``llama`` there."""
+"""Architectures by ``general.architecture``. Mistral's models are ``llama`` there."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -70,11 +71,11 @@ _SANDWICH_NORMS = {
 }
 _NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([a-z0-9_]+)\.(weight|bias)")
 _LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose queries are scaled by another size than a head's."""
+"""Numbers of layers of the 27B models, whose queries are scaled by another size than that of a head."""
 _LLAMA3_ORIGINAL = 8192
 _LLAMA3_LOW = 1.0
 _LLAMA3_HIGH = 4.0
-"""Llama 3.1 and 3.2: original context, and the frequency factors; only the factor of scaling differs among them."""
+"""Original context and frequency factors of Llama 3.1 and 3.2, which differ in the scaling factor alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class TensorRule:
     """How one tensor of a file becomes a parameter.
 
     Attributes:
-        name: The parameter's, as transformers' modules have it.
-        heads: Rows are permuted within so many heads; 0: they are not.
-        added: What the file has added to every value.
+        name: Name of the parameter in transformers' modules.
+        heads: Number of heads within which rows are permuted; 0: rows are not permuted.
+        added: Number that the file's writer added to every value.
     """
 
     name: str
@@ -93,20 +94,20 @@ class TensorRule:
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
-    """Return what the model's ``config.json`` would hold.
+    """Return the content of the model's ``config.json``.
 
     Raises:
-        ConfigError: An architecture that Baton does not read, a missing or impossible value, or sizes that are not
-            those of the tensors; names the file and the key.
+        ConfigError: The architecture is not supported, a value is missing or impossible, or sizes differ from those of
+            the tensors; names the file and the key.
     """
     return _Config(file).build()
 
 
 def tensor_rules(file: GgufFile) -> dict[str, TensorRule]:
-    """Return the rule of each tensor of a file that is a parameter, by the tensor's name.
+    """Return the rules of a file's tensors that are parameters, by the tensors' names.
 
     Raises:
-        ConfigError: A tensor that the architecture does not have, or see :func:`model_config`.
+        ConfigError: The architecture has no such tensor, or as :func:`model_config`.
     """
     config = model_config(file)
     kind = architecture(file)
@@ -118,14 +119,14 @@ def tensor_rules(file: GgufFile) -> dict[str, TensorRule]:
             continue
         match = _NAME.fullmatch(name)
         layer, part, what = match.groups() if match else (None, "", "")
-        found = _TOP.get(part) if layer is None else names.get(part)
-        if found is None or (layer is not None and int(layer) >= layers):
+        module = _TOP.get(part) if layer is None else names.get(part)
+        if module is None or (layer is not None and int(layer) >= layers):
             raise ConfigError(f"{file.path}: tensor {shown(name)} is none of a {kind.model_type}", field="model")
         heads = 0
         if kind.permuted and part in {"attn_q", "attn_k"}:
             heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         added = 1.0 if kind.gemma and part.endswith("norm") else 0.0
-        path = found if layer is None else f"model.layers.{layer}.{found}"
+        path = module if layer is None else f"model.layers.{layer}.{module}"
         rules[name] = TensorRule(f"{path}.{what}", heads, added)
     return rules
 
@@ -134,7 +135,7 @@ def architecture(file: GgufFile) -> Architecture:
     """Return a file's architecture.
 
     Raises:
-        ConfigError: Baton does not read it.
+        ConfigError: The architecture is not supported.
     """
     name = file.metadata.get("general.architecture")
     kind = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -205,9 +206,9 @@ class _Config:
         elif self._kind.model_type == "qwen3":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._file.tensors
         for name in ("bos", "eos", "padding"):
-            found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-            if isinstance(found, int) and 0 <= found < vocab:
-                config["pad_token_id" if name == "padding" else f"{name}_token_id"] = found
+            token = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if isinstance(token, int) and 0 <= token < vocab:
+                config["pad_token_id" if name == "padding" else f"{name}_token_id"] = token
         return config
 
     def _add_gemma(self, config: dict[str, Any]) -> None:
@@ -222,8 +223,7 @@ class _Config:
         second = self._kind.model_type == "gemma2"
         config["layer_types"] = self._layer_types(layers, 2 if second else 6)
         for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-            found = self._number(key, 0.0, 1e6, default if second else 0.0)
-            config[key] = found or None
+            config[key] = self._number(key, 0.0, 1e6, default if second else 0.0) or None
         if not second:
             local = self._number("rope.freq_base_swa", 1.0, 1e12, 10000.0)
             config["rope_parameters"] = {
@@ -232,37 +232,37 @@ class _Config:
             }
 
     def _layer_types(self, layers: int, period: int) -> list[str]:
-        """Return which layers attend within a window: all but each last of a period, or as the file says of each."""
-        found = self._file.metadata.get(self._key("attention.sliding_window_pattern"), period)
-        if isinstance(found, np.ndarray) and found.dtype.kind in "iu" and len(found) == layers:
-            windowed = [bool(each) for each in found.tolist()]
-        elif isinstance(found, int) and 1 <= found <= 1 << 16:
-            windowed = [bool((index + 1) % found) for index in range(layers)]
+        """Return the types of layers: all but the last of each period attend in a window, or as the file says."""
+        pattern = self._file.metadata.get(self._key("attention.sliding_window_pattern"), period)
+        if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "iu" and len(pattern) == layers:
+            windowed = [bool(each) for each in pattern.tolist()]
+        elif isinstance(pattern, int) and 1 <= pattern <= 1 << 16:
+            windowed = [bool((index + 1) % pattern) for index in range(layers)]
         else:
-            self._refuse(self._key("attention.sliding_window_pattern"), f"is {shown(found)}, not one for each layer")
+            self._refuse(self._key("attention.sliding_window_pattern"), f"is {shown(pattern)}, not one for each layer")
         return ["sliding_attention" if each else "full_attention" for each in windowed]
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         theta = self._number("rope.freq_base", 1.0, 1e12, 1e6 if self._prefix == "gemma3" else 10000.0)
-        found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         kind = self._file.metadata.get(self._key("rope.scaling.type"), "none")
         if not isinstance(kind, str):
             self._refuse(self._key("rope.scaling.type"), f"{shown(kind)} is no name")
         if kind in {"linear", "yarn"}:
-            found |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", 1.0, 1e6)}
+            rope |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", 1.0, 1e6)}
             if kind == "yarn":
                 original = self._integer("rope.scaling.original_context_length", 1, 1 << 31)
-                found["original_max_position_embeddings"] = original
+                rope["original_max_position_embeddings"] = original
         elif kind != "none":
             self._refuse(self._key("rope.scaling.type"), f"{shown(kind)} is not supported")
         if ROPE_FREQUENCIES in self._file.tensors:
-            if found["rope_type"] != "default":
+            if rope["rope_type"] != "default":
                 self._refuse(ROPE_FREQUENCIES, f"stands beside rope scaling {shown(kind)}")
-            found |= self._llama3(theta, head_dim)
-        return found
+            rope |= self._llama3(theta, head_dim)
+        return rope
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """Find the scaling of Llama 3.1 whose divisors a file holds instead of its parameters."""
+        """Return the parameters of Llama 3.1's scaling, of which a file holds the divisors instead."""
         info = self._file.tensors[ROPE_FREQUENCIES]
         if info.type.name != "F32" or info.shape != (head_dim // 2,):
             self._refuse(ROPE_FREQUENCIES, f"is {info.type.name} {list(info.shape)}, not F32 [{head_dim // 2}]")
@@ -282,7 +282,7 @@ class _Config:
         }
 
     def _check_shapes(self, hidden: int, inner: int, queries: int, keys: int) -> int:
-        """Compare sizes with the first layer's tensors; returns the number of tokens."""
+        """Compare sizes with the first layer's tensors; return the size of the vocabulary."""
         embedding = self._file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             self._refuse("token_embd.weight", "there is no such matrix")
@@ -320,7 +320,7 @@ class _Config:
         return value
 
     def _per_layer(self, name: str, layers: int) -> int:
-        """Return a size that may be given once or for each layer, where it must be the same."""
+        """Return a size that is given once, or equally for each layer."""
         value = self._file.metadata.get(self._key(name))
         if isinstance(value, np.ndarray):
             if len(value) != layers or len(set(value.tolist())) != 1 or value.dtype.kind not in "iu":
@@ -341,10 +341,10 @@ class _Config:
 
 
 def llama3_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return what Llama 3.1's scaling divides each rotary frequency by, float64 [head_dim // 2].
+    """Return the divisors of the rotary frequencies in Llama 3.1's scaling, float64 [head_dim // 2].
 
-    Wavelengths below a quarter of the original context stay, those above it are divided by the factor, and those
-    between are interpolated.
+    Frequencies with wavelengths below a quarter of the original context stay, those with wavelengths above the context
+    are divided by the factor, and those between are interpolated.
     """
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = _LLAMA3_ORIGINAL * frequencies / (2 * math.pi)

@@ -7,8 +7,8 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endia
     tensors: name string | dims uint32 | shape uint64 x dims, innermost first | type uint32 | offset uint64
     padding to the alignment | data, each tensor at its offset from here
 
-A file is believed in nothing: counts and lengths are compared with the bytes that are left, tensors must lie inside
-the file, on its alignment and beside each other.
+Nothing in a file is trusted: counts and lengths are compared with the bytes that remain, and tensors must be inside the
+file, aligned, and must not overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PAIRS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 1 << 26
-"""Of one string: a whole ``tokenizer.json`` has been seen in one."""
+"""Bytes of one string; some files have a whole ``tokenizer.json`` in one."""
 MAX_STRINGS = 1 << 22
 """Strings in all arrays of a file together; each takes about ten times its eight bytes of length."""
 MAX_DIMS = 4
@@ -41,7 +41,13 @@ MAX_DIMS = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How a tensor's values are stored: blocks of ``block`` values in ``nbytes`` bytes."""
+    """How a tensor's values are stored.
+
+    Attributes:
+        name: Name of the type, such as ``Q4_K``.
+        block: Number of values in a block.
+        nbytes: Bytes of a block.
+    """
 
     name: str
     block: int
@@ -63,14 +69,14 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""What Baton reads, by the number in the file."""
+"""Supported types by their number in the file."""
 
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-"""What it does not: refused by name."""
+"""Types that are not supported, for errors."""
 
 _SCALARS: Mapping[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
@@ -91,12 +97,20 @@ _STRING = 8
 _ARRAY = 9
 
 Value = bool | int | float | str | list[str] | npt.NDArray[Any]
-"""A value of the metadata; arrays of numbers are numpy's, of their own type."""
+"""A value of the metadata; arrays of numbers are NumPy arrays of their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its shape, outermost dimension first, and its bytes' offset in the file."""
+    """One tensor of a file.
+
+    Attributes:
+        name: Name of the tensor.
+        shape: Shape, outermost dimension first.
+        type: How values are stored.
+        offset: Offset of the tensor's bytes in the file.
+        nbytes: Number of bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -107,14 +121,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a file holds, without its tensors' data.
+    """The content of a file without its tensors' data.
 
     Attributes:
         path: The file.
         metadata: Values by key.
-        tensors: By name, in the file's order.
-        header_bytes: Length of all that stands before the data, padding included.
-        size: Length of the file.
+        tensors: Tensors by name, in the file's order.
+        header_bytes: Bytes before the data, padding included.
+        size: Length of the file in bytes.
     """
 
     path: Path
@@ -136,8 +150,8 @@ def read_gguf(path: Path) -> GgufFile:
     """Read and check a file's metadata and its table of tensors.
 
     Raises:
-        ConfigError: It is no GGUF file, damaged or truncated, or has a type of tensor that Baton does not read; one
-            line that names the file and the key or tensor.
+        ConfigError: The file is no GGUF file, damaged or truncated, or a tensor has an unsupported type; one line that
+            names the file and the key or tensor.
     """
     try:
         size = path.stat().st_size
@@ -183,14 +197,14 @@ class _Reader:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             self._refuse(f"general.alignment is {shown(alignment)}, not a power of two from 8 to {MAX_ALIGNMENT}")
-        found = [self._tensor(index) for index in range(num_tensors)]
+        infos = [self._tensor(index) for index in range(num_tensors)]
         start = -(-self._at // alignment) * alignment
-        return GgufFile(self._path, metadata, self._placed(found, start, alignment), start, self._size)
+        return GgufFile(self._path, metadata, self._place(infos, start, alignment), start, self._size)
 
-    def _placed(self, found: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
-        """Check where tensors lie; returns them by name with offsets in the file."""
+    def _place(self, infos: list[TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+        """Check the places of tensors; return these by name, with offsets in the file."""
         placed: dict[str, TensorInfo] = {}
-        for info in found:
+        for info in infos:
             self._where = f"tensor {shown(info.name)}"
             if info.name in placed:
                 self._refuse("stands twice in the table")
@@ -226,7 +240,7 @@ class _Reader:
         count = 1
         for length in shape:
             count *= length
-        if not 1 <= count <= self._size * kind.block:  # of any type: a block takes at least a byte
+        if not 1 <= count <= self._size * kind.block:  # a block of any type takes at least a byte
             self._refuse(f"shape {shape[::-1]} has more values than the file has room for, or none")
         if shape[0] % kind.block:
             self._refuse(f"rows of {shape[0]} values are not whole blocks of {kind.block} ({kind.name})")
@@ -239,7 +253,7 @@ class _Reader:
         if kind == _ARRAY:
             return self._array()
         dtype = self._scalar_type(kind)
-        scalar = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
+        scalar = np.frombuffer(self._read_bytes(dtype.itemsize), dtype)[0]
         if kind == _FLOAT32:
             return float(str(scalar))  # 1e-05 rather than 9.999999747378752e-06
         value: int | float = scalar.item()
@@ -255,14 +269,14 @@ class _Reader:
         if kind == _ARRAY:
             self._refuse("arrays of arrays are not supported")
         if kind == _STRING:
-            if count > self._strings_left or count > self._left // 8:
+            if count > self._strings_left or count > self._remaining // 8:
                 self._refuse(f"an array of {count} strings is more than the file has room for, or than a model has")
             self._strings_left -= count
             return [self._string(MAX_STRING_BYTES) for _ in range(count)]
         dtype = self._scalar_type(kind)
-        if count > self._left // dtype.itemsize:
-            self._refuse(f"truncated: an array of {count} values, and {self._left} bytes left")
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        if count > self._remaining // dtype.itemsize:
+            self._refuse(f"truncated: an array of {count} values, and {self._remaining} bytes left")
+        return np.frombuffer(self._read_bytes(count * dtype.itemsize), dtype)
 
     def _scalar_type(self, kind: int) -> np.dtype[Any]:
         dtype = _SCALARS.get(kind)
@@ -275,30 +289,30 @@ class _Reader:
         if length > most:
             self._refuse(f"a string of {length} bytes")
         try:
-            return self._take(length).decode()
+            return self._read_bytes(length).decode()
         except UnicodeDecodeError:
             self._refuse("a string that is not UTF-8")
 
     def _number(self, layout: str) -> int:
-        value: int = struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+        value: int = struct.unpack(layout, self._read_bytes(struct.calcsize(layout)))[0]
         return value
 
     @property
-    def _left(self) -> int:
+    def _remaining(self) -> int:
         return self._size - self._at
 
-    def _take(self, count: int) -> bytes:
-        if count > self._left:
+    def _read_bytes(self, count: int) -> bytes:
+        if count > self._remaining:
             self._refuse(f"truncated: {count} bytes wanted at byte {self._at} of {self._size}")
-        found = self._data[self._at : self._at + count]
+        data = self._data[self._at : self._at + count]
         self._at += count
-        return found
+        return data
 
     def _refuse(self, why: str) -> NoReturn:
         raise ConfigError(f"{self._path}: {self._where}: {why}", field="model")
 
 
 def shown(value: object) -> str:
-    """Return a value of a file as an error shows it: in one line, shortened."""
-    value = value.tolist() if isinstance(value, np.ndarray) else value  # whose own form has several lines
+    """Return a value of a file for an error: in one line, shortened."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value  # an array's own text has several lines
     return repr(value if len(str(value)) <= 80 else f"{str(value)[:77]}...")

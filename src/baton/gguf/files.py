@@ -1,4 +1,4 @@
-"""A GGUF file as the folder of files that a model's directory has: made from its metadata, by name."""
+"""A GGUF file as a model's folder: the files ``config.json``, ``tokenizer.json`` and so on, made from its metadata."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 class GgufModel:
-    """One file's metadata, read once, and the files that are made of it.
+    """One file's metadata, read once, and the files of a model's folder that are made from it.
 
     Attributes:
-        file: What the file holds.
+        file: The file's metadata and table of tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self.file: GgufFile = read_gguf(path)
-        self._made: dict[str, bytes | None] = {}
+        self._contents: dict[str, bytes | None] = {}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file of this name, ``None`` if there would be none.
+        """Return the content of the file ``name``; ``None``: the model's folder has no such file.
 
         Raises:
-            ConfigError: The metadata cannot be used for it; names the file and the key.
+            ConfigError: The file cannot be made from the metadata; names the GGUF file and the key.
         """
-        if name not in self._made:
+        if name not in self._contents:
             make = _MAKERS.get(name)
-            self._made[name] = None if make is None else make(self)
-        return self._made[name]
+            self._contents[name] = None if make is None else make(self)
+        return self._contents[name]
 
     @functools.cached_property
     def _text(self) -> GgufText | None:
-        """The text side; ``None`` of a file without a tokenizer."""
+        """The tokenizer and chat template; ``None``: the file has no tokenizer."""
         return GgufText(self.file) if "tokenizer.ggml.model" in self.file.metadata else None
 
     def _config(self) -> bytes:
         return _json({**model_config(self.file), **self._special_ids()})
 
     def _generation_config(self) -> bytes | None:
-        found = self._special_ids()
-        return _json(found) if found else None
+        special_ids = self._special_ids()
+        return _json(special_ids) if special_ids else None
 
     def _special_ids(self) -> dict[str, Any]:
         ends = [] if self._text is None else self._text.end_ids()
@@ -86,7 +86,7 @@ _MAKERS: Mapping[str, Callable[[GgufModel], bytes | None]] = {
 
 
 def open_gguf(path: Path) -> GgufModel:
-    """Return a file's metadata, read anew only when the file has changed.
+    """Return a file's metadata, which is read again only when the file has changed.
 
     Raises:
         ConfigError: See :func:`~baton.gguf.container.read_gguf`.

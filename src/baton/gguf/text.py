@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as the ``tokenizers`` library has it, and the chat template.
 
-Two kinds: byte-level BPE with its merges (``gpt2``), whose way of splitting text into words the file only names, and
-SentencePiece's BPE (``llama``), whose merges follow from the tokens' scores.
+Two kinds are supported: byte-level BPE with its merges (``gpt2``), where the file only names the way of splitting text
+into words, and SentencePiece's BPE (``llama``), whose merges follow from the tokens' scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens."""
 _SPACE = "▁"
 _MAX_MERGED = 256
-"""Characters of a token up to which its merges are looked for; a longer one is found as an added token alone."""
+"""Longest token, in characters, whose merges are searched; longer ones are matched as added tokens alone."""
 _MAX_VOCABULARY = 1 << 21
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -43,21 +43,21 @@ _WORDS: Mapping[str, str] = {
 """Regular expressions of words by ``tokenizer.ggml.pre``, as the models' own tokenizers have them."""
 _GPT2 = frozenset({"gpt-2", "phi-2", "olmo", "mpt"})
 _DIGITS = frozenset({"smollm", "starcoder", "command-r", "refact", "codeshell", "exaone", "minerva-7b"})
-"""Every digit by itself, then words as GPT-2 has them."""
+"""Names of ``tokenizer.ggml.pre`` that split off every digit, then words as GPT-2 does."""
 _WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
-"""Where a word that is a token is that token, whatever merges make of it."""
+"""Names where a word that is a token becomes that token, whatever its merges are."""
 _NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 _BEGINS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"})
-"""Where a text begins with the begin token, if the file says nothing."""
+"""Names where a text begins with the begin token, unless the file says otherwise."""
 
 _TURN_ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>"}
 )
-"""Control tokens that end an answer beside the one that the file names."""
+"""Control tokens that end an answer, in addition to the one that the file names."""
 
 
 class GgufText:
-    """The text side of one file.
+    """The tokenizer and chat template of one file.
 
     Raises:
         ConfigError: The file's tokens cannot be used; names the file and the key.
@@ -77,7 +77,7 @@ class GgufText:
         """Return the tokenizer.
 
         Raises:
-            ConfigError: It is of a kind that Baton does not read, or cannot be built; names the file and the key.
+            ConfigError: The tokenizer is not supported, or cannot be built; names the file and the key.
         """
         kind = self._file.metadata.get("tokenizer.ggml.model")
         name = kind if isinstance(kind, str) else ""
@@ -99,11 +99,11 @@ class GgufText:
         return built
 
     def named_token(self, name: str) -> str | None:
-        """Return a token that the file names, such as ``bos``."""
-        found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self._tokens):
+        """Return a special token that the file names, such as ``bos``; ``None``: it names none."""
+        token_id = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
             return None
-        return self._tokens[found]
+        return self._tokens[token_id]
 
     def end_ids(self) -> list[int]:
         """Return the ids of tokens that end an answer, the named one first."""
@@ -113,9 +113,9 @@ class GgufText:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template, if the file has one."""
-        found = self._file.metadata.get("tokenizer.chat_template")
-        return found if isinstance(found, str) else None
+        """The chat template; ``None``: the file has none."""
+        template = self._file.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
         pre = str(self._file.metadata.get("tokenizer.ggml.pre", "gpt-2"))
@@ -164,9 +164,9 @@ class GgufText:
         return built
 
     def _merges(self, scores: list[float]) -> list[tuple[float, tuple[int, int], str, str]]:
-        """Return all pairs of tokens that make a third: by its score, the best first."""
+        """Return all pairs of tokens that make a third, with its negated score."""
         ids = self._ids
-        found = []
+        merges = []
         for token, score, kind in zip(self._tokens, scores, self._types.tolist(), strict=True):
             if kind not in (_NORMAL, _USER_DEFINED) or not 2 <= len(token) <= _MAX_MERGED:
                 continue
@@ -174,8 +174,8 @@ class GgufText:
                 left = token[:cut]
                 right = token[cut:]
                 if left in ids and right in ids:
-                    found.append((-score, (ids[left], ids[right]), left, right))
-        return found
+                    merges.append((-score, (ids[left], ids[right]), left, right))
+        return merges
 
     def _add_tokens(self, built: tokenizers.Tokenizer) -> None:
         special = []
@@ -189,25 +189,25 @@ class GgufText:
         built.add_tokens(plain)
 
     def _strings(self, name: str) -> list[str]:
-        found = self._file.metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(found, list):
+        strings = self._file.metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(strings, list):
             self._refuse(name, "there is no such list of strings")
-        return found
+        return strings
 
     def _numbers(self, name: str, default: float) -> np.ndarray[Any, Any]:
         """Return a number for each token."""
-        found = self._file.metadata.get(f"tokenizer.ggml.{name}")
-        if found is None:
+        numbers = self._file.metadata.get(f"tokenizer.ggml.{name}")
+        if numbers is None:
             return np.full(len(self._tokens), default)
-        if not isinstance(found, np.ndarray) or len(found) != len(self._tokens):
+        if not isinstance(numbers, np.ndarray) or len(numbers) != len(self._tokens):
             self._refuse(name, f"is not one number for each of {len(self._tokens)} tokens")
-        return found
+        return numbers
 
     def _flag(self, name: str, default: bool) -> bool:
-        found = self._file.metadata.get(f"tokenizer.ggml.{name}", default)
-        if not isinstance(found, bool):
-            self._refuse(name, f"is {shown(found)}, not a bool")
-        return found
+        flag = self._file.metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(flag, bool):
+            self._refuse(name, f"is {shown(flag)}, not a bool")
+        return flag
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise ConfigError(f"{self._file.path}: tokenizer.ggml.{name}: {why}", field="model")

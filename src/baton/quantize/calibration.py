@@ -24,12 +24,17 @@ from baton.errors import ConfigError
 from baton.quantize.schemes import Scheme, quantize
 
 Read = Callable[[str], torch.Tensor | None]
-"""Reads a tensor of the checkpoint; ``None``: it has none of this name."""
+"""Reads a tensor of the checkpoint by its name; ``None``: the checkpoint has no such tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer is called with beside the hidden states."""
+    """Arguments of a layer's call, without the hidden states.
+
+    Attributes:
+        args: Positional arguments.
+        options: Keyword arguments.
+    """
 
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -39,11 +44,12 @@ class LayeredModel:
     """A causal language model of which one decoder layer at a time has weights.
 
     Args:
-        config: Of transformers.
-        read: Of the checkpoint.
+        config: transformers' configuration of the model.
+        read: Reads the checkpoint's tensors.
 
     Attributes:
-        prefix: Of the names of its decoder layers' parameters, such as ``model.layers.``; empty: it has no such list.
+        prefix: Prefix of the names of the decoder layers' parameters, such as ``model.layers.``; empty: the model has
+            no list of decoder layers.
     """
 
     def __init__(self, config: Any, read: Read) -> None:
@@ -53,9 +59,8 @@ class LayeredModel:
         self._read = read
         count = config.get_text_config(decoder=True).num_hidden_layers
         lists = [(name, each) for name, each in self._module.named_modules() if isinstance(each, nn.ModuleList)]
-        found = next(((name, each) for name, each in lists if len(each) == count), ("", nn.ModuleList()))
-        self.prefix = f"{found[0]}." if found[0] else ""
-        self._layers = found[1]
+        name, self._layers = next(((name, each) for name, each in lists if len(each) == count), ("", nn.ModuleList()))
+        self.prefix = f"{name}." if name else ""
 
     def linear_names(self) -> list[str]:
         """Return the names of all linear modules."""
@@ -68,14 +73,14 @@ class LayeredModel:
         """Return the first layer's inputs float32 [1, T, width], one per sequence, and how each layer is called.
 
         Args:
-            sequences: Token ids, all as many.
+            sequences: Token ids, all sequences of the same length.
 
         Raises:
-            ConfigError: The model is of a shape that cannot be run layer by layer.
+            ConfigError: The model cannot be run layer by layer.
         """
         base = self._module.base_model
         layers = list(self._layers)
-        notes = _Notes([])
+        recorded = _Calls([])
         if not layers or base is self._module:
             raise ConfigError("calibration needs a model with a list of decoder layers", field="calibration")
         embedding = base.get_input_embeddings()
@@ -87,15 +92,15 @@ class LayeredModel:
         calls = []
         try:
             for index, layer in enumerate(layers):
-                self._layers[index] = _Noted(layer, notes, last=index == len(layers) - 1)
+                self._layers[index] = _Recorder(layer, recorded, last=index == len(layers) - 1)
             with torch.no_grad():
                 for tokens in sequences:
-                    notes.calls.clear()
+                    recorded.calls.clear()
                     try:
                         base(input_ids=torch.tensor([tokens]), use_cache=False)
-                    except _AllNotedError:
-                        first.append(notes.calls[0][0])
-                    calls = [call for _, call in notes.calls]
+                    except _AllRecordedError:
+                        first.append(recorded.calls[0][0])
+                    calls = [call for _, call in recorded.calls]
         finally:
             for index, layer in enumerate(layers):
                 self._layers[index] = layer
@@ -103,10 +108,10 @@ class LayeredModel:
         return first, calls
 
     def fill(self, index: int) -> nn.Module:
-        """Read a layer's parameters, as float32; returns the layer.
+        """Read a layer's parameters, as float32; return the layer.
 
         Raises:
-            ConfigError: The checkpoint has no parameter of such a name.
+            ConfigError: The checkpoint lacks a parameter of the layer.
         """
         layer = self._layers[index]
         for module in layer.modules():
@@ -115,7 +120,7 @@ class LayeredModel:
         return layer
 
     def empty(self, index: int) -> None:
-        """Give a layer's memory back."""
+        """Free a layer's memory."""
         self._layers[index].to("meta")
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
@@ -142,26 +147,27 @@ class LayeredModel:
                 setattr(module, name, parameter)
 
     def _name_of(self, module: nn.Module) -> str:
-        found: str = next(name for name, each in self._module.named_modules() if each is module)
-        return found
+        return next(str(name) for name, each in self._module.named_modules() if each is module)
 
 
-class _AllNotedError(Exception):
-    """The last layer was called: there is nothing more to learn."""
+class _AllRecordedError(Exception):
+    """The last layer was called: all calls are recorded."""
 
 
 @dataclass(slots=True)
-class _Notes:
+class _Calls:
+    """Recorded calls: the hidden states and the other arguments of each."""
+
     calls: list[tuple[torch.Tensor, Call]]
 
 
-class _Noted(nn.Module):
-    """Stands in for a layer: notes how it is called, and passes its input on."""
+class _Recorder(nn.Module):
+    """Replaces a layer: records its calls and returns its input."""
 
-    def __init__(self, layer: nn.Module, notes: _Notes, *, last: bool) -> None:
+    def __init__(self, layer: nn.Module, recorded: _Calls, *, last: bool) -> None:
         super().__init__()
         self._replaced = [layer]
-        self._notes = notes
+        self._recorded = recorded
         self._last = last
 
     def __getattr__(self, name: str) -> Any:
@@ -171,29 +177,28 @@ class _Noted(nn.Module):
             return getattr(self.__dict__["_replaced"][0], name)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Note a call."""
-        self._notes.calls.append((hidden, Call(args, options)))
+        self._recorded.calls.append((hidden, Call(args, options)))
         if self._last:
-            raise _AllNotedError
+            raise _AllRecordedError
         return hidden
 
 
 SAMPLE_ROWS = 512
-"""Inputs of a linear that candidates are compared on."""
+"""Number of inputs of a linear on which candidates are compared."""
 POWERS = tuple(step / 10 for step in range(1, 10))
-"""Of the inputs' mean magnitudes: what their scales are tried as."""
+"""Powers of the inputs' mean magnitudes that are tried as scales."""
 TOLERANCE = 1e-3
-"""Relative difference of a layer's output from which on it does not compute the same."""
+"""Largest relative difference of a layer's output at which it counts as computing the same."""
 
 
 @dataclass(slots=True)
 class Inputs:
-    """Of a linear.
+    """Statistics of a linear's inputs.
 
     Attributes:
-        sample: float32 [rows, columns], some of them.
-        energy: float32 [columns], the mean of their squares.
-        source: Name of the norm that made them; empty: something else did.
+        sample: Some of the inputs, float32 [rows, columns].
+        energy: Mean squares of all inputs, float32 [columns].
+        source: Name of the norm whose output they are; empty: they are no norm's output.
     """
 
     sample: torch.Tensor
@@ -209,10 +214,10 @@ def run_layer(layer: nn.Module, hidden: Sequence[torch.Tensor], call: Call) -> l
 
 
 def observe(layer: nn.Module, hidden: Sequence[torch.Tensor], call: Call) -> dict[str, Inputs]:
-    """Run sequences through a layer; returns what came into its linears, by their names."""
+    """Run sequences through a layer; return the inputs of its linears, by their names."""
     samples: dict[str, list[torch.Tensor]] = {}
     sums: dict[str, torch.Tensor] = {}
-    made: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     sources: dict[str, str] = {}
     each_rows = -(-SAMPLE_ROWS // len(hidden))
 
@@ -222,10 +227,10 @@ def observe(layer: nn.Module, hidden: Sequence[torch.Tensor], call: Call) -> dic
         samples.setdefault(name, []).append(rows[::step][:each_rows].clone())
         total = rows.square().sum(0)
         sums[name] = sums[name] + total if name in sums else total
-        sources[name] = next((norm for norm, output in made.items() if output is inputs[0]), "")
+        sources[name] = next((norm for norm, output in outputs.items() if output is inputs[0]), "")
 
     def note_output(name: str, output: torch.Tensor) -> None:
-        made[name] = output
+        outputs[name] = output
 
     hooks = []
     for name, module in layer.named_modules():
@@ -244,15 +249,15 @@ def observe(layer: nn.Module, hidden: Sequence[torch.Tensor], call: Call) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """What scales are tried with.
+    """The settings that scales are tried with.
 
     Attributes:
-        call: How the layer is called.
-        hidden: One of its inputs, for which it must compute the same afterwards.
+        call: Arguments of the layer's call.
+        hidden: An input of the layer, for which its output must stay the same.
         scheme: How weights will be quantized.
-        group: Columns that share a scale.
-        dtype: Of what is stored.
-        names: Of the linears that will be quantized.
+        group: Number of columns that share a scale.
+        dtype: Dtype of the stored tensors.
+        names: Names of the linears that will be quantized.
     """
 
     call: Call
@@ -264,10 +269,10 @@ class Folding:
 
 
 def fold_scales(layer: nn.Module, inputs: dict[str, Inputs], how: Folding) -> int:
-    """Scale weights of a layer, and divide what their inputs come from, and ``inputs``, by the same.
+    """Scale weights of a layer, and divide the modules that make their inputs, and ``inputs``, by the same.
 
     Returns:
-        How many scales were folded.
+        The number of modules that scales were folded into.
     """
     expected = run_layer(layer, [how.hidden], how.call)[0]
     count = 0
@@ -276,12 +281,12 @@ def fold_scales(layer: nn.Module, inputs: dict[str, Inputs], how: Folding) -> in
         scales = _best_scales([module.weight.detach() for module in modules], inputs[linears[0]].sample, how)
         if scales is None:
             continue
-        for offset in (0.0, 1.0):  # what a norm multiplies by may be its weight and 1
+        for offset in (0.0, 1.0):  # a norm may multiply by its weight plus 1
             touched = {source, *linears}
             before = {name: each.clone() for name, each in layer.state_dict().items() if _owner(name) in touched}
             used = _fold(layer.get_submodule(source), modules, scales, offset, how.dtype)
-            found = run_layer(layer, [how.hidden], how.call)[0]
-            if float((found - expected).norm()) <= TOLERANCE * float(expected.norm()):
+            output = run_layer(layer, [how.hidden], how.call)[0]
+            if float((output - expected).norm()) <= TOLERANCE * float(expected.norm()):
                 count += 1
                 for name in linears:
                     inputs[name].sample /= used
@@ -296,7 +301,7 @@ def _owner(parameter: str) -> str:
 
 
 def _sources(layer: nn.Module, inputs: dict[str, Inputs], names: frozenset[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what linears' inputs come from, as far as it can be divided, and these linears."""
+    """Yield modules that can be divided, each with the linears whose inputs it makes."""
     norms = dict.fromkeys(each.source for each in inputs.values() if each.source)
     for norm in norms:
         linears = [name for name, each in inputs.items() if each.source == norm]
@@ -309,7 +314,7 @@ def _sources(layer: nn.Module, inputs: dict[str, Inputs], names: frozenset[str])
 
 
 def _best_scales(weights: list[torch.Tensor], sample: torch.Tensor, how: Folding) -> torch.Tensor | None:
-    """Return the scales [columns] that make least error in the linears' outputs; ``None``: none are best."""
+    """Return the scales [columns] with the least error in the linears' outputs; ``None``: to scale does not help."""
     magnitudes = sample.abs().mean(0).clamp_min(1e-4)
 
     def error(scales: torch.Tensor) -> float:
@@ -324,17 +329,17 @@ def _best_scales(weights: list[torch.Tensor], sample: torch.Tensor, how: Folding
     for power in POWERS:
         scales = magnitudes.pow(power)
         scales = (scales / (scales.max() * scales.min()).sqrt()).clamp(1e-4, 1e4)
-        found = error(scales)
-        if found < least:
+        scaled_error = error(scales)
+        if scaled_error < least:
             best = scales
-            least = found
+            least = scaled_error
     return best
 
 
 def _fold(source: Any, linears: Sequence[Any], scales: torch.Tensor, offset: float, dtype: torch.dtype) -> torch.Tensor:
-    """Divide a norm or the rows of a linear, and multiply columns of linears; returns by what, float32 [columns].
+    """Divide a norm or the rows of a linear, and multiply columns of linears; return the factors, float32 [columns].
 
-    A norm is stored in its own type: weights are multiplied by what it was divided by after that was rounded.
+    A norm is stored in ``dtype``: the factors are those by which the rounded norm is smaller.
     """
     with torch.no_grad():
         if isinstance(source, nn.Linear):

@@ -1,4 +1,4 @@
-"""``baton quantize``: its flags, and what it says."""
+"""``baton quantize``: its flags and its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ exit status:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``quantize``."""
+    """Add the ``quantize`` command and its flags."""
     parser = commands.add_parser(
         "quantize",
         help="write a quantized copy of a checkpoint",
@@ -54,10 +54,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize; returns the exit status, see ``--help``.
+    """Quantize; return the exit status, see ``--help``.
 
     Raises:
-        ConfigError: It cannot be done as asked.
+        ConfigError: A flag, the model or the folder cannot be used.
     """
     if find_spec("torch") is None:
         raise ConfigError("this needs torch: pip install 'baton-serve[engine]'", field="model")

@@ -23,7 +23,7 @@ from baton.tokenizer.model_files import model_directory, read_file, read_json
 from baton_kernels.quantization import QuantizedWeight
 
 MAX_FILE_BYTES = 4 << 30
-"""From which on the next tensor begins another file."""
+"""Largest bytes of a file, unless it has a single tensor."""
 _HEADER_BYTES_PER_TENSOR = 512
 _TYPES = {
     torch.float32: "F32",
@@ -42,11 +42,14 @@ _TYPES = {
 
 
 class CheckpointWriter:
-    """Writes a checkpoint's tensors, in the order in which they come, into as many files as it takes.
+    """Writes safetensors files tensor by tensor, so that only one tensor is in memory.
+
+    The header precedes the data, and its length is known only at the end: space is reserved for it and padded with
+    spaces, as the format allows (https://github.com/huggingface/safetensors, "Format").
 
     Args:
-        folder: Where to.
-        num_tensors: At most so many will come.
+        folder: Folder of the files.
+        num_tensors: Largest number of tensors.
     """
 
     def __init__(self, folder: Path, num_tensors: int) -> None:
@@ -63,15 +66,14 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file that is being written, whatever is in it."""
+        """Close the file that is being written."""
         if self._file is not None:
             self._file.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor."""
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         if self._file is None or (self._at and self._at + len(data) > MAX_FILE_BYTES):
-            self._end()
+            self._finish_file()
             path = self._folder / f"{len(self._paths)}.partial"
             self._paths.append(path)
             self._file = path.open("wb")
@@ -89,8 +91,8 @@ class CheckpointWriter:
         self.nbytes += len(data)
 
     def finish(self) -> None:
-        """End the last file, give all their names, and write the index if there are several."""
-        self._end()
+        """Finish the last file, rename all files, and write the index if there are several."""
+        self._finish_file()
         count = len(self._paths)
         names = [
             "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
@@ -103,7 +105,7 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
             (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _end(self) -> None:
+    def _finish_file(self) -> None:
         if self._file is None:
             return
         with self._file:
@@ -117,9 +119,9 @@ SEQUENCE_TOKENS = 512
 LEAST_TOKENS = 64
 GROUPS = {"int4": 64, "nf4": 64}
 _EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
-"""A weight of one expert, as checkpoints have them; modules may have all experts' in one."""
+"""Names of weights of one expert in checkpoints; modules may have those of all experts in one parameter."""
 _PLAIN = re.compile(r"(.*\.)?(lm_head|router|gate|gate_weight|shared_expert_gate)")
-"""Modules that stay plain: the head, and what chooses experts, where an error chooses another one."""
+"""Modules that stay plain: the head, and routers, where an error would choose another expert."""
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model", "LICENSE*", "NOTICE*")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
@@ -128,10 +130,10 @@ Step = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What to do; see ``baton quantize --help``.
+    """The arguments of ``baton quantize``; see its ``--help``.
 
     Raises:
-        ConfigError: A value cannot be; names the flag.
+        ConfigError: A value is not allowed; names the flag.
     """
 
     model: str
@@ -156,13 +158,20 @@ class QuantizeOptions:
 
     @property
     def group_size(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.group or GROUPS.get(self.scheme, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: files' bytes before and after, quantized weights, and scales folded by calibration."""
+    """Counts of what was written.
+
+    Attributes:
+        bytes_before: Bytes of the plain checkpoint's files of weights.
+        bytes_after: Bytes of the files that were written.
+        weights: Number of quantized weights.
+        folded: Number of modules that calibration folded scales into.
+    """
 
     bytes_before: int
     bytes_after: int
@@ -174,11 +183,11 @@ def quantize_checkpoint(options: QuantizeOptions, step: Step) -> Written:
     """Write the checkpoint.
 
     Args:
-        options: What to do.
-        step: Told of each part that is done, and how many are left.
+        options: The command's arguments.
+        step: Called after each part with its name and the number of parts that remain.
 
     Raises:
-        ConfigError: The model, the folder, or what was asked for cannot be; nothing is left of the folder.
+        ConfigError: The model, the folder or an argument cannot be used; no folder is left behind.
     """
     folder = model_directory(options.model, HUB_PATTERNS)
     raw = read_json(folder / "config.json")
@@ -273,17 +282,17 @@ class _Run:
             raise ConfigError(f"{self._folder} has no weight of a linear layer to quantize", field="model")
 
     def _stored_dtype(self) -> torch.dtype:
-        """The type of the plain weights, which is also that of scales."""
-        found = {self._source.dtype(name) for name in self._weights}
-        if len(found) != 1 or not found <= set(TORCH_DTYPES.values()):
-            kinds = ", ".join(sorted(str(each) for each in found))
+        """Return the dtype of the plain weights, in which scales are stored as well."""
+        dtypes = {self._source.dtype(name) for name in self._weights}
+        if len(dtypes) != 1 or not dtypes <= set(TORCH_DTYPES.values()):
+            kinds = ", ".join(sorted(str(dtype) for dtype in dtypes))
             raise ConfigError(f"{self._folder}: weights of {kinds} cannot be quantized", field="model")
-        return found.pop()
+        return dtypes.pop()
 
     def _write(
         self, writer: CheckpointWriter, name: str, tensor: torch.Tensor, energy: torch.Tensor | None = None
     ) -> QuantizedWeight | None:
-        """Write a tensor, or what it becomes quantized, which is returned."""
+        """Write a tensor, quantized if it is to be; return the quantized weight."""
         if name not in self._weights:
             writer.add(name, tensor)
             return None
@@ -317,14 +326,14 @@ class _Run:
                     writer.add(name, self._source.read(name))
                     continue
                 value = parameter.detach()
-                found = inputs.get(local.removesuffix(".weight"))
+                observed = inputs.get(local.removesuffix(".weight"))
                 if name not in self._weights:
                     writer.add(name, value.to(self._source.dtype(name)))
                     continue
-                weight = self._write(writer, name, value, None if found is None else found.energy)
+                weight = self._write(writer, name, value, None if observed is None else observed.energy)
                 if weight is not None:
                     value.copy_(weight.dequantize())
-            hidden = run_layer(layer, hidden, call)  # what later layers will get
+            hidden = run_layer(layer, hidden, call)  # the inputs of the next layer
             self._model.empty(index)
             step(f"layer {index}", len(calls) - index - 1)
 

@@ -31,15 +31,15 @@ from baton_kernels.quantization import (
 )
 
 FACTORS = tuple(1 - step / 20 for step in range(9))
-"""Of the largest magnitude: what a scale is made of, with calibration."""
+"""Factors of the largest magnitude that are tried as scales, with calibration."""
 _TILE_ELEMENTS = 1 << 21
-"""Of a weight that are worked on at a time."""
+"""Elements of a weight that are quantized at a time."""
 _FP8_LARGEST = 448.0
 _TABLE = torch.tensor(NF4)
 _BOUNDS = (_TABLE[1:] + _TABLE[:-1]) / 2
 
 Rounded = tuple[torch.Tensor, torch.Tensor]
-"""Values as they are stored, and what they stand for before the scale; both shaped as what was rounded."""
+"""Stored values, and the numbers they stand for before the scale; both shaped as the unrounded ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Scheme:
     """A way of quantizing.
 
     Attributes:
-        name: As ``--scheme`` has it.
-        largest: What a group's largest magnitude becomes.
-        grouped: Whether groups of columns have a scale, or whole rows.
-        round: From weights over their scales to values.
-        make: From values [rows, columns] and scales [rows, groups] to the form.
-        factors: Tried with calibration.
+        name: Value of ``--scheme``.
+        largest: Value that a group's largest magnitude becomes.
+        grouped: Whether groups of columns have a scale; else whole rows have one.
+        round: Rounds weights that were divided by their scales.
+        make: Makes the form: (values [rows, columns], scales [rows, groups]).
+        factors: Factors of the largest magnitude that are tried with calibration.
     """
 
     name: str
@@ -70,10 +70,10 @@ def quantize(
 
     Args:
         weight: float32 [rows, columns].
-        scheme: How.
-        group: Columns that share a scale, where the scheme has groups; divides the columns.
-        dtype: To which scales are rounded before they are used: that in which they will be stored.
-        energy: float32 [columns], mean square of the inputs; ``None``: without calibration.
+        scheme: The way of quantizing.
+        group: Number of columns that share a scale, where the scheme has groups; it divides the columns.
+        dtype: Dtype in which scales will be stored; they are rounded to it before they are used.
+        energy: Mean squares of the inputs, float32 [columns]; ``None``: no calibration.
     """
     columns = weight.shape[1]
     size = group if scheme.grouped else columns
@@ -81,27 +81,27 @@ def quantize(
     values = []
     scales = []
     step = max(1, _TILE_ELEMENTS // columns)
-    for at in range(0, len(weight), step):
-        part = weight[at : at + step]
-        found = _best(part.view(len(part), -1, size), scheme, dtype, importance)
-        values.append(found[0].view(part.shape))
-        scales.append(found[1])
+    for start in range(0, len(weight), step):
+        part = weight[start : start + step]
+        part_values, part_scales = _quantize_groups(part.view(len(part), -1, size), scheme, dtype, importance)
+        values.append(part_values.view(part.shape))
+        scales.append(part_scales)
     return scheme.make(torch.cat(values), torch.cat(scales))
 
 
-def _best(
+def _quantize_groups(
     grouped: torch.Tensor, scheme: Scheme, dtype: torch.dtype, importance: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values of weights [rows, groups, group], and the scale of each group."""
+    """Return the values of weights [rows, groups, group], and the scale of each group."""
     base = grouped.abs().amax(-1) / scheme.largest
     best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     for factor in scheme.factors if importance is not None else (1.0,):
         scales = (base * factor).to(dtype).float()
         scales = torch.where(scales == 0, 1.0, scales)
-        values, meant = scheme.round(grouped / scales[..., None])
+        values, rounded = scheme.round(grouped / scales[..., None])
         if importance is None:
             return values, scales
-        error = ((meant * scales[..., None] - grouped).square_() * importance).sum(-1)
+        error = ((rounded * scales[..., None] - grouped).square_() * importance).sum(-1)
         if best is None:
             best = values, scales, error
             continue
@@ -153,7 +153,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "fp8": Scheme("fp8", _FP8_LARGEST, False, _round_fp8, _fp8, (1.0,)),  # a smaller scale makes no value finer
     "nf4": Scheme("nf4", 1.0, True, _round_nf4, _nf4),
 }
-"""By their names."""
+"""Schemes by name."""
 
 
 # Tensors of a checkpoint
@@ -166,9 +166,9 @@ def stored_tensors(name: str, weight: QuantizedWeight, dtype: torch.dtype) -> li
     """Return the tensors of a quantized weight.
 
     Args:
-        name: Of the plain parameter, ``...weight``.
+        name: Name of the plain parameter, ``...weight``.
         weight: The weight.
-        dtype: Of its scales, where the format leaves that open.
+        dtype: Dtype of the scales, where the format leaves that open.
     """
     module = name.removesuffix(".weight")
     scales = weight.scales.to(dtype)
@@ -183,7 +183,7 @@ def stored_tensors(name: str, weight: QuantizedWeight, dtype: torch.dtype) -> li
 
 
 def check_columns(name: str, columns: int, scheme: Scheme, group: int) -> str:
-    """Return why a weight of so many columns cannot be stored, or an empty text."""
+    """Return why a weight of so many columns cannot be stored; empty: it can."""
     if scheme.grouped and columns % group:
         return f"--group {group} does not divide the {columns} columns of {name}"
     whole = {"int8": 4, "int4": 8, "nf4": 2}.get(scheme.name, 1)
@@ -194,9 +194,9 @@ def quantization_config(scheme: Scheme, group: int, dtype: torch.dtype, ignored:
     """Return ``quantization_config`` of ``config.json``.
 
     Args:
-        scheme: Of all weights.
-        group: Columns that share a scale, where the scheme has groups.
-        dtype: Of the model.
+        scheme: Scheme of all weights.
+        group: Number of columns that share a scale, where the scheme has groups.
+        dtype: The model's dtype.
         ignored: Names of linear modules that stay plain.
     """
     if scheme.name == "nf4":
