@@ -14,10 +14,9 @@ from benchmarks.kernel_parts.measure import Check, Timed, error
 from baton_kernels import kv_copy as kv_copy_definition
 from baton_kernels.experts import ExpertWeights, experts_reference
 from baton_kernels.gpu import kv_copy
-from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear, takes_eight_bits
 from baton_kernels.gpu.experts import TritonExperts
 from baton_kernels.gpu.quantized_experts import TritonQuantizedExperts
-from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+from baton_kernels.gpu.quantized_linear import TritonEightBitLinear, TritonQuantizedLinear, takes_eight_bits
 from baton_kernels.gpu.rejection import TritonRejectionSampler
 from baton_kernels.gpu.row_wise import TritonGatedMul, TritonRmsNorm
 from baton_kernels.gpu.sampling import TritonSampler

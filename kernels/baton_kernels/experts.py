@@ -1,7 +1,7 @@
-"""Mixtures of experts: which experts a token goes through (:class:`Routing`), and these experts' gated MLPs.
+"""Mixtures of experts: the choice of a token's experts (:class:`Routing`), and these experts' gated MLPs.
 
 The C++ operator groups the rows by expert and multiplies each group with its expert's packed weights, so that a step
-reads every weight that it needs once.
+reads each weight that it needs once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Scoring(enum.IntEnum):
     """How logits become scores; as ``csrc/routing.cpp`` numbers them."""
 
     SOFTMAX = 0
-    """Softmax over all experts, then the best."""
+    """Softmax over all experts, then the choice of the best."""
     SOFTMAX_OF_CHOSEN = 1
-    """The best, then softmax over them."""
+    """The choice of the best, then softmax over them."""
     SIGMOID = 2
-    """Each by itself."""
+    """Sigmoid of each logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,12 @@ class Routing:
     """How experts are chosen.
 
     Attributes:
-        top_k: Experts per token.
-        scoring: From logits to scores.
+        top_k: Number of experts per token.
+        scoring: How logits become scores.
         normalize: Whether the weights of a token are divided by their sum.
-        scale: Factor of all weights after that.
-        groups: Experts stand in so many groups of equal size, of which a token's ``top_groups`` best are taken from.
+        scale: Factor of all weights, after they are normalized.
+        groups: Number of groups of equal size that the experts are divided into.
+        top_groups: Number of groups, the best ones, that a token's experts are chosen from.
         bias: float32 [experts], added to scores for the choice alone, or ``None``.
     """
 
@@ -50,13 +51,13 @@ class Routing:
     bias: torch.Tensor | None = None
 
     def check(self, experts: int) -> None:
-        """Refuse a number of experts that contradicts the rest.
+        """Check that this routing fits a number of experts.
 
         Raises:
-            ValueError: There are fewer experts than a token goes through, or they cannot be divided into groups.
+            ValueError: There are fewer experts than ``top_k``, or they cannot be divided into groups.
         """
-        each, left = divmod(experts, self.groups)
-        if left or self.top_groups > self.groups or self.top_k > each * self.top_groups:
+        each, remainder = divmod(experts, self.groups)
+        if remainder or self.top_groups > self.groups or self.top_k > each * self.top_groups:
             raise ValueError(f"{experts} experts do not fit {self}")
 
 
@@ -71,8 +72,8 @@ def routing_reference(routing: Routing, logits: torch.Tensor) -> tuple[torch.Ten
     if routing.groups > 1:
         grouped = choice.view(len(choice), routing.groups, -1)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
-        kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(-1, best, value=True)
-        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        chosen = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=logits.device).scatter(-1, best, value=True)
+        choice = grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
     ids = choice.topk(routing.top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
     if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
@@ -98,7 +99,7 @@ class CpuRouting:
     """The C++ operator for one router.
 
     Raises:
-        ValueError: There are fewer experts than a token goes through, or they cannot be divided into groups.
+        ValueError: There are fewer experts than ``top_k``, or they cannot be divided into groups.
     """
 
     def __init__(self, library: CpuLibrary, routing: Routing, experts: int) -> None:
@@ -119,7 +120,7 @@ class CpuRouting:
         )
 
     def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take contiguous logits [T, experts] in float32 or bfloat16; see :func:`routing_reference`."""
+        """Return :func:`routing_reference` of contiguous logits [T, experts] in float32 or bfloat16."""
         tokens = len(logits)
         call = self._call
         ids = torch.empty(tokens, self._top_k, dtype=torch.int32)
@@ -139,10 +140,12 @@ class ExpertWeights:
     """The gated MLPs of E experts.
 
     Attributes:
-        gate_up: [E, 2 * inner, hidden], gates first; ``down`` [E, hidden, inner].
-        gate_up_bias: [E, 2 * inner], or ``None``; ``down_bias`` [E, hidden] likewise.
-        interleaved: The weights are [E, hidden, 2 * inner] and [E, inner, hidden], with gate and up in turns in
-            ``gate_up`` and its bias (GPT-OSS).
+        gate_up: [E, 2 * inner, hidden], gates first.
+        down: [E, hidden, inner].
+        gate_up_bias: [E, 2 * inner], gates first, or ``None``.
+        down_bias: [E, hidden], or ``None``.
+        interleaved: Whether the weights are [E, hidden, 2 * inner] and [E, inner, hidden], with gates and ups
+            alternating in ``gate_up`` and its bias (GPT-OSS).
     """
 
     gate_up: torch.Tensor
@@ -184,11 +187,11 @@ def experts_reference(
 
     Args:
         experts: The gated MLPs.
-        activation: Between their linears.
-        x: [T, hidden].
-        ids: [T, top_k]; an id that is no expert's (below 0, or E and above) chooses none.
-        weights: [T, top_k].
-        residual: [T, hidden], added to the result.
+        activation: Activation between both products.
+        x: Inputs [T, hidden].
+        ids: Chosen experts [T, top_k]; an id below 0, or of E and above, chooses none.
+        weights: Weights of the chosen experts [T, top_k].
+        residual: Added to the result, [T, hidden], or ``None``.
     """
     out = torch.zeros(x.shape, dtype=torch.float64) if residual is None else residual.double()
     biases = experts.biases()
@@ -241,8 +244,8 @@ class CpuExperts:
         self._down = library.weights.empty(count * down_bytes, torch.uint8)
         for index in range(count):
             gate_up, down = experts.expert(index)
-            to = (self._gate_up.data_ptr() + index * gate_up_bytes, self._down.data_ptr() + index * down_bytes)
-            library.experts.pack(code, gate_up.data_ptr(), down.data_ptr(), *to, hidden, inner)
+            targets = (self._gate_up.data_ptr() + index * gate_up_bytes, self._down.data_ptr() + index * down_bytes)
+            library.experts.pack(code, gate_up.data_ptr(), down.data_ptr(), *targets, hidden, inner)
         self._biases = [
             torch.nn.functional.pad(bias, (0, columns - bias.shape[-1])).contiguous()
             for bias, columns in zip(experts.biases() or (), (inner_columns, hidden_columns), strict=False)
@@ -266,9 +269,9 @@ class CpuExperts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :func:`experts_reference`; rows of x and residual may have any stride.
+        """Return :func:`experts_reference` in x's dtype.
 
-        ``ids`` int32 and ``weights`` float32 are contiguous; the result has x's dtype.
+        Rows of x and residual may have any stride; ``ids`` int32 and ``weights`` float32 are contiguous.
         """
         out = x.new_empty(len(x), self.hidden)
         call = self._call

@@ -1,6 +1,6 @@
 """Copies of KV blocks: parts of blocks into one contiguous buffer and back, with a cast on the way, and block to block.
 
-What travels, is stored or resharded is a list of *spans*, runs of elements within blocks: whole blocks, one layer of
+KV is transferred, stored and resharded as a list of *spans*, runs of elements within blocks: whole blocks, one layer of
 them, or some heads' slices of it. Gathered in one buffer they need one transfer instead of thousands.
 """
 
@@ -15,10 +15,10 @@ CopySpans = npt.NDArray[np.int64]
 
 
 def check_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
-    """Refuse what would read or write elsewhere.
+    """Refuse copies that would read or write outside of the pool or the buffer.
 
     Raises:
-        ValueError: A span is not within a block, or the buffer has not as many elements as all of them.
+        ValueError: A span is not within a block, or the buffer's size is not the sum of all spans.
     """
     blocks = spans[:, 0]
     firsts = spans[:, 1]
@@ -33,25 +33,25 @@ def check_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> N
 def gather_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
     """The definition: copy spans of pool [blocks, elements] one after the other to ``buffer``, cast to its dtype."""
     check_spans(pool, spans, buffer)
-    at = 0
+    offset = 0
     for block, first, count in spans.tolist():
-        buffer[at : at + count] = pool[block, first : first + count]
-        at += count
+        buffer[offset : offset + count] = pool[block, first : first + count]
+        offset += count
 
 
 def scatter_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
-    """The definition: :func:`gather_spans` the other way round; spans must not overlap."""
+    """The definition: copy ``buffer`` back to the spans of :func:`gather_spans`; spans must not overlap."""
     check_spans(pool, spans, buffer)
-    at = 0
+    offset = 0
     for block, first, count in spans.tolist():
-        pool[block, first : first + count] = buffer[at : at + count]
-        at += count
+        pool[block, first : first + count] = buffer[offset : offset + count]
+        offset += count
 
 
 def copy_blocks(pool: torch.Tensor, pairs: npt.NDArray[np.int64]) -> None:
     """The definition: copy blocks within pool [blocks, elements], pairs int64 [n, 2] of source and target.
 
-    No target is a source or stands twice.
+    No target is a source, or occurs twice.
     """
     for source, target in pairs.tolist():
         pool[target] = pool[source]

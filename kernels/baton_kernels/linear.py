@@ -28,13 +28,18 @@ def linear_reference(
 
 
 class PackedLinear(Protocol):
-    """A linear layer with its weights in an order of its own."""
+    """A linear layer with packed weights.
+
+    Attributes:
+        in_features: Number of inputs.
+        out_features: Number of outputs.
+    """
 
     in_features: int
     out_features: int
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Take x [rows, in_features] and residual [rows, out_features], return [rows, out_features]."""
+        """Return the output, plus the residual, [rows, out_features] for x [rows, in_features]."""
 
 
 class LinearCall(ctypes.Structure):
@@ -110,7 +115,7 @@ class AmxLinear(CpuLinear):
     """The C++ operator for AMX; see the module's docstring.
 
     Raises:
-        ValueError: The weight is not bfloat16, or there is no AMX here (``CpuLibrary.amx``).
+        ValueError: The weight is not bfloat16, or the processor has no AMX (``CpuLibrary.amx``).
     """
 
     @staticmethod
@@ -121,10 +126,10 @@ class AmxLinear(CpuLinear):
 
 
 class OneDnnLinear:
-    """oneDNN's operator over weights that it has packed."""
+    """oneDNN's operator, with weights packed by oneDNN."""
 
     PACK_ROWS = 32
-    """Rows that the packing is chosen for."""
+    """Number of rows that oneDNN chooses the packing for."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -143,7 +148,7 @@ class OneDnnLinear:
 
 
 class PlainLinear:
-    """torch's own operator, for other dtypes and where nothing is packed."""
+    """torch's own operator, for other dtypes and weights that are not packed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape

@@ -20,11 +20,13 @@ class QuantizedExpertWeights:
     """The gated MLPs of E experts.
 
     Attributes:
-        gate_up: E weights [2 * inner, hidden], gates first; ``down`` E weights [hidden, inner].
-        gate_up_bias: [E, 2 * inner], gates first, or ``None``; ``down_bias`` [E, hidden] likewise.
+        gate_up: E weights [2 * inner, hidden], gates first.
+        down: E weights [hidden, inner].
+        gate_up_bias: [E, 2 * inner], gates first, or ``None``.
+        down_bias: [E, hidden], or ``None``.
 
     Raises:
-        ValueError: Numbers of experts or shapes that do not fit each other, or one bias without the other.
+        ValueError: Numbers of experts or shapes do not fit each other, or one bias is missing.
     """
 
     gate_up: Sequence[QuantizedWeight]
@@ -56,8 +58,8 @@ def quantized_experts_reference(
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs [T, hidden], and ``residual``, in ``dtype``.
 
-    Arguments as :func:`baton_kernels.experts.experts_reference`; inputs of both products are rounded as
-    ``activations`` say, one scheme for both or one for each.
+    Arguments as :func:`baton_kernels.experts.experts_reference`; ``activations`` is how the inputs of both products are
+    rounded, one scheme for both or one for each.
     """
     first, second = activations if isinstance(activations, tuple) else (activations, activations)
     out = torch.zeros(x.shape, dtype=dtype) if residual is None else residual.to(dtype)
@@ -80,8 +82,8 @@ class QuantizedExperts(Protocol):
     """The experts of one layer.
 
     Attributes:
-        name: Which operator it is, for people.
-        hidden: Elements of a token.
+        name: Name of the operator, for logs.
+        hidden: Number of elements of a token.
     """
 
     name: str
@@ -108,8 +110,8 @@ class PlainQuantizedExperts:
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        given = (self._experts, self._activation, x, ids, weights, residual, self._activations)
-        return quantized_experts_reference(*given, dtype=torch.float32).to(x.dtype)
+        arguments = (self._experts, self._activation, x, ids, weights, residual, self._activations)
+        return quantized_experts_reference(*arguments, dtype=torch.float32).to(x.dtype)
 
 
 class QuantizedExpertsCall(ctypes.Structure):
@@ -131,8 +133,8 @@ class CpuQuantizedExperts:
     """The C++ operator for the experts of one layer, in any of the float types; sums in float32, rounded once.
 
     Raises:
-        ValueError: Inputs would be rounded in a way that the operator does not know (see
-            :func:`make_quantized_experts`), or experts differ in form.
+        ValueError: The operator does not support this rounding of inputs (see :func:`make_quantized_experts`), or
+            experts differ in form.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ def make_quantized_experts(
     activation: Activation,
     activations: ActivationScheme = EXACT,
 ) -> QuantizedExperts:
-    """Return the fastest operator of a CPU for experts; the plain one where no other rounds inputs that way."""
+    """Return the fastest operator of a CPU for experts; the plain one where it alone supports ``activations``."""
     if library is None or not _is_native(experts, activations):
         return PlainQuantizedExperts(experts, activation, activations)
     return CpuQuantizedExperts(library, experts, activation, activations)

@@ -1,4 +1,4 @@
-"""Random numbers without state: each follows from a key and its number alone, so any order of drawing gives the same.
+"""Random numbers without state: each depends on a key and its index alone, so the order of draws does not matter.
 
 The function is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): the i-th
 number of a key is ``mix(key + (i + 1) * GOLDEN)``, its upper 53 bits. C++ and Triton compute the same.
@@ -17,7 +17,7 @@ MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX2 = np.uint64(0x94D049BB133111EB)
 
 _NEXT = np.uint64(((1 << 63) + 1) * int(GOLDEN) % (1 << 64))
-"""Leads to number 2^63 of a key."""
+"""Offset of number 2^63 of a key."""
 
 Uint64s = npt.NDArray[np.uint64]
 
@@ -30,37 +30,37 @@ def mix(state: Uint64s) -> Uint64s:
 
 
 def draw_keys(seeds: Uint64s, positions: Uint64s) -> Uint64s:
-    """Return what all random numbers of a token's draw come from, one per (seed, output position).
+    """Return the keys of the random numbers of tokens' draws, one per (seed, output position).
 
     Args:
-        seeds: uint64 [R].
-        positions: uint64 [R], output tokens before the one to be sampled, resumed ones included.
+        seeds: Seeds of the sequences, uint64 [R].
+        positions: Numbers of output tokens before the sampled one, resumed ones included, uint64 [R].
     """
     return mix(seeds + (positions + np.uint64(1)) * GOLDEN)
 
 
 def next_keys(keys: Uint64s) -> Uint64s:
-    """Return the keys of draws that follow refused ones: a number of each draw's key that it does not use itself."""
+    """Return the keys of second draws after rejected ones: an otherwise unused number of each draw's key."""
     return mix(keys + _NEXT)
 
 
 class Draws(NamedTuple):
-    """Of which draw each token of R comes.
+    """The draws of R tokens.
 
     Attributes:
-        seeds: R seeds of sequences, from 0 to 2^64 - 1.
-        positions: Of each, the output tokens before the one that is drawn, resumed ones included.
+        seeds: Seeds of the R sequences, from 0 to 2^64 - 1.
+        positions: Per sequence, the number of output tokens before the drawn one, resumed ones included.
     """
 
     seeds: Sequence[int]
     positions: Sequence[int]
 
     def keys(self, at: Sequence[int] | None = None, again: Sequence[bool] = ()) -> Uint64s:
-        """Return what the random numbers of draws come from, uint64 [R, or as many as ``at`` has].
+        """Return the keys of the draws' random numbers, uint64 [R], or one for each index in ``at``.
 
         Args:
-            at: Which draws; default: all.
-            again: Parallel to them, which tokens were refused and are drawn a second time; default: none.
+            at: Indices of the wanted draws; default: all draws.
+            again: Whether each token was rejected and is drawn a second time, one for each key; default: no token.
         """
         keys = draw_keys(np.array(self.seeds, np.uint64), np.array(self.positions, np.uint64))
         if at is not None:
@@ -72,8 +72,8 @@ def uniforms(keys: Uint64s, numbers: Uint64s) -> npt.NDArray[np.float64]:
     """Return numbers between 0 and 1, both excluded.
 
     Args:
-        keys: uint64 [R].
-        numbers: uint64 [n] or [R, n], which of a key's numbers.
+        keys: Keys, uint64 [R].
+        numbers: Indices of a key's numbers, uint64 [n] or [R, n].
 
     Returns:
         float64 [R, n].

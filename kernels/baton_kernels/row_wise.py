@@ -24,7 +24,7 @@ class RowCall(ctypes.Structure):
     ]
 
     def run(self, function: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Call a function of the library for x [rows, ...], with rows of any stride; returns ``out``."""
+        """Call a function of the library for x [rows, ...], with rows of any stride; return ``out``."""
         self.x = x.data_ptr()
         self.out = out.data_ptr()
         self.rows = x.shape[0]
@@ -33,10 +33,10 @@ class RowCall(ctypes.Structure):
         function(ctypes.byref(self))
         return out
 
-    def bound(
+    def bind(
         self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, *keeps: Any
     ) -> BoundCall:
-        """Return a call of a function for rows of x, as :class:`~baton_kernels.cpu.library.BindableOperator` says."""
+        """Return a bound call of a function; see :class:`~baton_kernels.cpu.library.BindableOperator`."""
         call = RowCall.from_buffer_copy(self)
         call.x = x.data_ptr()
         call.out = out.data_ptr()
@@ -67,16 +67,16 @@ class CpuRmsNorm:
         )
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
+        """Return the norm of x [rows, dim], rows of any stride, plus a contiguous residual, contiguous [rows, dim]."""
         self._call.residual = None if residual is None else residual.data_ptr()
         return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        return self._call.bound(self._run, x, out, residual, self._weight)
+        return self._call.bind(self._run, x, out, residual, self._weight)
 
 
 class ActivationKind(enum.IntEnum):
-    """As ``csrc/activation.h`` numbers them."""
+    """Kinds of activations, as ``csrc/activation.h`` numbers them."""
 
     SILU = 0
     GELU_TANH = 1
@@ -85,12 +85,13 @@ class ActivationKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What a gated MLP does between its linears.
+    """The activation between a gated MLP's linears.
 
     Attributes:
         kind: ``SILU``: ``silu(gate) * up``; ``GELU_TANH``: with the tanh approximation of GELU; ``CLIPPED_SWISH``:
             ``gate * sigmoid(alpha * gate) * (up + 1)`` of gate at most ``limit`` and up within +-``limit`` (GPT-OSS).
-        alpha: See there; ``limit`` likewise.
+        alpha: Factor within ``CLIPPED_SWISH``; else 0.
+        limit: Limit of ``CLIPPED_SWISH``; else 0.
     """
 
     kind: ActivationKind
@@ -117,7 +118,7 @@ def gated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 class CpuGatedMul:
-    """The C++ operator."""
+    """The C++ operator for a gated product."""
 
     def __init__(self, library: CpuLibrary, dtype: torch.dtype, activation: Activation = SILU) -> None:
         self._run = library.gated_mul
@@ -126,14 +127,14 @@ class CpuGatedMul:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Take x, contiguous [rows, 2 dim], gates first -> [rows, dim]; see :func:`gated_reference`."""
+        """Return :func:`gated_reference` [rows, dim] of contiguous x [rows, 2 dim], gates first."""
         self._call.dim = x.shape[1] // 2
         return self._call.run(self._run, x, x.new_empty(x.shape[0], x.shape[1] // 2))
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        """See :class:`~baton_kernels.cpu.library.BindableOperator`; there is no residual."""
+        """See :class:`~baton_kernels.cpu.library.BindableOperator`; a residual cannot be bound."""
         if residual is not None:
             return None
-        bound = self._call.bound(self._run, x, out, None)
+        bound = self._call.bind(self._run, x, out, None)
         bound.structure.dim = out.shape[1]
         return bound

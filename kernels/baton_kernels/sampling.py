@@ -1,4 +1,4 @@
-"""Chooses a token per row of logits on a CPU: mask, temperature, top-k, top-p, min-p and the draw, in one operator.
+"""Sampling on a CPU: mask, temperature, top-k, top-p, min-p and the draw of a token per row, in one operator.
 
 The definition is ``baton.engine.sample``: ``filters.filter_batch`` and ``sampler.draw``, with the same random numbers.
 """
@@ -21,9 +21,9 @@ from baton_kernels.random_numbers import Draws
 from baton_kernels.token_mask import TokenMask
 
 MOST_KEPT = 8
-"""Tokens that may be left by filters for an operator to say which."""
+"""Largest number of remaining tokens after filters that the operator returns."""
 MOST_TOP_K = 2**31 - 1
-"""As many as no vocabulary has."""
+"""Largest top-k, which exceeds any vocabulary."""
 
 
 class SampleCall(ctypes.Structure):
@@ -38,16 +38,16 @@ class SampleCall(ctypes.Structure):
     ]
 
 
-_Told = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+_ReadyCallback = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
 class Watch(NamedTuple):
-    """Who is told of tokens as they are chosen, in the caller's thread, while other threads choose further ones.
+    """A callback for tokens as they are chosen, in the caller's thread, while other threads choose further ones.
 
     Attributes:
-        ready: Called with two bounds within ``rows`` and the tokens of all rows: those between the bounds are chosen.
-            These come in order.
-        rows: Which rows, in the order in which they are chosen, before all others.
+        ready: Called with two bounds within ``rows`` and the tokens of all rows: the rows between the bounds have their
+            tokens. Bounds ascend from call to call.
+        rows: Indices of the watched rows, in the order in which they are chosen, before all others.
     """
 
     ready: Callable[[int, int, Sequence[int]], None]
@@ -55,7 +55,14 @@ class Watch(NamedTuple):
 
 
 class RowFilter(NamedTuple):
-    """How a row's token is chosen: temperature (0: the first of the greatest), top-k (0: all), top-p and min-p."""
+    """How a row's token is chosen.
+
+    Attributes:
+        temperature: Divisor of the logits; 0: the first token with the greatest logit.
+        top_k: Number of most likely tokens to draw from; 0: all.
+        top_p: Least probability, in sum, of the most likely tokens to draw from; 1: all.
+        min_p: Least probability of a token, relative to the most likely one; 0: any.
+    """
 
     temperature: float
     top_k: int
@@ -64,7 +71,7 @@ class RowFilter(NamedTuple):
 
     @property
     def unfiltered(self) -> bool:
-        """Whether it is drawn from all tokens, or from all that a mask has."""
+        """Whether the token is drawn from all tokens, or from all that the mask allows."""
         return self.temperature > 0.0 and self[1:] == (0, 1.0, 0.0)
 
 
@@ -76,7 +83,7 @@ def _packed(row_filter: RowFilter) -> bytes:
 
 
 class CpuSampler:
-    """The C++ operator."""
+    """The C++ operator for sampling."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.sample
@@ -93,26 +100,26 @@ class CpuSampler:
         kept: npt.NDArray[np.int64] | None = None,
         watch: Watch | None = None,
     ) -> list[int]:
-        """Return a token per row, -1 where the logits that may be chosen hold NaN or their greatest is infinite.
+        """Return a token per row; -1 where the allowed logits have NaN, or their greatest is infinite.
 
-        What goes to the operator is packed as bytes: after a forward pass little of NumPy's code is in the caches, and
-        arrays made of lists, with their addresses, take several times as long.
+        Arguments are packed as bytes: after a forward pass little of NumPy's code is in the caches, and arrays made of
+        lists, with their addresses, take several times as long.
 
         Args:
             logits: [R or more, vocab] of float32, bfloat16 or float16, rows of any stride; not changed.
-            filters: R of them.
-            draws: R or more.
-            masks: R of them, contiguous: tokens that may be chosen (``None``: all), as if the logits of the others were
-                minus infinity; none: all tokens of all rows.
-            at: R numbers, of the logits and the draw that each row has; default: the first R, one each.
+            filters: Filters of the R rows.
+            draws: Draws of R or more rows.
+            masks: Masks of the R rows, contiguous: tokens that may be chosen (``None``: all), as if the logits of the
+                others were minus infinity; empty: all tokens of all rows.
+            at: Index, for each of the R rows, of its logits and draw; default: the first R, in order.
             again: Whether rows without filters draw a second time: with
                 :func:`~baton_kernels.random_numbers.next_keys`.
-            kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that these leave,
-                padded with -1, if they are no more, and the same whichever others a mask forbids; else -1 first.
-            watch: Who is told of tokens meanwhile.
+            kept: int64 [R, MOST_KEPT], written: for rows that draw and have filters, the tokens that the filters leave,
+                padded with -1, if they fit and do not depend on the tokens that a mask forbids; else -1 first.
+            watch: Callback for tokens that are chosen.
 
         Raises:
-            Exception: What ``watch`` raised; all tokens are chosen then.
+            Exception: The callback raised it; all tokens are chosen.
         """
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -131,14 +138,14 @@ class CpuSampler:
             raise ValueError(f"rows that are watched: {min(watched)} to {max(watched)} of {count}")
         failures: list[BaseException] = []
 
-        def told(begin: int, end: int) -> None:
+        def on_ready(begin: int, end: int) -> None:
             try:
                 if watch is not None and not failures:
                     watch.ready(begin, end, tokens)
-            except BaseException as failure:  # nothing may leave a function that C calls
+            except BaseException as failure:  # C code cannot pass exceptions on
                 failures.append(failure)
 
-        callback = _Told(told) if watched else None
+        callback = _ReadyCallback(on_ready) if watched else None
         call = SampleCall(
             logits.data_ptr(),
             array("Q", draws.seeds).tobytes(),

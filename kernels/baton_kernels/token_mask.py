@@ -1,6 +1,6 @@
 """Forbids tokens: sets logits to minus infinity where a row's mask has no bit.
 
-A mask has a bit per token, uint32 [ceil(vocab / 32)]: that of token ``t`` is bit ``t % 32`` of word ``t // 32``.
+A mask has a bit per token, uint32 [ceil(vocab / 32)]: token ``t`` is bit ``t % 32`` of word ``t // 32``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
 
 TokenMask: TypeAlias = npt.NDArray[np.uint32]
 Upload: TypeAlias = Callable[..., list[torch.Tensor]]
-"""Takes arrays to a device as tensors of their shapes, in one copy that the host does not wait for."""
+"""Copies arrays to a device, as tensors of their shapes, in one copy that the host does not wait for."""
 
 
 def mask_words(vocab: int) -> int:
-    """Return the words of a mask."""
+    """Return the number of words of a mask."""
     return -(-vocab // 32)
 
 
 def pack_mask(allowed: npt.NDArray[np.bool_]) -> TokenMask:
-    """Return the mask of bool [vocab]."""
+    """Return the mask of allowed tokens bool [vocab]."""
     padded = np.zeros(32 * mask_words(len(allowed)), np.bool_)
     padded[: len(allowed)] = allowed
     return np.packbits(padded, bitorder="little").view(np.uint32)
@@ -49,11 +49,11 @@ def mask_tokens(
 
     Args:
         logits: [R, vocab] of any float dtype.
-        rows: Rows that have a mask.
-        masks: Parallel to ``rows``.
-        upload: To the logits' device; default: copies that the host waits for.
+        rows: Indices of rows that have a mask.
+        masks: Masks of these rows.
+        upload: Copies arrays to the logits' device; default: copies that the host waits for.
     """
-    # Words go to the device, a 32nd of what there is of tokens, and become bits there.
+    # Words are copied to the device, a 32nd of the number of tokens, and become bits there.
     packed = np.stack(masks).view(np.int32)
     places = np.array(rows, np.int64)
     if upload is None:
@@ -76,7 +76,7 @@ class TokenMaskCall(ctypes.Structure):
 
 
 class CpuTokenMask:
-    """The C++ operator."""
+    """The C++ operator that forbids tokens."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.mask_tokens
@@ -86,8 +86,8 @@ class CpuTokenMask:
 
         Args:
             logits: [R, vocab] of float32, bfloat16 or float16, with neighbouring columns.
-            rows: Rows that have a mask.
-            masks: Parallel to ``rows``, contiguous.
+            rows: Indices of rows that have a mask.
+            masks: Masks of these rows, contiguous.
         """
         at = np.array(rows, np.int64)
         addresses = np.array([mask.ctypes.data for mask in masks], np.uint64)

@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_kernels.gpu import (
-    eight_bit_linear,
     experts,
     kv_copy,
     quantized_experts,
@@ -26,7 +25,7 @@ from baton_kernels.gpu import (
     weights,
 )
 from baton_kernels.gpu.tuning import Tuning, ranked_tables
-from baton_kernels.paged_attention import gpu_kernels as attention
+from baton_kernels.paged_attention import gpu as attention
 
 TARGET = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)
@@ -121,7 +120,7 @@ def eight_bits(*, integer: bool) -> None:
         chosen = tunings("eight_bit_linear", tokens=tokens)
         constants = {"INTEGER": integer, "ZEROS": integer, "BIAS": True, "RESIDUAL": True, "SPLIT": tokens == 1}
         constants |= {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "TILE_K": chosen.tile_k}
-        compiled(eight_bit_linear.eight_bit_kernel, pointers, {}, constants, chosen.warps, chosen.stages)
+        compiled(quantized_linear.eight_bit_kernel, pointers, {}, constants, chosen.warps, chosen.stages)
 
 
 def main() -> int:

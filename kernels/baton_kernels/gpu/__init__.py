@@ -22,9 +22,9 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def _interpret_one_at_a_time() -> None:
-    """Have the interpreter run one kernel after the other: while one runs, it replaces parts of Triton itself.
+    """Let the interpreter run one kernel at a time: while one runs, it replaces parts of Triton itself.
 
-    An engine's step and copies of its pool, or the steps of two engines, are in different threads.
+    An engine's step and copies of its pool, or the steps of two engines, run in different threads.
     """
     from triton.runtime.interpreter import GridExecutor
 

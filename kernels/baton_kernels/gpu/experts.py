@@ -1,8 +1,8 @@
 """Mixtures of experts by Triton: rows grouped by expert, two grouped products; definition in ``baton_kernels.experts``.
 
-Rows (a token, and one of its experts) are sorted by expert, and each expert's are cut into tiles. How many tiles an
-expert has is known to the device alone: as many programs are launched as there could be, and those without a tile end.
-So nothing waits for the device, and a launch can be captured.
+Rows (a token with one of its experts) are sorted by expert, and each expert's rows are cut into tiles. Only the device
+knows how many tiles an expert has: the largest possible number of programs is launched, and programs without a tile
+return. So the host does not wait for the device, and a launch can be captured.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def _down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """What the experts of one step multiply: rows (a token, and one of its experts) in tiles of one expert each.
+    """The rows of one step (a token with one of its experts), in tiles of one expert each.
 
     Attributes:
-        x: [T, hidden], the last stride being 1.
-        factors: float32 [T, top_k].
-        groups: What :func:`group_by_expert` returns.
-        tuning: Of the launches.
+        x: Inputs [T, hidden], with contiguous rows.
+        factors: Weights of the chosen experts, float32 [T, top_k].
+        groups: Rows by expert, from :func:`group_by_expert`.
+        tuning: Tile sizes of the launches.
     """
 
     x: torch.Tensor
@@ -107,27 +107,27 @@ class GroupedRows:
 
     @property
     def count(self) -> int:
-        """Rows: T * top_k."""
+        """Number of rows, T * top_k."""
         return self.factors.numel()
 
     @property
     def top_k(self) -> int:
-        """Rows of each token."""
+        """Number of experts per token."""
         return self.factors.shape[1]
 
     def grid(self, columns: int) -> tuple[int, int]:
-        """Return the programs that write so many columns of all tiles."""
+        """Return the grid of the programs that write ``columns`` columns of all tiles."""
         return len(self.groups[3]), triton.cdiv(columns, self.tuning.tile_n)
 
 
 class GroupedExperts(ABC):
-    """What experts have in common: tokens grouped by expert, and the sum of a token's experts.
+    """Base of the operators for experts: groups tokens by expert, and sums up the outputs of a token's experts.
 
     Args:
-        operator: Its name in tables of configurations.
-        experts: How many.
-        hidden: Elements of a token.
-        inner: Elements between both products.
+        operator: Name of the operator in tables of configurations.
+        experts: Number of experts.
+        hidden: Number of elements of a token.
+        inner: Number of elements between both products.
     """
 
     def __init__(self, operator: str, experts: int, hidden: int, inner: int) -> None:
@@ -142,10 +142,10 @@ class GroupedExperts(ABC):
         """See :func:`baton_kernels.experts.experts_reference`; the result has x's dtype, sums are in float32.
 
         Args:
-            x: [T, hidden], rows of any stride.
-            ids: int32 or int64 [T, top_k].
-            weights: float32 [T, top_k].
-            residual: [T, hidden].
+            x: Inputs [T, hidden], rows of any stride.
+            ids: Chosen experts, int32 or int64 [T, top_k].
+            weights: Weights of the chosen experts, float32 [T, top_k].
+            residual: Added to the result, [T, hidden], or ``None``.
         """
         (tokens, top_k), device = ids.shape, x.device
         out = torch.zeros(tokens * top_k, self.hidden, dtype=torch.float32, device=device)
@@ -154,37 +154,37 @@ class GroupedExperts(ABC):
             sizes = {"tokens_per_expert": each, "experts": self._experts, "hidden": self.hidden, "inner": self.inner}
             chosen = tuning_for(self._operator, device, sizes)
             groups = group_by_expert(ids, self._experts, chosen.tile_m)
-            given = x if x.stride(1) == 1 else x.contiguous()
-            rows = GroupedRows(given, weights.contiguous(), groups, chosen)
+            inputs = x if x.stride(1) == 1 else x.contiguous()
+            rows = GroupedRows(inputs, weights.contiguous(), groups, chosen)
             self._down(rows, self._gate_up(rows), out)
         summed = out.view(tokens, top_k, self.hidden).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
     @abstractmethod
     def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
-        """Return what is between both products, [rows, inner]; rows that choose no expert are not written."""
+        """Return the activated outputs of the first product, [rows, inner]; rows without an expert are not written."""
 
     @abstractmethod
     def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the weighted outputs of x [rows, inner] to ``out`` float32 [rows, hidden], of pairs in their order."""
+        """Write the weighted outputs of x [rows, inner] to ``out`` float32 [rows, hidden], in the order of tokens."""
 
 
 def group_by_expert(ids: torch.Tensor, experts: int, tile_m: int) -> tuple[torch.Tensor, ...]:
-    """Sort pairs of tokens and experts, and cut each expert's into tiles, without waiting for the device.
+    """Sort pairs of tokens and experts, and cut each expert's pairs into tiles, without waiting for the device.
 
     Args:
-        ids: [T, top_k]; numbers that are no expert's choose none.
-        experts: How many.
-        tile_m: Pairs of a tile.
+        ids: Chosen experts [T, top_k]; numbers out of range choose none.
+        experts: Number of experts.
+        tile_m: Number of pairs of a tile.
 
     Returns:
-        int32: ``order`` [T * top_k], the pairs by expert; of each expert where its pairs begin and how many it has
-        [experts + 1], the last one being none; of each tile the expert (``experts``: it is not used) and the first of
-        the expert's pairs.
+        Five int32 tensors: indices of pairs, sorted by expert [T * top_k]; per expert, the index of its first pair and
+        the number of its pairs [experts + 1], the last entry being pairs without an expert; per tile, its expert
+        (``experts``: the tile is not used), and the index of its first pair among the expert's pairs.
     """
     pairs = ids.numel()
     flat = ids.reshape(-1).long()
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)  # who chooses none stands behind the last
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)  # pairs without an expert come last
     order = torch.argsort(flat, stable=True).int()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat))
@@ -199,11 +199,11 @@ def group_by_expert(ids: torch.Tensor, experts: int, tile_m: int) -> tuple[torch
 
 
 class TritonExperts(GroupedExperts):
-    """The operator for the experts of one layer; takes the place of :class:`baton_kernels.experts.CpuExperts`.
+    """The experts of one layer on a GPU, like :class:`baton_kernels.experts.CpuExperts` on a CPU.
 
     Args:
-        experts: Their weights, on the device; they are used as they lie.
-        activation: Between their linears.
+        experts: Weights of the experts, on the device; they are not copied.
+        activation: Activation between both products.
     """
 
     def __init__(self, experts: ExpertWeights, activation: Activation) -> None:

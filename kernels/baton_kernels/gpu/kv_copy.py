@@ -13,7 +13,7 @@ import triton.language as tl
 from baton_kernels.kv_copy import CopySpans, check_spans
 
 TILE = 2048
-"""Elements that one program copies."""
+"""Number of elements that one program copies."""
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
@@ -21,7 +21,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 def _copy_kernel(
     pool, buffer, spans, ends, tile_spans, tile_firsts, block_stride, T: tl.constexpr, GATHER: tl.constexpr
 ):
-    """Copy up to ``T`` elements of one span. Grid: (tiles,); ``ends``: where spans end in the buffer."""
+    """Copy up to ``T`` elements of one span. Grid: (tiles,); ``ends``: offsets of the spans' ends in the buffer."""
     span = tl.load(tile_spans + tl.program_id(0))
     first = tl.load(tile_firsts + tl.program_id(0))
     block, begin, count = tl.load(spans + span * 3), tl.load(spans + span * 3 + 1), tl.load(spans + span * 3 + 2)
@@ -46,7 +46,7 @@ def _copy_blocks_kernel(pool, pairs, block_stride, elements, T: tl.constexpr):
 def gather_spans(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor) -> None:
     """See :func:`baton_kernels.kv_copy.gather_spans`; spans are on the host.
 
-    The copy runs where the buffer is, to which the pool may be another GPU's memory.
+    The copy runs on the buffer's device, which may access the pool in another GPU's memory.
     """
     _copy(pool, spans, buffer, gather=True)
 
@@ -70,7 +70,7 @@ def _copy(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor, *, gather:
     if not len(spans):
         return
     if pool.dtype == buffer.dtype:
-        # As wide as everything is aligned to: a copy of bytes moves eight at a time.
+        # In the widest words that everything is aligned to, so that bytes are copied eight at a time.
         unit = math.gcd(int(np.gcd.reduce(spans[:, 1:], axis=None)), math.gcd(pool.shape[1], pool.stride(0)))
         pool, factor = _as_words(pool, unit)
         buffer = buffer.view(pool.dtype)
@@ -86,7 +86,7 @@ def _copy(pool: torch.Tensor, spans: CopySpans, buffer: torch.Tensor, *, gather:
 
 
 def _upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Take an array to the device without waiting for what that is doing."""
+    """Copy an array to the device without waiting for the device."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

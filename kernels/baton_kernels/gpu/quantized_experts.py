@@ -109,11 +109,11 @@ def quantized_down_kernel(
 
 
 class TritonQuantizedExperts(GroupedExperts):
-    """The operator; takes the place of :class:`baton_kernels.quantized_experts.CpuQuantizedExperts`.
+    """The experts of one layer on a GPU, like :class:`baton_kernels.quantized_experts.CpuQuantizedExperts` on a CPU.
 
     Args:
-        experts: Their weights, on the device; they are copied behind each other.
-        activation: Between their linears.
+        experts: Weights of the experts, on the device; they are copied into one tensor.
+        activation: Activation between both products.
         activations: How inputs of both products are rounded, by torch before each (:func:`.rounded_inputs`).
 
     Raises:
@@ -166,19 +166,19 @@ class TritonQuantizedExperts(GroupedExperts):
 def _inputs(
     x: torch.Tensor, weights: DeviceWeights, scales: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | int, ...]:
-    """What both kernels begin with."""
+    """Return the first arguments of both kernels."""
     return (x, *weights.arguments(), *(x if each is None else each for each in (scales, bias)))
 
 
 def _strides(weights: DeviceWeights) -> tuple[int, int]:
-    """Bytes, and scales, from an expert to the next one."""
+    """Return the bytes, and the number of scales, from an expert to the next one."""
     return weights.values.stride(0), weights.scales.stride(0)
 
 
 def _constants(
     weights: DeviceWeights, scales: torch.Tensor | None, bias: torch.Tensor | None, chosen: Tuning
 ) -> dict[str, int | bool]:
-    """What both kernels are specialized for."""
+    """Return the constants of both kernels."""
     tiles = {"TILE_M": chosen.tile_m, "TILE_N": chosen.tile_n, "num_warps": chosen.warps, "num_stages": chosen.stages}
-    given = {"X_SCALES": scales is not None, "BIAS": bias is not None}
-    return {**weights.constants(chosen.tile_k), **tiles, **given}
+    flags = {"X_SCALES": scales is not None, "BIAS": bias is not None}
+    return {**weights.constants(chosen.tile_k), **tiles, **flags}

@@ -3,6 +3,11 @@
 Few rows of x: the weight is read once, unpacked in registers, and its columns are divided between as many programs as
 the device has room for, whose sums a second kernel adds up (in a fixed order: nothing is added atomically). Many rows:
 parts of the weight are unpacked into memory, and multiplied by the vendor's library.
+
+Where weights and inputs both have 8 bits, with a scale per row of the weight and one per token
+(:class:`TritonEightBitLinear`), products are in int8 or fp8 on the tensor cores, and nothing has to be scaled inside of
+the sum: int8 values are summed exactly, in int32; fp8 ones in float32, which Hopper's tensor cores add up with fewer
+bits, so that the sum over each tile of columns is added to a register of full precision.
 """
 
 from __future__ import annotations
@@ -11,14 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
+from baton_kernels.gpu import converts_fp8
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
 from baton_kernels.gpu.weights import dequantize_kernel, device_weights, product, rounded_inputs
-from baton_kernels.quantization import EXACT, ActivationScheme, QuantizedWeight
+from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Fp8Weight, Int8Weight, QuantizedWeight
 
 SLAB_BYTES = 64 << 20
-"""Of a weight that is unpacked into memory at a time."""
+"""Bytes of a weight that are unpacked into memory at a time."""
 LEAST_COLUMNS = 256
-"""Fewer are not worth a program of their own."""
+"""Fewer columns are not worth a program of their own."""
 SUM_TILE = 512
 
 
@@ -61,7 +67,7 @@ def sum_kernel(
     sums, bias, residual, out, tokens, rows, residual_row, splits,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up what programs found of a row. Grid: (tokens, ceil(rows / TILE))."""
+    """Add up the programs' partial sums of a row. Grid: (tokens, ceil(rows / TILE))."""
     token, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = n < rows
     total = tl.zeros([TILE], tl.float32)
@@ -75,12 +81,12 @@ def sum_kernel(
 
 
 class TritonQuantizedLinear:
-    """The operator; takes the place of :class:`baton_kernels.quantized_linear.CpuQuantizedLinear`.
+    """A linear layer on a GPU, like :class:`baton_kernels.quantized_linear.CpuQuantizedLinear` on a CPU.
 
-    Weights stay where they are, in the form's bytes. Launches depend on shapes alone, so they can be captured.
+    Weights are not copied. Launches depend on shapes alone, so they can be captured.
 
     Args:
-        weight: On the device.
+        weight: The weight, on the device.
         bias: [rows], or ``None``.
         activations: How inputs are rounded, by torch before the product (:func:`.rounded_inputs`).
     """
@@ -97,7 +103,7 @@ class TritonQuantizedLinear:
         self._activations = activations
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual have any stride."""
+        """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual may have any stride."""
         residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
         out = x.new_empty(len(x), self.out_features)
         if len(x):
@@ -115,12 +121,12 @@ class TritonQuantizedLinear:
         residual: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Unpack in registers."""
+        """Multiply, with the weight unpacked in registers."""
         weights, (tokens, rows) = self._weights, out.shape
         constants = weights.constants(chosen.tile_k)
         tile_k = int(constants["TILE_K"])
         grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
-        share, splits = shares(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
+        share, splits = divide_columns(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
         sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
         x_scales, bias, more = (out if each is None else each for each in (scales, self._bias, residual))
         flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
@@ -149,7 +155,10 @@ class TritonQuantizedLinear:
         residual: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Unpack into memory, some rows of the weight at a time; sums are in float32, rounded before what is added."""
+        """Multiply, with a few rows of the weight unpacked into memory at a time.
+
+        Sums are in float32, and are rounded before bias and residual are added.
+        """
         weights = self._weights
         columns = self.in_features
         step = min(self.out_features, max(1, SLAB_BYTES // (columns * x.element_size())))
@@ -166,17 +175,145 @@ class TritonQuantizedLinear:
                 TILE_K=chosen.tile_k,
                 num_warps=chosen.warps,
             )
-            made = x @ part.T
-            out[:, start : start + len(part)] = made if scales is None else made * scales[:, None]
+            product = x @ part.T
+            out[:, start : start + len(part)] = product if scales is None else product * scales[:, None]
         for each in (self._bias, residual):
             if each is not None:
                 out += each
 
 
-def shares(programs: int, columns: int, tile_k: int, chosen: Tuning, device: torch.device) -> tuple[int, int]:
-    """Return how many columns a program takes, a multiple of ``tile_k``, and how many programs share a tile."""
+def divide_columns(programs: int, columns: int, tile_k: int, chosen: Tuning, device: torch.device) -> tuple[int, int]:
+    """Return the number of columns of a program, a multiple of ``tile_k``, and the number of programs per tile."""
     tiles = triton.cdiv(columns, tile_k)
     wanted = max(1, chosen.programs * processors(device) // programs)
     splits = min(wanted, triton.cdiv(columns, LEAST_COLUMNS), tiles)
     share = triton.cdiv(tiles, splits) * tile_k
     return share, triton.cdiv(columns, share)
+
+
+# 8-bit weights and inputs
+
+
+MOST_COLUMNS = 1 << 17
+"""Largest number of columns: sums of so many products of 128 and 127 stay within 32 bits."""
+
+
+@triton.jit
+def eight_bit_kernel(
+    x, x_scales, values, scales, zeros, bias, residual, out, sums,
+    tokens, rows, columns, residual_row, height, share,
+    INTEGER: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``x W^T + bias + residual``, or of the sums over ``share`` columns, float32 [splits, tokens, rows].
+
+    Grid: (ceil(tokens / TILE_M), ceil(rows / TILE_N), splits).
+    """
+    m = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    live, there = m < tokens, n < rows
+    first = tl.program_id(2) * share
+    stop = tl.minimum(first + share, columns)
+    from_values = values + n.to(tl.int64) * columns
+    acc = tl.zeros([TILE_M, TILE_N], tl.int32) if INTEGER else tl.zeros([TILE_M, TILE_N], tl.float32)
+    inputs = tl.zeros([TILE_M], tl.int32)
+    for at in range(first, stop, TILE_K):
+        k = at + tl.arange(0, TILE_K)
+        a = tl.load(x + m[:, None] * columns + k[None, :], mask=live[:, None] & (k[None, :] < stop), other=0.0)
+        w = tl.load(from_values[None, :] + k[:, None], mask=there[None, :] & (k[:, None] < stop), other=0.0)
+        if INTEGER:
+            acc = tl.dot(a, w, acc, out_dtype=tl.int32)
+            if ZEROS:
+                inputs += tl.sum(a.to(tl.int32), axis=1)
+        else:
+            acc = tl.dot(a, w, acc, max_num_imprecise_acc=TILE_K)
+    result = acc.to(tl.float32)
+    if ZEROS:
+        result -= inputs.to(tl.float32)[:, None] * tl.load(zeros + n, mask=there, other=0.0)[None, :]
+    result *= tl.load(scales + n // height, mask=there, other=0.0)[None, :]
+    result *= tl.load(x_scales + m, mask=live, other=0.0)[:, None]
+    inside = live[:, None] & there[None, :]
+    if SPLIT:
+        to = sums + (tl.program_id(2).to(tl.int64) * tokens + m)[:, None] * rows + n[None, :]
+        tl.store(to, result, mask=inside)
+    else:
+        if BIAS:
+            result += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[None, :]
+        if RESIDUAL:
+            result += tl.load(residual + m[:, None] * residual_row + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + m[:, None] * rows + n[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def takes_eight_bits(weight: QuantizedWeight, activations: ActivationScheme) -> bool:
+    """Whether :class:`TritonEightBitLinear` supports a weight and the rounding of its inputs."""
+    if activations.group not in (0, weight.columns) or weight.columns > MOST_COLUMNS:
+        return False
+    if activations.type is ActivationType.INT8:
+        return isinstance(weight, Int8Weight) and weight.scales.shape[1] == 1 and weight.order is None
+    if activations.type is ActivationType.FP8:
+        fits = isinstance(weight, Fp8Weight) and weight.scales.shape[1] == 1
+        return fits and converts_fp8(weight.values.device)
+    return False
+
+
+class TritonEightBitLinear:
+    """A linear layer with weights and inputs of 8 bits, where :func:`takes_eight_bits`.
+
+    Launches depend on shapes alone, so they can be captured.
+
+    Args:
+        weight: The weight, on the device.
+        bias: [rows], or ``None``.
+        activations: How inputs are rounded, by torch.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme) -> None:
+        self.name = "triton"
+        self.out_features = weight.rows
+        self.in_features = weight.columns
+        self._values = weight.values.contiguous()
+        self._scales = weight.scales.contiguous()
+        zeros = getattr(weight, "zeros", None)
+        self._zeros: torch.Tensor | None = None if zeros is None else zeros.contiguous()
+        self._height = min(weight.block[0], weight.rows) if isinstance(weight, Fp8Weight) else 1
+        self._bias = None if bias is None else bias.detach().contiguous()
+        self._activations = activations
+        tensors = (self._values, self._scales, self._zeros)
+        self.nbytes = sum(each.nbytes for each in tensors if each is not None)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual may have any stride."""
+        residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
+        tokens = len(x)
+        rows = self.out_features
+        columns = self.in_features
+        out = x.new_empty(tokens, rows)
+        if not tokens:
+            return out
+        integer = self._values.dtype is torch.int8
+        sizes = {"tokens": tokens, "rows": rows, "columns": columns}
+        chosen = tuning_for("eight_bit_linear", x.device, sizes, form="int8" if integer else "fp8")
+        rounded, x_scales = self._activations.quantize(x if x.stride(1) == 1 else x.contiguous())
+        grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
+        share, splits = divide_columns(grid[0] * grid[1], columns, chosen.tile_k, chosen, x.device)
+        sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
+        zeros, bias, more = (out if each is None else each for each in (self._zeros, self._bias, residual))
+        flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
+        eight_bit_kernel[(*grid, splits)](
+            *(rounded.contiguous(), x_scales[:, 0].contiguous(), self._values, self._scales, zeros, bias, more),
+            *(out, sums, tokens, rows, columns, more.stride(0), self._height, share),
+            **flags,
+            INTEGER=integer,
+            ZEROS=self._zeros is not None,
+            SPLIT=splits > 1,
+            TILE_M=chosen.tile_m,
+            TILE_N=chosen.tile_n,
+            TILE_K=chosen.tile_k,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
+        if splits > 1:
+            sum_kernel[tokens, triton.cdiv(rows, SUM_TILE)](
+                *(sums, bias, more, out, tokens, rows, more.stride(0), splits), **flags, TILE=SUM_TILE
+            )
+        return out

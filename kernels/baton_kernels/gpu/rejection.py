@@ -69,10 +69,10 @@ def _rejection_kernel(
 
 
 class TritonRejectionSampler:
-    """The operator; probabilities and tokens never leave the device.
+    """Rejection sampling on a GPU; probabilities and tokens stay on the device.
 
     Args:
-        device: Where probabilities are.
+        device: Device of the probabilities.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,17 +86,17 @@ class TritonRejectionSampler:
         counts: torch.Tensor,
         keys: Uint64s,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`baton_kernels.rejection.rejection_sample`; all but the keys on the device.
+        """See :func:`baton_kernels.rejection.rejection_sample`; all arguments except the keys are on the device.
 
         Args:
-            target: float32, contiguous [B, K + 1, vocab].
-            draft: float32, contiguous [B, K, vocab], or ``None``.
-            drafts: int64, contiguous [B, K].
-            counts: int64 [B].
-            keys: uint64 [B, K + 1], on the host.
+            target: Target probabilities, float32, contiguous [B, K + 1, vocab].
+            draft: Draft probabilities, float32, contiguous [B, K, vocab], or ``None``.
+            drafts: Drafted tokens, int64, contiguous [B, K].
+            counts: Number of drafts of each row, int64 [B].
+            keys: Keys of each position's random numbers, uint64 [B, K + 1], on the host.
 
         Returns:
-            Tokens int64 [B, K + 1], -1 behind the last one meant; accepted int64 [B].
+            Tokens int64 [B, K + 1], -1 behind the first ``accepted + 1`` of each row; accepted int64 [B].
         """
         rows, width, vocab = target.shape
         tokens = torch.full((rows, width), -1, dtype=torch.int64, device=target.device)

@@ -9,7 +9,7 @@ import triton.language as tl
 from baton_kernels.row_wise import SILU, Activation
 
 TILE = 1024
-"""Elements of a gated product that one program computes."""
+"""Number of elements of a gated product that one program computes."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _gated_kernel(x, out, x_row, dim, alpha, limit, KIND: tl.constexpr, D: tl.co
 
 
 class TritonRmsNorm:
-    """The operator for one weight [dim]; takes the place of :class:`baton_kernels.row_wise.CpuRmsNorm`."""
+    """RMS norm with one weight [dim] on a GPU, like :class:`baton_kernels.row_wise.CpuRmsNorm` on a CPU."""
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         self._weight = weight.detach().contiguous()
@@ -60,7 +60,7 @@ class TritonRmsNorm:
         self._padded = triton.next_power_of_2(len(weight))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm x [rows, dim], rows of any stride, and add a contiguous residual [rows, dim] -> contiguous."""
+        """Return the norm of x [rows, dim], rows of any stride, plus a contiguous residual, contiguous [rows, dim]."""
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if len(x):
@@ -75,13 +75,13 @@ class TritonRmsNorm:
 
 
 class TritonGatedMul:
-    """The operator; takes the place of :class:`baton_kernels.row_wise.CpuGatedMul`."""
+    """A gated product on a GPU, like :class:`baton_kernels.row_wise.CpuGatedMul` on a CPU."""
 
     def __init__(self, activation: Activation = SILU) -> None:
         self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Take x [rows, 2 dim], gates first, rows of any stride -> contiguous [rows, dim]."""
+        """Return the product, contiguous [rows, dim], of x [rows, 2 dim], gates first, rows of any stride."""
         x = x if x.stride(1) == 1 else x.contiguous()
         dim = x.shape[1] // 2
         how = self._activation

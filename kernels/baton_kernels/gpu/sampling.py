@@ -1,4 +1,4 @@
-"""Chooses a token per row of logits on a GPU: mask, temperature, top-k, top-p, min-p and the draw, without a sort.
+"""Sampling on a GPU: mask, temperature, top-k, top-p, min-p and the draw of a token per row, without a sort.
 
 The definition is ``baton.engine.sample`` (``filters.filter_batch`` and ``sampler.draw``), with the same random numbers:
 a token is the same on CPU and GPU up to the rounding of sums. Thresholds of top-k and top-p are found bit by bit:
@@ -23,14 +23,14 @@ from baton_kernels.sampling import RowFilter
 from baton_kernels.token_mask import TokenMask, Upload
 
 TILE = 4096
-"""Logits that a program holds at a time; a multiple of the chunk."""
+"""Number of logits that a program reads at a time; a multiple of the chunk."""
 CHUNK = 128
-"""Tokens of a race's first round, as in the definition."""
+"""Number of tokens whose sum takes part in the first round of a draw, as in the definition."""
 _TOKENS = 1 << 32
 
 
 class RandomConstants:
-    """What SplitMix64 is made of, on a device: Triton has no literals of 64 bits without a sign.
+    """The constants of SplitMix64 on a device: Triton has no unsigned literals of 64 bits.
 
     Attributes:
         tensor: uint64 [3], the increment and the two multipliers.
@@ -41,7 +41,7 @@ class RandomConstants:
         self.tensor = self.upload(np.array([GOLDEN, MIX1, MIX2], np.uint64))
 
     def upload(self, numbers: Uint64s) -> torch.Tensor:
-        """Take uint64 numbers to the device."""
+        """Copy uint64 numbers to the device."""
         return torch.from_numpy(numbers.view(np.int64)).to(self._device).view(torch.uint64)
 
 
@@ -63,7 +63,7 @@ def exponential(key, number, constants):
 
 @triton.jit
 def _logits(logits, mask, at, vocab, MASKED: tl.constexpr):
-    """Load logits in float32, minus infinity where they are forbidden or not there."""
+    """Load logits in float32, minus infinity where they are forbidden or beyond the vocabulary."""
     there = at < vocab
     x = tl.load(logits + at, mask=there, other=float("-inf")).to(tl.float32)
     if MASKED:
@@ -74,14 +74,14 @@ def _logits(logits, mask, at, vocab, MASKED: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """Return uint32 whose order is that of float32."""
+    """Return uint32 numbers in the order of float32 numbers."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)  # zeros of both signs are equal
-    return bits ^ ((bits >> 31) * 0x7FFFFFFF | 0x80000000)  # all bits of what is below 0, the sign of the rest
+    return bits ^ ((bits >> 31) * 0x7FFFFFFF | 0x80000000)  # flips all bits of negative numbers, and the sign of others
 
 
 @triton.jit
 def _weights(logits, mask, at, vocab, bound, greatest, scale, MASKED: tl.constexpr):
-    """Return exp of scaled logits from the greatest down, 0 below ``bound``, as :func:`_ordered` numbers it."""
+    """Return exp of scaled logits relative to the greatest; 0 for those whose :func:`_ordered` is below ``bound``."""
     x = _logits(logits, mask, at, vocab, MASKED)
     return tl.where(_ordered(x) >= bound, tl.exp2((x - greatest) * scale), 0.0)
 
@@ -92,7 +92,7 @@ def _sample_kernel(
     first_token_number,
     TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). Writes -1 where the logits that may be chosen hold NaN or their greatest is infinite."""
+    """Grid: (rows,). Writes -1 where the allowed logits have NaN, or their greatest is infinite."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     masks += row * mask_stride
@@ -170,10 +170,10 @@ def _sample_kernel(
 
 
 class TritonSampler:
-    """The operator; takes the place of :class:`baton_kernels.sampling.CpuSampler`. Logits never leave the device.
+    """Sampling on a GPU, like :class:`baton_kernels.sampling.CpuSampler` on a CPU. Logits stay on the device.
 
     Args:
-        device: Where logits are.
+        device: Device of the logits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -191,16 +191,16 @@ class TritonSampler:
         masks: Sequence[TokenMask | None] | None = None,
         upload: Upload | None = None,
     ) -> torch.Tensor:
-        """Return a token per row, int64 [R] on the device; -1 where logits hold NaN or their greatest is infinite.
+        """Return a token per row, int64 [R] on the device; -1 where logits have NaN, or their greatest is infinite.
 
-        What a mask forbids is not looked at.
+        Forbidden logits are ignored.
 
         Args:
             logits: [R, vocab] of any float dtype, rows of any stride; not changed.
-            filters: R of them.
-            keys: [R], what the random numbers of the draws come from.
-            masks: Per row which tokens are allowed, uint32 [ceil(vocab / 32)], or ``None``: all.
-            upload: To the logits' device; default: copies that the host waits for.
+            filters: Filters of the R rows.
+            keys: Keys of the draws' random numbers, uint64 [R].
+            masks: Masks of the R rows, uint32 [ceil(vocab / 32)], or ``None`` for a row: all tokens.
+            upload: Copies arrays to the logits' device; default: copies that the host waits for.
         """
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         device, (rows, vocab) = logits.device, logits.shape

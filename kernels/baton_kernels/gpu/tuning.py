@@ -1,4 +1,4 @@
-"""Which tile sizes kernels run with: tables of configurations per device and shape, and the rule which of them wins.
+"""Tile sizes of kernels: tables of configurations per device and shape, and their precedence.
 
 A table is a JSON file::
 
@@ -6,8 +6,8 @@ A table is a JSON file::
      "operators": {"quantized_linear": [{"when": {"form": "int4", "tokens": [1, 16], "rows": [4096, 4096]},
                                          "use": {"tile_m": 16, "tile_n": 64, "tile_k": 128, "warps": 4}}]}}
 
-``when`` bounds sizes (both ends included) and names forms; what it does not name is any. Tables are asked in this
-order, and in each the first entry counts that fits; one that has none for a shape leaves it to the next:
+``when`` bounds sizes (both ends included) and names forms; other sizes and forms are not restricted. Tables are
+searched in this order for the first entry that fits:
 
 1. measured on a device of this name, in the folder of this machine (:data:`LOCAL_TABLES`), where
    ``benchmarks/kernels.py --tune`` writes them;
@@ -15,7 +15,7 @@ order, and in each the first entry counts that fits; one that has none for a sha
 3. shipped for the device's compute capability, by its major number;
 4. shipped for any device (``tuned/any.json``), which has an entry for everything.
 
-``provenance`` is ``measured`` or ``reasoned``: chosen from what is known of the hardware, and not measured on any.
+``provenance`` is ``measured`` or ``reasoned``: chosen from the properties of the hardware, without measurements.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Tuning:
     """One configuration.
 
     Attributes:
-        tile_m: Rows of a tile; 0: not in tiles (a quantized weight is unpacked and multiplied by the vendor's library).
-        tile_n: Its columns, or keys; ``tile_k``: of the dimension that is summed over.
-        warps: Per program.
-        stages: Loads that are under way at a time.
-        programs: Per multiprocessor, that a launch aims at where work can be divided.
+        tile_m: Rows of a tile; 0: no tiles (a quantized weight is unpacked and multiplied by the vendor's library).
+        tile_n: Columns, or keys, of a tile.
+        tile_k: Elements of a tile in the dimension that is summed over.
+        warps: Number of warps per program.
+        stages: Number of loads that are in flight at a time.
+        programs: Number of programs per multiprocessor that a launch aims at, where work can be divided.
     """
 
     tile_m: int = 0
@@ -66,7 +67,7 @@ class Table:
         device: Name of the device, or ``None``: any with this capability.
         capability: Major and minor number, or ``None``: any.
         provenance: ``measured`` or ``reasoned``.
-        operators: By operator, entries in order.
+        operators: Entries by operator, in their order.
     """
 
     device: str | None
@@ -86,19 +87,19 @@ def read_table(path: Path) -> Table:
     """Read a table.
 
     Raises:
-        ValueError: It is none; names the file and the field.
+        ValueError: The file is no table; names the file and the field.
     """
     try:
-        found = json.loads(path.read_text())
-        if found["provenance"] not in _PROVENANCES:
-            raise ValueError(f"provenance must be one of {', '.join(_PROVENANCES)}, not {found['provenance']!r}")
+        content = json.loads(path.read_text())
+        if content["provenance"] not in _PROVENANCES:
+            raise ValueError(f"provenance must be one of {', '.join(_PROVENANCES)}, not {content['provenance']!r}")
         operators = {
             name: tuple((_when(entry["when"]), _use(entry["use"])) for entry in entries)
-            for name, entries in found["operators"].items()
+            for name, entries in content["operators"].items()
         }
-        capability = found.get("capability")
+        capability = content.get("capability")
         pair = None if capability is None else (int(capability[0]), int(capability[1]))
-        return Table(found.get("device"), pair, found["provenance"], operators)
+        return Table(content.get("device"), pair, content["provenance"], operators)
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from error
     except (ValueError, TypeError, AttributeError, IndexError) as error:
@@ -108,7 +109,7 @@ def read_table(path: Path) -> Table:
 def ranked_tables(
     name: str, capability: tuple[int, int] | None, local: Path = LOCAL_TABLES, shipped: Path = _SHIPPED
 ) -> list[Table]:
-    """Return the tables for a device, the one that wins first; see the module's docstring."""
+    """Return the tables for a device, in the order in which they are searched; see the module's docstring."""
     ranked: list[tuple[int, Table]] = []
     for folder in (local.expanduser(), shipped):
         for path in sorted(folder.glob("*.json")):
@@ -137,24 +138,24 @@ def tuning_for(operator: str, device: torch.device, shape: Mapping[str, int], **
     Raises:
         LookupError: No table has one.
     """
-    return _found(operator, device, (*shape.items(), *names.items()))
+    return _look_up(operator, device, (*shape.items(), *names.items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _found(operator: str, device: torch.device, shape: tuple[tuple[str, int | str], ...]) -> Tuning:
+def _look_up(operator: str, device: torch.device, shape: tuple[tuple[str, int | str], ...]) -> Tuning:
     sizes = dict(shape)
     if operator in _trials:
         return _trials[operator]
     for table in _tables(device):
-        found = table.find(operator, sizes)
-        if found is not None:
-            return found
+        tuning = table.find(operator, sizes)
+        if tuning is not None:
+            return tuning
     raise LookupError(f"no configuration of {operator} for {sizes}")
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few under the interpreter."""
+    """Return the number of multiprocessors of a device; a few under the interpreter."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -165,30 +166,24 @@ _trials: dict[str, Tuning] = {}
 
 @contextlib.contextmanager
 def trial(operator: str, tuning: Tuning) -> Iterator[None]:
-    """Have an operator run with a configuration, whatever tables say: for those who measure."""
+    """Run an operator with a configuration instead of the tables', for measurements."""
     _trials[operator] = tuning
-    _found.cache_clear()
+    _look_up.cache_clear()
     try:
         yield
     finally:
         del _trials[operator]
-        _found.cache_clear()
+        _look_up.cache_clear()
 
 
 def write_table(path: Path, device: str, note: str, operators: Mapping[str, Sequence[tuple[When, Tuning]]]) -> None:
-    """Write a table of what was measured on a device."""
+    """Write a table of configurations that were measured on a device."""
     entries = {
         name: [{"when": dict(when), "use": asdict(use)} for when, use in each] for name, each in operators.items()
     }
     table = {"device": device, "capability": None, "provenance": "measured", "note": note, "operators": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
-
-
-def forget() -> None:
-    """Read the tables anew when they are asked next."""
-    _tables.cache_clear()
-    _found.cache_clear()
 
 
 def _fits(bound: tuple[int, int] | str, size: int | str | None) -> bool:

@@ -1,8 +1,8 @@
 """Quantized weights as Triton's kernels read them, and the product of rows with them that these kernels share.
 
-Weights stay in the form's own bytes (:mod:`baton_kernels.quantization`), those of several experts behind each
-other. The integers of a tile are multiplied as they are and scaled afterwards wherever all columns of the tile share a
-scale, so nothing is rounded in between; a zero z is then taken off as ``scale * z * sum(x)``.
+Weights stay in their form's bytes (:mod:`baton_kernels.quantization`), those of several experts in one tensor. Where
+all columns of a tile share a scale, its integers are multiplied first and scaled afterwards, so nothing is rounded in
+between; a zero z is then subtracted as ``scale * z * sum(x)``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton_kernels.quantization import (
 )
 
 INPUT_FACTOR = 2.0**-7
-"""Of rounded inputs: sums of values up to 448 would leave the range of float16."""
+"""Factor of rounded inputs: sums of values up to 448 would exceed the range of float16."""
 
 
 class Form(enum.IntEnum):
@@ -41,7 +41,7 @@ class Form(enum.IntEnum):
 
 
 class Scales(enum.IntEnum):
-    """What a tile of ``tile_k`` columns has of scales."""
+    """The scales of a tile of ``tile_k`` columns."""
 
     ROW = 0
     """One per row, for all columns of the weight."""
@@ -50,7 +50,7 @@ class Scales(enum.IntEnum):
     SPREAD = 2
     """Several per row, each for a power of two of columns."""
     ANY = 3
-    """One is looked up for each value."""
+    """One per value, which is looked up."""
 
 
 _FORMS: dict[type[QuantizedWeight], Form] = {
@@ -66,12 +66,16 @@ class DeviceWeights:
     """The weights [rows, columns] of E experts, or of one linear layer (E = 1).
 
     Attributes:
-        values: [E, rows, bytes of a row], contiguous; of fp8 bytes where Triton does not read such numbers.
+        form: Form of the weights.
+        rows: Number of rows (output features).
+        columns: Number of columns (input features).
+        group: Number of columns that share a scale.
+        height: Number of rows that share a scale.
+        values: [E, rows, bytes of a row], contiguous; fp8 is uint8 where Triton does not support float8_e4m3fn.
         scales: float32 [E, ceil(rows / height), groups].
-        zeros: float32 as ``scales``, or ``None``.
+        zeros: float32, shaped as ``scales``, or ``None``.
         table: float32 [E, 16], or ``None``.
         order: int32 [E, columns], or ``None``.
-        group: Columns that share a scale; ``height``: rows that do.
     """
 
     form: Form
@@ -93,11 +97,11 @@ class DeviceWeights:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a byte is two values."""
+        """Whether a byte has two values."""
         return self.form in (Form.INT4, Form.TABLE)
 
     def scales_of(self, tile_k: int) -> tuple[Scales, int]:
-        """Return what a tile has of scales, and ``tile_k``, made smaller where all of a tile can share one then."""
+        """Return the scales of a tile, and ``tile_k``, reduced if all columns of a smaller tile share a scale."""
         groups = self.scales.shape[2]
         if groups == 1:
             return Scales.ROW, tile_k
@@ -109,16 +113,16 @@ class DeviceWeights:
         return (Scales.SPREAD if power and tile_k % self.group == 0 else Scales.ANY), tile_k
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """What kernels take of a weight: five tensors, bytes of a row, groups, ``group`` and ``height``."""
+        """Return the kernels' arguments for a weight: five tensors, and :meth:`sizes`."""
         optional = (self.values if each is None else each for each in (self.zeros, self.table, self.order))
         return (self.values, self.scales, *optional, *self.sizes())
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """Bytes of a row, groups, ``group`` and ``height``."""
+        """Return bytes of a row, groups, ``group`` and ``height``."""
         return self.values.shape[2], self.scales.shape[2], self.group, self.height
 
     def constants(self, tile_k: int) -> dict[str, int | bool]:
-        """What kernels are specialized for."""
+        """Return the kernels' constants for a weight."""
         scales, tile_k = self.scales_of(tile_k)
         return {
             "FORM": int(self.form),
@@ -134,7 +138,7 @@ def device_weights(weights: Sequence[QuantizedWeight]) -> DeviceWeights:
     """Stack weights of one form and shape.
 
     Raises:
-        ValueError: They differ in form, shape or group, or some alone have an order of columns.
+        ValueError: The weights differ in form, shape or group, or only some have an order of columns.
     """
     first = weights[0]
     shape = _shape(first)
@@ -163,9 +167,9 @@ def rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> tuple[torc
     """Round inputs x [tokens, columns] for a product.
 
     Returns:
-        What is multiplied, and float32 [tokens], which rows of the product are multiplied with then, or ``None``. Where
-        a row has one scale these are the values of 8 bits, which x's dtype holds exactly; of scales of groups the
-        rounded inputs in float32.
+        The inputs of the product, and factors of the product's rows, float32 [tokens], or ``None``. Where a row has one
+        scale, the inputs are the values of 8 bits, which are exact in x's dtype; with scales of groups they are the
+        rounded inputs in float32, without factors.
     """
     if activations.type is ActivationType.NONE:
         return x, None
@@ -182,7 +186,7 @@ def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor for all; a single one is not copied."""
+    """Return one tensor of all; a single tensor is not copied."""
     return tensors[0].contiguous()[None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
@@ -199,9 +203,9 @@ def _scaled_product(
     SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr,
     TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the product with values ``raw`` [columns, TILE_N] of columns ``k`` to ``acc``; returns ``acc`` and ``sums``.
+    """Add the product with values ``raw`` [columns, TILE_N] of columns ``k`` to ``acc``; return ``acc`` and ``sums``.
 
-    ``EACH``: values below each other that share a scale, ``PARTS``: how many such; of ``SCALES`` 2.
+    With ``SCALES`` 2, ``EACH`` consecutive values of a row share a scale, and there are ``PARTS`` scales.
     """
     column = k
     if ORDER:
@@ -248,8 +252,8 @@ def product(
 ):  # fmt: skip
     """Return ``x W^T`` [TILE_M, TILE_N] in float32, over columns ``first``, a multiple of TILE_K, to ``stop``.
 
-    ``x_rows`` [TILE_M] is where rows of x begin, ``live`` which there are; ``values`` to ``height`` are of one expert,
-    as :meth:`DeviceWeights.arguments` has them; ``n`` [TILE_N] are rows of the weight, ``there`` which there are.
+    ``x_rows`` [TILE_M] are pointers to rows of x, ``live`` whether they exist; ``values`` to ``height`` are of one
+    expert, as in :meth:`DeviceWeights.arguments`; ``n`` [TILE_N] are rows of the weight, ``there`` whether they exist.
     """
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
     sums = tl.zeros([TILE_M], tl.float32)

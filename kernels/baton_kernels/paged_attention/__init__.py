@@ -1,14 +1,14 @@
 """Attention of a ragged batch over a paged KV pool, prompt chunks and decodes together.
 
-``definition`` says what it is, ``torch_backend`` runs anywhere, ``cpu`` is the C++ operator.
+``definition`` has the interface and the reference, ``torch_backend`` runs anywhere, ``cpu`` is the C++ operator.
 """
 
-from baton_kernels.paged_attention.chunks import ChunkedAttention
 from baton_kernels.paged_attention.cpu import CpuPagedAttention
 from baton_kernels.paged_attention.definition import (
     MAX_TREE_TOKENS,
     AttentionSpec,
     CapturedAttention,
+    ChunkedAttention,
     LayerPool,
     PagedAttention,
     RaggedBatch,

@@ -14,7 +14,7 @@ from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionS
 from baton_kernels.paged_attention.latent import LatentProjections
 
 _STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""What lies in the pool, as ``csrc/operators.h`` numbers it."""
+"""Types of stored KV, as ``csrc/operators.h`` numbers them."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -35,18 +35,30 @@ class AttentionCall(ctypes.Structure):
 
 
 PLANNED = (
-    *("query_starts", "context_lens", "table_stride", "num_seqs", "block_size"),
-    *("threads", "pairs", "amx", "ancestors", "tree_starts"),
+    "query_starts",
+    "context_lens",
+    "table_stride",
+    "num_seqs",
+    "block_size",
+    "threads",
+    "pairs",
+    "amx",
+    "ancestors",
+    "tree_starts",
 )
-"""What is of a batch, and the same in all layers."""
+"""Fields of a call that depend on the batch alone, and are the same in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A batch's arrays, contiguous, with the part of the call that all layers share.
+    """A batch with the part of the call that all layers share.
 
-    ``tables`` is where the first group's block tables begin, ``table_bytes`` from one group's to the next one's.
-    ``parts``: of the batch, for attention over latents of some shape.
+    Attributes:
+        batch: The batch, whose arrays are contiguous.
+        call: A call with the fields ``PLANNED``.
+        tables: Address of the first layer group's block tables.
+        table_bytes: Bytes from one group's block tables to the next one's.
+        parts: Parts of the batch for attention over latents, by the shape of the projections.
     """
 
     batch: RaggedBatch
@@ -61,9 +73,9 @@ class LatentPart:
     """The sequences of a batch that attend over latents in one way.
 
     Attributes:
-        expanded: Whether as keys and values of heads.
-        rows: Their tokens in the batch, a slice or int64 [T].
-        plan: Of them alone.
+        expanded: Whether latents are expanded to keys and values of heads.
+        rows: The sequences' tokens in the batch, a slice or int64 [T].
+        plan: Plan of these sequences alone.
     """
 
     expanded: bool
@@ -109,8 +121,8 @@ class CpuPagedAttention:
         self._amx = library.amx
 
     def prepare(self, batch: RaggedBatch) -> CpuPlan:
-        """Fill in what all layers share."""
-        starts, lens, tables = (array.__array_interface__["data"][0] for array in _checked(batch))
+        """Check the batch and fill in the fields that all layers share."""
+        starts, lens, tables = (array.__array_interface__["data"][0] for array in _check_batch(batch))
         call = AttentionCall(
             query_starts=starts,
             context_lens=lens,
@@ -122,7 +134,7 @@ class CpuPagedAttention:
             amx=self._amx,
         )
         if batch.trees is not None:
-            call.ancestors, call.tree_starts = (array.__array_interface__["data"][0] for array in _checked_trees(batch))
+            call.ancestors, call.tree_starts = (array.__array_interface__["data"][0] for array in _check_trees(batch))
         return CpuPlan(batch, call, tables, batch.table(0).shape[1] * batch.block_tables.itemsize)
 
     def run(
@@ -138,7 +150,7 @@ class CpuPagedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys rotated on the way; queries are changed in place."""
+        """As :meth:`run`, with queries and keys rotated first; queries are changed in place."""
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in qkv)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
         call = plan.call
@@ -146,7 +158,7 @@ class CpuPagedAttention:
         call.block_tables = plan.tables + pool.group * plan.table_bytes
         fill_tensors(call, q, k, v, out)
         fill_rotation(call, rotation)
-        self._call(call, q.dtype)
+        self._run_call(call, q.dtype)
         return out
 
     def bind(
@@ -156,14 +168,14 @@ class CpuPagedAttention:
         out: torch.Tensor,
         rotation: Rotation | None,
     ) -> BoundAttention:
-        """Bind one layer's :meth:`run_rotated` to memory: q, k, v and out of as many rows as a batch will have."""
+        """Bind one layer's :meth:`run_rotated` to memory: q, k, v and out with rows for the largest batch."""
         call = AttentionCall(dtype=DTYPE_CODES[out.dtype])
         fill_tensors(call, *qkv, out)
         fill_rotation(call, rotation)
         return BoundAttention(BoundCall(self._run, call, (*qkv, out, rotation, spec), checked=True), spec)
 
-    def _call(self, call: AttentionCall, dtype: torch.dtype) -> None:
-        """Run a call whose queries, and all that is not in the pool, are of one dtype."""
+    def _run_call(self, call: AttentionCall, dtype: torch.dtype) -> None:
+        """Run a call whose tensors, except for the pool, are of one dtype."""
         call.dtype = DTYPE_CODES[dtype]
         if self._run(ctypes.byref(call)):
             raise ValueError(f"{dtype} does not attend to a pool of the storage type {call.storage}")
@@ -215,7 +227,7 @@ class CpuPagedAttention:
         call.value_up = projections.value_up.data_ptr()
         call.nope = projections.nope
         call.up_dim = projections.v_dim
-        self._call(call, q.dtype)
+        self._run_call(call, q.dtype)
         return out
 
     def _divide(self, plan: CpuPlan, projections: LatentProjections, window: int) -> tuple[LatentPart, ...]:
@@ -231,7 +243,7 @@ class CpuPagedAttention:
             return (LatentPart(any(expanded), slice(None), plan),)
         parts = []
         for way in (False, True):
-            chosen = [seq for seq, mine in enumerate(expanded) if mine == way]
+            chosen = [seq for seq, expands in enumerate(expanded) if expands == way]
             rows = np.concatenate([np.arange(starts[seq], starts[seq + 1]) for seq in chosen])
             part = RaggedBatch(
                 positions=batch.positions[rows],
@@ -240,12 +252,12 @@ class CpuPagedAttention:
                 block_tables=batch.block_tables[chosen],
                 block_size=batch.block_size,
                 groups=batch.groups,
-                trees=None if batch.trees is None else batch.trees.of(rows, chosen),
+                trees=None if batch.trees is None else batch.trees.select(rows, chosen),
             )
             first = int(rows[0])
             last = int(rows[-1]) + 1
-            where = slice(first, last) if last - first == len(rows) else torch.from_numpy(rows)
-            parts.append(LatentPart(way, where, self.prepare(part)))
+            part_rows = slice(first, last) if last - first == len(rows) else torch.from_numpy(rows)
+            parts.append(LatentPart(way, part_rows, self.prepare(part)))
         return tuple(parts)
 
 
@@ -280,7 +292,7 @@ def fill_layer(call: AttentionCall, spec: AttentionSpec, pool: LayerPool) -> Non
 
 
 def fill_tensors(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Set what is attended from and stored, and where results go."""
+    """Set the fields of queries, new keys and values, and results."""
     call.q = q.data_ptr()
     call.k = k.data_ptr()
     call.v = v.data_ptr()
@@ -305,8 +317,8 @@ def fill_rotation(call: AttentionCall, rotation: Rotation | None) -> None:
     call.rotate_pairs = rotation.pairs
 
 
-def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:
-    """The batch's arrays, after a check that C code may index them."""
+def _check_batch(batch: RaggedBatch) -> tuple[Any, Any, Any]:
+    """Return the batch's arrays, after a check that C code may index them."""
     arrays = (batch.query_starts, batch.context_lens, batch.block_tables)
     for array in arrays:
         if array.dtype != "int32" or not array.flags.c_contiguous:
@@ -318,8 +330,8 @@ def _checked(batch: RaggedBatch) -> tuple[Any, Any, Any]:
     return arrays
 
 
-def _checked_trees(batch: RaggedBatch) -> tuple[Any, Any]:
-    """The arrays of a batch's trees, after a check that C code may count on them."""
+def _check_trees(batch: RaggedBatch) -> tuple[Any, Any]:
+    """Return the arrays of a batch's trees, after a check that C code may rely on them."""
     assert batch.trees is not None
     ancestors = batch.trees.ancestors
     starts = batch.trees.starts

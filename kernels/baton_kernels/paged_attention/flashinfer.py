@@ -2,8 +2,8 @@
 
 Keys and values are normed, rotated and stored by Triton's kernel; then FlashInfer attends over the pool as a paged KV
 cache of layout HND, whose pages are our blocks. Its wrappers are planned on the host once per step for all layers with
-the same numbers: sequences with one new token by the one for decodes, the others by the one for prompts. What it does
-not do (:func:`obstacle`; trees of tokens) Triton does.
+the same numbers: sequences with one new token by the one for decodes, the others by the one for prompts. Where
+FlashInfer cannot attend (:func:`obstacle`; trees of tokens), Triton's kernels do.
 
 Planning needs a step's lengths on the host, so steps are not captured in CUDA graphs.
 
@@ -27,18 +27,18 @@ from baton_kernels.paged_attention.gpu import TritonPagedAttention, TritonPlan
 WORKSPACE_BYTES = 384 << 20
 """Memory on the device that all wrappers share, for partial results of long sequences.
 
-The 128 MiB that FlashInfer recommends do not do for many heads."""
+The 128 MiB that FlashInfer recommends are too few for many heads."""
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 _Key = tuple[bool, int, AttentionSpec, torch.dtype]
 
 
 def obstacle(spec: AttentionSpec, dtype: torch.dtype) -> str:
-    """Say why FlashInfer does not attend in a layer; empty: it does.
+    """Return why FlashInfer cannot attend in a layer; empty: it can.
 
     Args:
-        spec: Of the layer.
-        dtype: Of queries and of the pool.
+        spec: Numbers of the layer.
+        dtype: Dtype of queries and pool.
     """
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} numbers"
@@ -53,13 +53,13 @@ def obstacle(spec: AttentionSpec, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Sequences that one wrapper attends for.
+    """The sequences of a batch that one wrapper attends for.
 
     Attributes:
-        decodes: Whether each has one new token.
-        sequences: Their numbers in the batch.
-        starts: int32 [n + 1], where the new tokens of each begin among those of all of them.
-        rows: int64 [t], which of the batch's tokens these are, on the device.
+        decodes: Whether each sequence has one new token.
+        sequences: Indices of the sequences in the batch.
+        starts: int32 [n + 1], index of each sequence's first new token among those of the part.
+        rows: int64 [t], indices of the part's tokens in the batch, on the device.
     """
 
     decodes: bool
@@ -70,15 +70,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """A batch.
+    """The plan of a batch.
 
     Attributes:
-        number: No other plan's.
-        triton: The same for Triton.
-        batch: As it was given.
-        parts: None where Triton attends in all layers.
-        pages: By group of layers and part: int32 tensors on the host, where each sequence's pages begin [n + 1], all
-            pages, and the tokens in the last page of each [n].
+        number: Unique number of the plan.
+        triton: Triton's plan of the same batch.
+        batch: The batch.
+        parts: Decodes and prompts of the batch; empty: Triton attends in all layers.
+        pages: By group of layers and part, int32 tensors on the host: index of each sequence's first page [n + 1], all
+            pages, and the number of tokens in each sequence's last page [n].
     """
 
     number: int
@@ -90,19 +90,25 @@ class FlashInferPlan:
 
 @dataclass(eq=False, slots=True)
 class _Wrapper:
-    """A wrapper, the plan that it is planned for, and when the device has taken over what planning wrote."""
+    """A wrapper of FlashInfer.
+
+    Attributes:
+        wrapper: FlashInfer's object.
+        number: Number of the plan that the wrapper is planned for.
+        copied: Event after which the device has copied the memory that planning wrote.
+    """
 
     wrapper: Any
     number: int = -1
-    taken: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
 
 
 class FlashInferPagedAttention:
     """See the module's docstring. Not thread-safe: one object per runner.
 
     Args:
-        device: Where queries and pools are.
-        library: FlashInfer.
+        device: Device of queries and pools.
+        library: The module ``flashinfer``.
     """
 
     name = "flashinfer"
@@ -117,7 +123,7 @@ class FlashInferPagedAttention:
         self._numbers = itertools.count()
 
     def prepare(self, batch: RaggedBatch) -> FlashInferPlan:
-        """Take a batch to the device; wrappers are planned by the first layer that needs them."""
+        """Copy a batch to the device; the first layer that needs a wrapper plans it."""
         parts = _parts_of(batch, self._device) if batch.trees is None else ()
         return FlashInferPlan(next(self._numbers), self._triton.prepare(batch), batch, parts)
 
@@ -140,7 +146,7 @@ class FlashInferPagedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys normed and rotated on their way."""
+        """As :meth:`run`, with queries and keys normed and rotated first."""
         dtype = qkv[0].dtype
         if not plan.parts or pool.k.dtype != dtype or obstacle(spec, dtype):
             return self._triton.run_rotated(plan.triton, spec, pool, qkv, rotation)
@@ -151,29 +157,29 @@ class FlashInferPagedAttention:
         """Attend with q [T, num_heads, k_dim] over keys and values that are in the pool, by FlashInfer.
 
         Args:
-            plan: Of a batch without trees.
-            spec: Without an :func:`obstacle`.
-            pool: In the dtype of the queries.
+            plan: Plan of a batch without trees.
+            spec: Numbers of a layer without an :func:`obstacle`.
+            pool: The layer's KV pool, in the dtype of the queries.
             q: Queries.
         """
         if len(plan.parts) == 1:
-            attended: torch.Tensor = self._planned(plan, plan.parts[0], spec, pool).run(q, (pool.k, pool.v))
+            attended: torch.Tensor = self._plan_wrapper(plan, plan.parts[0], spec, pool).run(q, (pool.k, pool.v))
             return attended
         out = q.new_empty(len(q), spec.num_heads, spec.v_dim)
         for part in plan.parts:
-            out[part.rows] = self._planned(plan, part, spec, pool).run(q[part.rows], (pool.k, pool.v))
+            out[part.rows] = self._plan_wrapper(plan, part, spec, pool).run(q[part.rows], (pool.k, pool.v))
         return out
 
-    def _planned(self, plan: FlashInferPlan, part: Part, spec: AttentionSpec, pool: LayerPool) -> Any:
+    def _plan_wrapper(self, plan: FlashInferPlan, part: Part, spec: AttentionSpec, pool: LayerPool) -> Any:
         """Return the wrapper for a part, planned for this step."""
         key = (part.decodes, pool.group, spec, pool.k.dtype)
-        held = self._wrappers.get(key)
-        if held is None:
-            held = self._wrappers[key] = _Wrapper(self._new(decodes=part.decodes))
-        if held.number == plan.number:
-            return held.wrapper
-        if held.taken is not None:
-            held.taken.synchronize()  # planning writes pinned memory that the last plan's copies read from
+        entry = self._wrappers.get(key)
+        if entry is None:
+            entry = self._wrappers[key] = _Wrapper(self._make_wrapper(decodes=part.decodes))
+        if entry.number == plan.number:
+            return entry.wrapper
+        if entry.copied is not None:
+            entry.copied.synchronize()  # planning writes pinned memory that the last plan's copies read from
         pages = self._pages(plan, part, pool.group)
         sizes = (spec.num_heads, spec.kv_heads, spec.k_dim)
         numbers = {
@@ -185,26 +191,26 @@ class FlashInferPagedAttention:
             "kv_data_type": pool.k.dtype,
         }
         if part.decodes:
-            held.wrapper.plan(*pages, *sizes, plan.batch.block_size, **numbers)
+            entry.wrapper.plan(*pages, *sizes, plan.batch.block_size, **numbers)
         else:
-            held.wrapper.plan(part.starts, *pages, *sizes, plan.batch.block_size, causal=True, **numbers)
-        held.number = plan.number
+            entry.wrapper.plan(part.starts, *pages, *sizes, plan.batch.block_size, causal=True, **numbers)
+        entry.number = plan.number
         if self._device.type == "cuda":
-            held.taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            held.taken.record(torch.cuda.current_stream(self._device))
-        return held.wrapper
+            entry.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            entry.copied.record(torch.cuda.current_stream(self._device))
+        return entry.wrapper
 
-    def _new(self, *, decodes: bool) -> Any:
-        """Make a wrapper: each has a plan of its own, and they share the workspace, one after the other on a stream."""
+    def _make_wrapper(self, *, decodes: bool) -> Any:
+        """Return a new wrapper; wrappers have their own plans and share the workspace, one at a time on a stream."""
         if decodes:
-            # By tensor cores, which take groups of any size: of the others only few are compiled.
+            # Tensor cores support groups of any size; the other kernels are compiled for few sizes only.
             return self._library.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=True)
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
 
     def _pages(self, plan: FlashInferPlan, part: Part, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pages of a part's sequences; see :class:`FlashInferPlan`."""
-        found = plan.pages.get((group, part.decodes))
-        if found is None:
+        pages_of_part = plan.pages.get((group, part.decodes))
+        if pages_of_part is None:
             batch = plan.batch
             size = plan.batch.block_size
             lens = batch.context_lens[part.sequences]
@@ -213,8 +219,8 @@ class FlashInferPagedAttention:
             pages = tables[np.arange(tables.shape[1]) < counts[:, None]]
             arrays = (_starts_of(counts), pages, lens - (counts - 1) * size)
             indptr, indices, last = (torch.from_numpy(array.astype(np.int32)) for array in arrays)
-            found = plan.pages[group, part.decodes] = indptr, indices, last
-        return found
+            pages_of_part = plan.pages[group, part.decodes] = indptr, indices, last
+        return pages_of_part
 
 
 def _parts_of(batch: RaggedBatch, device: torch.device) -> tuple[Part, ...]:
@@ -230,5 +236,5 @@ def _parts_of(batch: RaggedBatch, device: torch.device) -> tuple[Part, ...]:
 
 
 def _starts_of(counts: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Return where each of so many begins, int32 [n + 1]; the last is the sum."""
+    """Return the index of the first of each of ``counts`` consecutive items, int32 [n + 1]; the last is the sum."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): what is kept per token is the latent that all heads share.
+"""Multi-head latent attention (MLA): the pool stores, per token, the latent that all heads share.
 
 Keys and values of head h are linear maps of a token's latent c [rank], and keys end with a rotary part r [rope] that
 all heads share: k_h = [K_h c, r], v_h = V_h c. There are two ways to attend:
@@ -8,7 +8,7 @@ all heads share: k_h = [K_h c, r], v_h = V_h c. There are two ways to attend:
   Both maps are applied to queries and outputs instead of to every token of the context;
 - expanded: the maps are applied to the tokens of the context, and heads attend over keys and values that are shorter.
 
-A few new tokens take the first way, chunks of a prompt mostly the second one.
+A few new tokens are absorbed, chunks of a prompt are mostly expanded.
 
 Source: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1 and appendix C.
 """
@@ -28,12 +28,15 @@ class LatentProjections:
     Args:
         weight: [H * (nope + v_dim), rank], head by head first the rows of K_h, then those of V_h; it is copied, in the
             order in which batched products read fastest.
-        num_heads: H.
-        v_dim: Elements of a head's value.
+        num_heads: Number of heads, H.
+        v_dim: Size of a head's value.
 
     Attributes:
-        key_up: [H, nope, rank], contiguous.
-        value_up: [H, rank, v_dim], contiguous.
+        key_up: Maps to keys, [H, nope, rank], contiguous.
+        value_up: Maps to values, [H, rank, v_dim], contiguous.
+        rank: Size of a latent.
+        nope: Size of a head's key without its rotary part.
+        v_dim: Size of a head's value.
     """
 
     def __init__(self, weight: torch.Tensor, num_heads: int, v_dim: int) -> None:
@@ -46,18 +49,18 @@ class LatentProjections:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rank, and the elements of a head's key without its rotary part, and of its value."""
+        """``rank``, ``nope`` and ``v_dim``."""
         return self.rank, self.nope, self.v_dim
 
     def expanding_pays(self, new: int, context: int, window: int = 0) -> bool:
-        """Whether to expand takes fewer operations than to absorb; the times cross at the same place.
+        """Whether expanding takes fewer operations than absorbing; the times cross at the same point.
 
         Measured by ``benchmarks/kernels/latent_attention.py``.
 
         Args:
-            new: Tokens that attend, the last ones of the sequence.
-            context: Tokens of the sequence.
-            window: Keys that a token sees; 0: all before it.
+            new: Number of tokens that attend, the last ones of the sequence.
+            context: Number of tokens of the sequence.
+            window: Number of keys that a token sees; 0: all before it.
         """
         seen = min(context, window + new) if window else context
         pairs = min(seen, window) * new if window else new * context - new * (new - 1) // 2
@@ -66,22 +69,22 @@ class LatentProjections:
         return seen * maps < new * maps + pairs * saved
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """Take q [T, H, nope + rope], return [T, H, rank + rope]: what is multiplied with latents and rotary keys."""
+        """Return queries over latents and rotary keys [T, H, rank + rope] for q [T, H, nope + rope]."""
         out = q.new_empty(q.shape[0], q.shape[1], self.rank + q.shape[2] - self.nope)
         out[..., : self.rank] = torch.bmm(q[..., : self.nope].transpose(0, 1), self.key_up).transpose(0, 1)
         out[..., self.rank :] = q[..., self.nope :]
         return out
 
     def outputs(self, latents: torch.Tensor) -> torch.Tensor:
-        """Take weighted sums of latents [T, H, rank], return those of values: contiguous [T, H, v_dim]."""
+        """Return the weighted sums of values, contiguous [T, H, v_dim], for those of latents [T, H, rank]."""
         return torch.bmm(latents.transpose(0, 1), self.value_up).transpose(0, 1).contiguous()
 
     def expand(self, rows: torch.Tensor, heads: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys [T, H, nope + rope] and values [T, H, v_dim] of latents and rotary keys [T, rank + rope].
 
         Args:
-            rows: Of T tokens.
-            heads: Those that are wanted.
+            rows: Latents and rotary keys of T tokens.
+            heads: The wanted heads.
         """
         latents, rotary = rows.tensor_split([self.rank], dim=1)
         keys = torch.einsum("tr,hnr->thn", latents, self.key_up[heads])
@@ -112,14 +115,14 @@ def attend_latent(
     projections: LatentProjections,
     inputs: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Store latents and attend over them, in whichever way is fastest; absorbed where the backend knows no other.
+    """Store latents and attend over them, absorbed or expanded; absorbed if the backend does not support expanding.
 
     Args:
-        attention: Any backend.
-        plan: What its ``prepare`` returned.
-        spec: One KV head, ``k_dim`` = rank + rope, ``v_dim`` = rank, ``latent``.
-        pool: v is a view of k.
-        projections: Of this layer, and of the query heads that are here.
+        attention: The backend.
+        plan: The batch's plan, from the backend's ``prepare``.
+        spec: Numbers of the layer: ``latent``, one KV head, ``k_dim`` = rank + rope, ``v_dim`` = rank.
+        pool: The layer's KV pool, whose v is a view of k.
+        projections: Projections of this layer's H query heads on this rank.
         inputs: q [T, H, nope + rope] and latents with rotary keys [T, rank + rope], both rotated.
 
     Returns:

@@ -1,12 +1,13 @@
-"""KV of 8 bits in the pool: what is written for a token's keys and values, and what they are read as. The definition.
+"""KV of 8 bits in the pool: how a token's keys and values are written and read. The definition.
 
 int8: a scale per token and KV head, for K and for V, beside them in the block:
 ``scale = bfloat16(max |x| / 127)`` and ``q = round(x / scale)``, ties to even; read as ``scale * q``. Below the least
-normal number of float32 the scale and q are 0. Where x has an infinite number, or one that is none, the scale is no
-number, and so is what is read: nothing is made up for it.
+normal number of float32 the scale and q are 0. Where x has an infinite number or NaN, the scale is NaN, and so are the
+numbers that are read.
 
 fp8_e4m3 (OCP 8-bit Floating Point Specification, E4M3): a scale per KV head, which belongs to the checkpoint:
-``q = e4m3(x / scale)``, rounded to nearest, ties to even; beyond 448 it saturates, and an infinite number becomes none.
+``q = e4m3(x / scale)``, rounded to nearest, ties to even; beyond 448 it saturates, and an infinite number becomes
+NaN.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def write_rows(
 
     Args:
         cache: [blocks, heads, block_size, dim].
-        scales: As in :class:`~baton_kernels.paged_attention.definition.LayerPool`.
-        where: Each token's block and place in it, int64 [T] each.
-        rows: [T, heads, dim].
+        scales: Scales as in :class:`~baton_kernels.paged_attention.definition.LayerPool`, or ``None``.
+        where: Each token's block and slot in the block, int64 [T] each.
+        rows: New keys or values [T, heads, dim].
     """
     blocks, offsets = where
     rows = rows.to(cache.device)

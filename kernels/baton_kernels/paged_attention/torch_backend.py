@@ -1,7 +1,7 @@
-"""The fall-back in plain torch: decodes batched by gathering their blocks, prompt chunks one by one through SDPA.
+"""The fallback in plain torch: decodes batched by gathering their blocks, prompt chunks one by one through SDPA.
 
-The pool may lie on another device than the model (a host pool beside a CUDA model): blocks are gathered where the
-pool is and copied to the queries.
+The pool may be on another device than the model (a host pool for a CUDA model): blocks are gathered on the pool's
+device and copied to the queries.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ SCORE_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A prompt chunk or a tree: rows ``first`` to ``last`` of the batch, in slots that end with ``context``.
+    """A prompt chunk or a tree.
 
     Attributes:
-        branches: Of a tree's tokens, the slots of each from the root on.
+        first: Index of its first token in the batch.
+        last: Index behind its last token in the batch.
+        context: Number of tokens of the sequence, this chunk's included.
+        blocks: int64, ids of the sequence's blocks.
+        branches: For a tree, the slots of each token's ancestors and itself, from the root on.
     """
 
     first: int
@@ -43,9 +47,13 @@ class TorchPlan:
     """A batch as index tensors.
 
     Attributes:
-        blocks: int64 [T], the block each new token goes to; ``offsets`` its place in it.
+        block_size: Number of tokens per block.
+        blocks: int64 [T], id of each new token's block.
+        offsets: int64 [T], each new token's slot in its block.
         chunks: Sequences with more than one new token, and trees.
-        decode_rows: int64 [D], rows of sequences with one; ``decode_lens`` [D] and ``decode_tables`` [D, W] theirs.
+        decode_rows: int64 [D], indices of the tokens of sequences with one new token.
+        decode_lens: int64 [D], numbers of tokens of these sequences.
+        decode_tables: int64 [D, W], block tables of these sequences.
     """
 
     block_size: int
@@ -65,7 +73,7 @@ class TorchPagedAttention:
     stores = frozenset({torch.bfloat16, torch.int8, torch.float8_e4m3fn})
 
     def prepare(self, batch: RaggedBatch) -> tuple[TorchPlan, ...]:
-        """Split a batch into decodes and prompt chunks and find each new token's place in the pool, group by group."""
+        """Split a batch into decodes and prompt chunks, and compute each new token's block and slot, group by group."""
         return tuple(_plan(batch, batch.table(group)) for group in range(batch.groups))
 
     def run(
@@ -77,15 +85,15 @@ class TorchPagedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        mine = plan[pool.group]
-        where = mine.blocks, mine.offsets
+        group_plan = plan[pool.group]
+        where = group_plan.blocks, group_plan.offsets
         write_rows(pool.k, pool.k_scales, where, k)
         if not pool.is_latent:
             write_rows(pool.v, pool.v_scales, where, v)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
-        if len(mine.decode_rows):
-            self._decode(mine, spec, pool, q, out)
-        for chunk in mine.chunks:
+        if len(group_plan.decode_rows):
+            self._decode(group_plan, spec, pool, q, out)
+        for chunk in group_plan.chunks:
             self._chunk(chunk, spec, pool, q, out)
         return out
 
@@ -98,16 +106,16 @@ class TorchPagedAttention:
         inputs: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         q, rows = inputs
-        mine = plan[pool.group]
-        write_rows(pool.k, pool.k_scales, (mine.blocks, mine.offsets), rows[:, None])
+        group_plan = plan[pool.group]
+        write_rows(pool.k, pool.k_scales, (group_plan.blocks, group_plan.offsets), rows[:, None])
         out = q.new_empty(*q.shape[:2], projections.v_dim)
-        if count := len(mine.decode_rows):
-            at = mine.decode_rows.to(q.device)
+        if count := len(group_plan.decode_rows):
+            at = group_plan.decode_rows.to(q.device)
             latents = q.new_empty(count, spec.num_heads, spec.v_dim)
-            decodes = replace(mine, decode_rows=torch.arange(count))
+            decodes = replace(group_plan, decode_rows=torch.arange(count))
             self._decode(decodes, spec, pool, projections.queries(q[at]), latents)
             out[at] = projections.outputs(latents)
-        for chunk in mine.chunks:
+        for chunk in group_plan.chunks:
             span = slice(chunk.first, chunk.last)
             count = chunk.last - chunk.first
             alone = replace(chunk, first=0, last=count)
@@ -233,7 +241,7 @@ def _plan(batch: RaggedBatch, tables: npt.NDArray[np.int32]) -> TorchPlan:
 
 
 def _tree_mask(branches: tuple[list[int], ...], stop: int, window: int) -> torch.Tensor:
-    """Which of ``stop`` slots tokens of a tree see, bool [tokens, stop]; ``branches``: of each, from the root on."""
+    """Return which of ``stop`` slots a tree's tokens see, bool [tokens, stop]; ``branches`` as in :class:`Chunk`."""
     mask = torch.zeros(len(branches), stop, dtype=torch.bool)
     for row, branch in enumerate(branches):
         root = branch[0]
@@ -244,14 +252,14 @@ def _tree_mask(branches: tuple[list[int], ...], stop: int, window: int) -> torch
 
 
 def _gather(pool: LayerPool, tables: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [B, W] -> K and V as [B, kv_heads, W * block_size, dim] on the device of ``like``, in its dtype."""
+    """Return K and V of blocks [B, W] as [B, kv_heads, W * block_size, dim] on the device of ``like``, in its dtype."""
 
-    def one(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    def gather_cache(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         blocks = read_blocks(cache, scales, tables).permute(0, 2, 1, 3, 4)
         return blocks.reshape(tables.shape[0], cache.shape[1], -1, cache.shape[3]).to(like.device, like.dtype)
 
-    keys = one(pool.k, pool.k_scales)
-    return keys, keys[..., : pool.v.shape[3]] if pool.is_latent else one(pool.v, pool.v_scales)
+    keys = gather_cache(pool.k, pool.k_scales)
+    return keys, keys[..., : pool.v.shape[3]] if pool.is_latent else gather_cache(pool.v, pool.v_scales)
 
 
 def _needs_scores(spec: AttentionSpec) -> bool:
@@ -259,7 +267,7 @@ def _needs_scores(spec: AttentionSpec) -> bool:
 
 
 def _attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention of q [B, heads, Tq, Dk] over k, v [B, kv_heads, L, D] under a boolean mask [B, 1, Tq, L]."""
+    """Return attention of q [B, heads, Tq, Dk] over k, v [B, kv_heads, L, D] under a boolean mask [B, 1, Tq, L]."""
     grouped = spec.num_heads != spec.kv_heads
     if not _needs_scores(spec):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=grouped)

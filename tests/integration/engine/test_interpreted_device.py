@@ -26,8 +26,7 @@ from baton.engine.models.layer_operators import GpuOperators
 from baton.engine.quantization.modules import reloadable_weights
 from baton.errors import ConfigError
 from baton.types import SamplingParams
-from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear
-from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+from baton_kernels.gpu.quantized_linear import TritonEightBitLinear, TritonQuantizedLinear
 from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, Int8Weight
 
 VOCAB, NEW_TOKENS = 512, 4

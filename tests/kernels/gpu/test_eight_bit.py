@@ -23,7 +23,7 @@ from baton_kernels.quantization import (
 from baton_kernels.quantized_linear import quantized_linear_reference
 
 pytest.importorskip("triton")
-from baton_kernels.gpu.eight_bit_linear import MOST_COLUMNS, TritonEightBitLinear, takes_eight_bits
+from baton_kernels.gpu.quantized_linear import MOST_COLUMNS, TritonEightBitLinear, takes_eight_bits
 
 FP8_PER_TOKEN = ActivationScheme(ActivationType.FP8)
 STATIC = ActivationScheme(ActivationType.INT8, scale=0.02)

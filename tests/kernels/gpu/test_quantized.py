@@ -127,7 +127,7 @@ def test_rounded_inputs() -> None:
 def test_work_is_divided_by_shapes_alone() -> None:
     chosen = Tuning(tile_m=16, programs=2)
     for programs, columns in ((1, 4096), (3, 384), (1, 100), (100, 4096)):
-        share, splits = quantized_linear.shares(programs, columns, 128, chosen, torch.device("cpu"))
+        share, splits = quantized_linear.divide_columns(programs, columns, 128, chosen, torch.device("cpu"))
         assert share % 128 == 0
         assert (splits - 1) * share < columns <= splits * share
 

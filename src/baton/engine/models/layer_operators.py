@@ -313,8 +313,7 @@ class GpuOperators:
     def quantized_linear(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme
     ) -> PackedLinear:
-        from baton_kernels.gpu.eight_bit_linear import TritonEightBitLinear, takes_eight_bits
-        from baton_kernels.gpu.quantized_linear import TritonQuantizedLinear
+        from baton_kernels.gpu.quantized_linear import TritonEightBitLinear, TritonQuantizedLinear, takes_eight_bits
 
         if takes_eight_bits(weight, activations):
             return TritonEightBitLinear(weight, bias, activations)
