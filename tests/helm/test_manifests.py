@@ -31,7 +31,7 @@ from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
-from baton_router.registry.discovery.kubernetes import Slices
+from baton_router.registry.discovery import Slices
 
 SERVICES: dict[str, tuple[type, ...]] = {
     "baton-router": (RouterConfig,),

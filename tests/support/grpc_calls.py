@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.rpc.auth import HEADER
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.frontend.grpc.servicer import RouterServicer
 from baton_router.processor.input_processor import InputProcessor
 

@@ -17,7 +17,7 @@ from baton.config.router import RouterConfig
 from baton.rpc.service_token import read_token
 from baton.types import Role
 from baton_router.app import RouterApp
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 
 TINY = str(Path(__file__).parents[2] / "models" / "baton-tiny")
 SALT = "salt-of-a-tenant"

@@ -9,7 +9,7 @@ from workload import HASH, INSTANCES, Side, serve
 
 from baton.api.v1 import events_pb2
 from baton.hashing import HashChain
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 
 EPOCH = b"e" * 16

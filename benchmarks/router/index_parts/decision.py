@@ -20,7 +20,7 @@ from baton.api.v1 import events_pb2
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import NO_LIMIT

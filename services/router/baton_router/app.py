@@ -27,8 +27,7 @@ from baton.rpc.tls import Tls, read_tls
 from baton.tokenizer import TextModelCache
 from baton.types import Role
 from baton.worker.process import ServiceMetrics, open_span_exporter, serve_metrics
-from baton_router.accounts.accounts import Accounts
-from baton_router.accounts.sources import IN_REDIS, CredentialReload, FileAccounts, RedisAccounts
+from baton_router.accounts import IN_REDIS, Accounts, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.admin import administer
@@ -38,12 +37,11 @@ from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
 from baton_router.frontend.http.protocol import HttpProtocol
-from baton_router.metrics.fast_metrics import GaugeFunction
+from baton_router.metrics import GaugeFunction
 from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammars import GrammarCache, GrammarMetrics
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
-from baton_router.registry.discovery import Discovery, discoveries
 from baton_router.registry.instance import Status
 from baton_router.registry.load import Waiters
 from baton_router.registry.registry import Registry
@@ -53,6 +51,7 @@ from baton_router.scheduler.decision import DecisionLog
 
 if TYPE_CHECKING:
     from baton.otlp import OtlpExporter
+    from baton_router.registry.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +135,12 @@ def _build_cluster(config: RouterConfig, credentials: _Credentials, metrics: Ser
     token = credentials.token
     registry = Registry(config, metrics, token=token, tls=credentials.tls, waiters=waiters, limit=capacity.set_limit)
     replica = Replica(config, registry, capacity, metrics, token=token) if config.redis else None
-    return _Cluster(registry, discoveries(config, registry, token, credentials.tls), replica)
+    sources: list[Discovery] = []
+    if config.discover:  # imported here: it loads an HTTP client that other routers do not need
+        from baton_router.registry.discovery import discoveries
+
+        sources = discoveries(config, registry, token, credentials.tls)
+    return _Cluster(registry, sources, replica)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What several parts of the router share: the holder of an API key, the model that is served, a request in tokens."""
+"""Types shared by parts of the router: the holder of an API key, the served model, a request in tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ class Account:
     """The holder of API keys.
 
     Attributes:
-        tenant: As services tell each other.
-        weight: Share of the queue beside others'.
-        max_in_flight: Requests that may run or wait at once; 0: any number.
-        requests_per_minute: 0: any number.
-        tokens_per_minute: Prompt tokens and expected output tokens; 0: any number.
+        tenant: Tenant, as it is sent to other services.
+        weight: Weight of its share of the queue, above 0.
+        max_in_flight: Maximum requests that run or wait at once; 0: unlimited.
+        requests_per_minute: Maximum requests per minute; 0: unlimited.
+        tokens_per_minute: Maximum prompt and expected output tokens per minute; 0: unlimited.
         priority_floor: Lowest number, that is highest priority, that its requests may have; others get this one.
         admin: Whether it may see all tenants' requests.
-        salt_key: Key of its salts.
+        salt_key: Key that its salts are derived from.
+        message: ``tenant`` as a wire message.
+        own_salt: Salt of its requests without a ``cache_salt``.
     """
 
     tenant: Tenant
@@ -49,17 +51,17 @@ class Account:
 
     @property
     def limited(self) -> bool:
-        """Whether it has limits of its own."""
+        """Whether it has limits."""
         return bool(self.max_in_flight or self.requests_per_minute or self.tokens_per_minute)
 
     def salt(self, cache_salt: str) -> str:
         """Return the salt of block hashes for a request.
 
         Args:
-            cache_salt: The client's own; empty: none.
+            cache_salt: Salt chosen by the client; empty: none.
 
         Raises:
-            InvalidRequestError: It is too long.
+            InvalidRequestError: ``cache_salt`` is too long.
         """
         if not cache_salt:
             return self.own_salt
@@ -69,13 +71,13 @@ class Account:
 
 
 def salt_of(key: bytes, cache_salt: str) -> str:
-    """Return the salt of block hashes that a tenant's key and a client's own salt make."""
+    """Return the salt of block hashes derived from a tenant's key and a client's own salt."""
     return hmac.digest(key, cache_salt.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that the instances serve, as they report it; ``grammars``: whether one takes requests with them."""
+    """The model that the instances serve; ``grammars``: whether one of them accepts requests with a grammar."""
 
     name: str
     path: str
@@ -89,14 +91,14 @@ class RoutedRequest(msgspec.Struct):
     """A request in tokens, ready to be placed. ``sampling`` has ``max_tokens`` and ``seed`` set and is validated.
 
     Attributes:
-        ttft_ms: The first token is wanted within so many milliseconds of the arrival; ``None``: at any time.
-        itl_ms: Most milliseconds wanted between two tokens; ``None``: any.
-        tenant: With whom it shares its part of the cluster.
-        account: Whose API key it showed, if it had to.
-        arrived: When it came, by ``time.perf_counter()``; 0: just now.
-        output_token_ids: Generated so far, elsewhere; with ``n`` = 1.
-        order: In which it is to be served; ``None``: in the router's own.
-        span: What happens to it.
+        ttft_ms: Target of the time to first token, in milliseconds from arrival; ``None``: none.
+        itl_ms: Target of the time between two tokens, in milliseconds; ``None``: none.
+        tenant: Name of the tenant for fairness.
+        arrived: Time of arrival by ``time.perf_counter()``; 0: just now.
+        output_token_ids: Tokens generated elsewhere so far; only with ``n`` = 1.
+        account: Holder of its API key; ``None``: there are no API keys.
+        order: Requested order of service; ``None``: the router's own.
+        span: Span of its trace.
     """
 
     request_id: RequestId

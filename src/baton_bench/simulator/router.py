@@ -21,7 +21,7 @@ from baton.rpc.http2.message_stream import Dialer
 from baton.types import BlockHash, Epoch, InstanceId, PrefillPath, Role
 from baton_bench.traces import BLOCK_TOKENS, TraceRequest
 from baton_router.admission.estimates import Room
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.scheduler.metrics import SchedulerMetrics
@@ -339,14 +339,14 @@ class VirtualRouter:
         tokens = np.repeat(np.array(request.blocks, dtype="<u4"), BLOCK_TOKENS)
         if not self._fleet.whole_blocks:
             tokens = tokens[: request.input_tokens]
-        if self._room is not None and not self._room.take(1, request.input_tokens):
+        if self._room is not None and not self._room.acquire(1, request.input_tokens):
             return None
         placement_request = PlacementRequest(tokens, session=request.session, max_tokens=request.output_tokens)
         began = time.thread_time()
         placement = self._placer.place(placement_request)
         if placement is None:
             if self._room is not None:
-                self._room.give_back(1, request.input_tokens)
+                self._room.release(1, request.input_tokens)
             return None
         self.decision_us.append(1e6 * (time.thread_time() - began))
         for name, block_hash in zip(request.blocks, block_hashes(tokens, BLOCK_TOKENS, self._root), strict=False):
@@ -367,7 +367,7 @@ class VirtualRouter:
         placement.grow(1)
         placement.prefilled()
         if self._room is not None:
-            self._room.give_back(0, request.input_tokens)
+            self._room.release(0, request.input_tokens)
 
     def on_finished(self, route: Route, num_tokens: int) -> None:
         placement, _ = self._ticket(route)
@@ -383,7 +383,7 @@ class VirtualRouter:
     def _release(self, placement: Placement) -> None:
         placement.release()
         if self._room is not None:
-            self._room.give_back(1, 0)
+            self._room.release(1, 0)
 
     @staticmethod
     def _ticket(route: Route) -> tuple[Placement, TraceRequest]:

@@ -23,11 +23,11 @@ from baton.errors import BatonError, ConfigError
 from baton.hashing import HashChain
 from baton.rpc.channel import Backoff
 from baton.rpc.redis import read_registration
-from baton_router.accounts.accounts import Accounts, entries_of_json, entries_of_lines
-from baton_router.indexer.event_applier import EventApplier, EventGapError
+from baton_router.accounts import Accounts, entries_of_json, entries_of_lines
+from baton_router.indexer.events import EventApplier, EventGapError
 from baton_router.indexer.prefix_index import PrefixIndex
-from baton_router.registry.discovery import redis as redis_discovery
-from baton_router.registry.discovery.kubernetes import UNANSWERED, GoneError, KubernetesDiscovery
+from baton_router.registry import discovery as discoveries
+from baton_router.registry.discovery import UNANSWERED, GoneError, KubernetesDiscovery
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import Peers
 from baton_router.replication.wire import Entry, EntryError, decode, encode
@@ -233,7 +233,7 @@ def kubernetes(data: bytes) -> None:
 
 def _registration(value: bytes) -> tuple[str, str]:
     fields, _ = read_registration(None, "instance", value, 1_000_000)
-    return redis_discovery._parse(fields)
+    return discoveries._parse(fields)
 
 
 def registrations(data: bytes) -> None:

@@ -26,7 +26,7 @@ from baton.rpc.service_token import Token
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 
 TOKEN = Token("sesame, of the services")
 TINY = str(Path(__file__).parents[3] / "models" / "baton-tiny")

@@ -20,7 +20,7 @@ from baton.errors import BusyError, ConfigError
 from baton.types import Role
 from baton.worker.instance import WorkerInstance
 from baton_router.app import RouterApp
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 
 TINY = str(Path(__file__).parents[3] / "models" / "baton-tiny")
 P, D = Role.PREFILL, Role.DECODE

@@ -13,7 +13,7 @@ from tests.support.servers.http_front import KEYS, Served
 
 from baton.api.v1 import router_pb2
 from baton.tokenizer import TextModelCache
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 

@@ -12,7 +12,7 @@ from tests.support.servers.http_front import Served
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import HostRule
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 
 BODY = b'{"model": "baton-tiny", "prompt": "def"}'
 JSON = {"content-type": "application/json"}

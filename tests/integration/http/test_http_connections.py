@@ -14,7 +14,7 @@ import pytest
 from tests.support.scripted import ANSWER, ModelInfo, encode
 from tests.support.servers.http_front import Served, raw
 
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, TurnBatcher
 from baton_router.frontend.http.protocol import HttpProtocol
 from baton_router.processor.input_processor import InputProcessor

@@ -11,7 +11,7 @@ from tests.support.scripted import ANSWER, MODEL
 from tests.support.servers.http_front import BODY, CHAT, KEYS, Served
 
 from baton.errors import UnavailableError
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 
 
 def test_strict_fields_and_api_keys() -> None:

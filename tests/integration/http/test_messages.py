@@ -15,7 +15,7 @@ from tests.integration.http.test_tool_calls import CALLS, PARAMETERS, api, promp
 from tests.support.scripted import encode
 from tests.support.servers.http_front import KEYS, Served
 
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.frontend.anthropic import chat_messages, object_of
 
 TOOLS: list[Any] = [

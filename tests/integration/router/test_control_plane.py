@@ -17,7 +17,7 @@ from tests.support.standstills import take_standstills_out
 from baton.api.v1 import worker_pb2
 from baton.config.router import RouterConfig
 from baton.types import Role
-from baton_router.indexer.event_applier import EventApplier, IndexState
+from baton_router.indexer.events import EventApplier, IndexState
 from baton_router.registry.registry import Registry
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "router" / "control_parts" / "instances.py"

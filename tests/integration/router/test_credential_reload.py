@@ -11,7 +11,7 @@ import pytest
 from tests.support.servers.certificates import Authority, Certificate
 
 from baton.rpc.tls import Tls
-from baton_router.accounts.sources import CredentialReload, FileAccounts
+from baton_router.accounts import CredentialReload, FileAccounts
 
 
 def content(path: str) -> str:

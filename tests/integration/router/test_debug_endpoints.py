@@ -13,7 +13,7 @@ import pytest
 from tests.support.watched import KEY, PROMPT, SALT, Watched, watched_router
 
 from baton.cli.main import main
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 
 STATIC = Path(__file__).parents[3] / "services/router/baton_router/frontend/console/static"
 

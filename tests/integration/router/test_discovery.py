@@ -25,8 +25,7 @@ from baton.errors import ConfigError
 from baton.rpc.redis import cancel_task, instance_key, open_redis
 from baton.types import InstanceId, Role
 from baton.worker.instance import Identity, redis_registration
-from baton_router.registry.discovery import discoveries
-from baton_router.registry.discovery.redis import RedisDiscovery
+from baton_router.registry.discovery import RedisDiscovery, discoveries
 from baton_router.registry.registry import Registry
 
 

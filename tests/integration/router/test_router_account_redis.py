@@ -14,7 +14,7 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.rpc.redis import open_redis
-from baton_router.accounts.sources import accounts_key
+from baton_router.accounts import accounts_key
 from baton_router.app import RouterApp
 
 pytestmark = pytest.mark.skipif(missing_redis() is not None, reason=missing_redis() or "")

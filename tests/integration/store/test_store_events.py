@@ -25,7 +25,7 @@ from baton.config.router import RouterConfig
 from baton.config.worker import WorkerConfig
 from baton.types import Epoch
 from baton_kvstore.server import KVStoreServer
-from baton_router.indexer.event_applier import EventApplier, IndexState
+from baton_router.indexer.events import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.registry import Registry
 

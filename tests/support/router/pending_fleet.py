@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.api.v1 import events_pb2
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.types import Epoch, InstanceId
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PendingChain, PrefixIndex
 from baton_router.replication.pending_sync import PendingPublisher, RemotePending
 from baton_router.replication.wire import (

@@ -20,7 +20,7 @@ from baton.token_ids import token_ids
 from baton.types import FinishReason, RequestId, Role, SamplingParams
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.interface import RoutedChunk
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.types import RoutedRequest

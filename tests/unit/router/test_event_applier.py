@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import events_pb2
 from baton.hashing import block_hashes, root_hash
 from baton.types import BlockHash, Epoch
-from baton_router.indexer.event_applier import EventApplier, EventGapError, IndexState
-from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
+from baton_router.indexer.events import EventApplier, EventGapError, EventSubscriber, IndexMetrics, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 
 A, B = Epoch(b"a" * 16), Epoch(b"b" * 16)

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from baton.config.router import RouterConfig
-from baton_router.registry.discovery import kubernetes
-from baton_router.registry.discovery.kubernetes import KubernetesDiscovery
+from baton_router.registry import discovery as module
+from baton_router.registry.discovery import KUBERNETES, KubernetesDiscovery
 
 
 class Instances:
@@ -22,11 +22,11 @@ class Instances:
 
     failures = 0
 
-    def found(self, source: str, instances: object) -> None:
-        assert source == kubernetes.SOURCE
+    def set_discovered(self, source: str, instances: object) -> None:
+        assert source == KUBERNETES
 
     def discovery_failed(self, source: str) -> None:
-        assert source == kubernetes.SOURCE
+        assert source == KUBERNETES
         self.failures += 1
 
 
@@ -35,7 +35,7 @@ async def discovery_of(
 ) -> tuple[KubernetesDiscovery, Instances]:
     """Return discovery that asks ``answer``, and asks soon again."""
     (account / "token").write_text("token")
-    monkeypatch.setattr(kubernetes, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.05)
     config = RouterConfig(
         discover=("kubernetes",),
         kubernetes_selector="a=b",
@@ -45,7 +45,7 @@ async def discovery_of(
     )
     registry: Any = Instances()
     discovery = KubernetesDiscovery(config, registry, None)
-    monkeypatch.setattr(discovery._roles, "found", lambda addresses: None)
+    monkeypatch.setattr(discovery._roles, "set_addresses", lambda addresses: None)
     await discovery._api.http.aclose()
     discovery._api.http = httpx.AsyncClient(base_url="http://api", transport=httpx.MockTransport(answer))
     return discovery, registry

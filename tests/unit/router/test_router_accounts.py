@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, InvalidRequestError, QueueFullError
 from baton.hashing import root_hash
-from baton_router.accounts.accounts import Accounts, entries_of_lines, entries_of_tenants, read_entries
-from baton_router.accounts.sources import FileAccounts, read_secret
-from baton_router.admission.tenant_limits import TenantLimits
+from baton_router.accounts import (
+    Accounts,
+    FileAccounts,
+    entries_of_lines,
+    entries_of_tenants,
+    read_entries,
+    read_secret,
+)
+from baton_router.admission.gate import TenantLimits
 from baton_router.frontend.grpc.servicer import SERVICE, admits_clients
 from baton_router.types import Account
 

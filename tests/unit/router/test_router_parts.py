@@ -80,8 +80,8 @@ def test_leases() -> None:
     assert leases.renew(second.lease_id)
     now = 11.0
     assert not leases.renew(other.lease_id)
-    assert leases.take_expired() == ["b:1"]
-    assert leases.take_expired() == []
+    assert leases.remove_expired() == ["b:1"]
+    assert leases.remove_expired() == []
     assert len(leases) == 1
     assert leases.end(second.lease_id) == "a:1"
     assert leases.end(second.lease_id) is None

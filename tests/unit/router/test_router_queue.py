@@ -18,10 +18,9 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.tokenizer import TextModelCache
 from baton.types import RequestId, SamplingParams
-from baton_router.accounts.accounts import Accounts, Tenants, entries_of_tenants
+from baton_router.accounts import Accounts, Tenants, entries_of_tenants
 from baton_router.admission.estimates import DrainRate
-from baton_router.admission.metrics import AdmissionMetrics
-from baton_router.admission.queue import QUANTUM, FairQueue, Waiting
+from baton_router.admission.queue import QUANTUM, AdmissionMetrics, FairQueue, Waiting
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import TextRequest
@@ -67,7 +66,7 @@ def unbounded() -> FairQueue:
 def drained(queue: FairQueue) -> list[Waiting]:
     items = []
     while len(queue):
-        items.append(queue.take())
+        items.append(queue.pop())
     return items
 
 
@@ -94,10 +93,10 @@ def test_a_modest_tenant_is_next_but_one(make: Maker) -> None:
     queue = unbounded()
     for _ in range(500):
         queue.add(make("greedy", QUANTUM))
-    queue.take()
+    queue.pop()
     mine = make("modest", QUANTUM)
     queue.add(mine)
-    assert mine in [queue.take(), queue.take()]
+    assert mine in [queue.pop(), queue.pop()]
 
 
 def test_a_request_larger_than_many_turns_is_found_at_once(make: Maker) -> None:
@@ -105,7 +104,7 @@ def test_a_request_larger_than_many_turns_is_found_at_once(make: Maker) -> None:
     for tenant in "abc":
         queue.add(make(tenant, QUANTUM * 10_000_000))
     queue.add(make("d", 10))
-    assert queue.take().request.tenant == "d"
+    assert queue.pop().request.tenant == "d"
     assert len(drained(queue)) == 3
 
 
@@ -118,7 +117,7 @@ def test_weights_divide_what_is_served(make: Maker) -> None:
             item.request = msgspec.structs.replace(item.request, account=accounts.identify(f"Bearer {tenant}"))
             queue.add(item)
     for _ in range(400):
-        served[queue.take().request.tenant] += 1
+        served[queue.pop().request.tenant] += 1
     assert served["a"] == pytest.approx(3 * served["b"], rel=0.1)
 
 
@@ -134,7 +133,7 @@ def test_tenants_that_always_have_work_get_the_same(
         for _ in range(1 + len(tenant)):
             queue.add(make(tenant, next(source)))
     for _ in range(rounds):
-        item = queue.take()
+        item = queue.pop()
         tenant = item.request.tenant
         served[tenant] += int(item.cost)
         queue.add(make(tenant, next(sources[tenant])))
@@ -192,7 +191,7 @@ def test_bounds_hold_and_books_add_up(
             item = make(str(tenant), float(size), priority=priority, tokens=size, deadline=float(deadline))  # type: ignore[arg-type]
             _let_in(queue, model, item)
         elif op[0] == "take" and model:
-            item = queue.take()
+            item = queue.pop()
             assert item.request.priority == min(x.request.priority for x in model)
             mates = [x for x in model if (x.request.tenant, x.request.priority) == _key(item)]
             assert item.order == min(x.order for x in mates)
@@ -201,7 +200,7 @@ def test_bounds_hold_and_books_add_up(
             item = model.pop(op[1] % len(model))  # type: ignore[operator]
             queue.remove(item)
         elif op[0] == "late":
-            gone = queue.take_late(float(op[1]))  # type: ignore[arg-type]
+            gone = queue.pop_late(float(op[1]))  # type: ignore[arg-type]
             assert {x.number for x in gone} == {x.number for x in model if x.start_by < op[1]}  # type: ignore[operator]
             model = [x for x in model if x not in gone]
         _check(queue, model, requests, tokens)
@@ -270,7 +269,7 @@ def test_tenants_that_clients_make_up_do_not_fill_the_metrics(make: Maker) -> No
     assert registry.get_sample_value("baton_router_queue_tenant_requests", {"tenant": "other"}) == 150
     for name, count in (("high", 67), ("normal", 67), ("low", 66)):
         assert registry.get_sample_value("baton_router_queue_requests", {"priority": name}) == count
-    item = queue.take()
+    item = queue.pop()
     metrics.started(item, 0.5)
     assert registry.get_sample_value("baton_router_queue_wait_seconds_sum", {"priority": "high"}) == 0.5
     assert registry.get_sample_value("baton_router_queue_tokens") == 1990
@@ -280,23 +279,23 @@ def test_tenants_that_clients_make_up_do_not_fill_the_metrics(make: Maker) -> No
 def test_the_drain_rate_is_what_left_over_the_time_that_there_was_a_queue() -> None:
     drain = DrainRate()
     assert drain.rate(1000.0, 0.0) == 0.0, "nothing is known"
-    drain.served(100.0, 2.0)
+    drain.add_served(100.0, 2.0)
     assert drain.rate(1000.0, 0.0) == pytest.approx(500), "Little's law before anything was seen"
     assert drain.rate(0.0, 0.0) == 0.0
-    drain.began(0.0)
+    drain.start(0.0)
     for tenth in range(1, 601):
-        drain.left(30.0, tenth / 10)
+        drain.add_left(30.0, tenth / 10)
     assert drain.rate(1000.0, 60.0) == pytest.approx(300, rel=0.1)
-    drain.ended(60.0)
+    drain.stop(60.0)
     assert drain.rate(1000.0, 1000.0) == pytest.approx(300, rel=0.1), "a time without a queue says nothing"
-    drain.began(1000.0)
+    drain.start(1000.0)
     assert drain.rate(0.0, 1100.0) < 10, "nothing leaves any more"
 
 
 def test_served_requests_tell_how_long_they_take() -> None:
     drain = DrainRate()
     for _ in range(50):
-        drain.served(100.0, 0.5)
+        drain.add_served(100.0, 0.5)
     assert drain.rate(1000.0, 0.0) == pytest.approx(2000)
 
 
@@ -357,7 +356,7 @@ async def test_priority_does_not_defeat_weights(make: Maker, floor: int, share: 
             item.request, item.priority = request, request.priority
             queue.add(item)
     for _ in range(1000):
-        served[queue.take().request.tenant] += 1
+        served[queue.pop().request.tenant] += 1
     assert served["heavy"] == pytest.approx(share * served["light"], rel=0.1)
     assert (await asked(accounts, "light", 7)).priority == 7, "its own work it may put last"
 
@@ -381,13 +380,13 @@ def test_who_has_waited_long_takes_turns_with_the_highest_class(make: Maker) -> 
             item.arrived = float(second)
             queue.add(item)
         queue.age(float(second))
-        order.append(queue.take().request.tenant)
+        order.append(queue.pop().request.tenant)
     assert "low" not in order[:30]
     assert order[30:].count("low") == 5
     assert set(order[30:40]) == {"low", "high"}, "in turns, not first"
     while len(queue):
         queue.age(1000.0)
-        queue.take()
+        queue.pop()
     assert_empty(queue)
     assert not queue._aged
     assert not queue._by_arrival

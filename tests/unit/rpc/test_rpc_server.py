@@ -36,8 +36,7 @@ from baton.rpc.server import GrpcServer, _Interceptor, free_port, free_ports
 from baton.rpc.service_token import Token, read_token
 from baton.rpc.ticket import read_ticket_key
 from baton.rpc.tls import Tls
-from baton_router.accounts.accounts import read_entries
-from baton_router.accounts.sources import read_secret
+from baton_router.accounts import read_entries, read_secret
 
 SERVICE = "baton.api.v1.RouterService"
 TOKEN = Token("secret")

@@ -21,8 +21,7 @@ from baton.rpc.proof import Prover
 from baton.rpc.service_token import Token
 from baton.types import Epoch, InstanceId, Role
 from baton.worker.instance import Identity, Registration
-from baton_router.indexer.event_applier import EventApplier
-from baton_router.indexer.event_subscriber import EventSubscriber, IndexMetrics
+from baton_router.indexer.events import EventApplier, EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
 
 GARBAGE = b"\xff\xff\xff"

@@ -11,7 +11,7 @@ from baton.kv_cache.events import BlocksRemoved, BlocksStored, CacheCleared, KVE
 from baton.types import BlockHash, Epoch
 from baton.worker.context import Admission
 from baton.worker.events import KvEventLog, kind_and_tier
-from baton_router.indexer.event_applier import EventApplier, IndexState
+from baton_router.indexer.events import EventApplier, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 
 EPOCH = Epoch(b"e" * 16)

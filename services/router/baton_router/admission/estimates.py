@@ -1,13 +1,13 @@
-"""What the cluster can take: room for requests that start now, and what a request would meet, by learnt speeds.
+"""The capacity of the cluster: room for requests that start now, and predictions for a request by learnt speeds.
 
-*Room.* A decode instance has room up to its slots, unless it says that requests wait there already (it is out of KV
+*Room.* A decode instance has room up to its slots, unless it reports that requests wait there already (it is out of KV
 blocks, or others send it work). Prompts have room up to a second of work per prefill instance, or per decode instance
-where there is no prefill instance; as long as that is not known, without bound. So the workers' own queues are short,
+where there is no prefill instance; as long as speeds are unknown, without bound. So the workers' own queues are short,
 but never empty while requests wait here.
 
-*Predictions.* Nothing is refused by a guess: where nothing was measured within the last minute, nothing is predicted.
-So a cluster that was too slow for all requests is tried again a minute later. How long the queue takes is told by its
-drain rate.
+*Predictions.* Nothing is refused by a guess: without a measurement within the last minute there is no prediction. So a
+cluster that was too slow for all requests is tried again a minute later. The time in the queue follows from its drain
+rate.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from baton_router.types import RoutedRequest
 
 _FRESH_S = 0.01
 _AGAIN_S = 0.001
-"""How long a look at all instances is good for, while there is room and while there is none. It costs as much as a
-placement; what starts and ends in between is counted here."""
+"""Seconds that a count over all instances is valid, with room (``_FRESH_S``) and without (``_AGAIN_S``). It costs as
+much as a placement; requests that start and end in between are counted here."""
 _QUEUE_MS = 1000.0
 _LEAST_TOKENS = 4096.0
-"""Two of the steps that an engine makes by default: less could leave it idle between two of them."""
+"""Two default steps of an engine: with less it could idle between two of them."""
 _SLACK = 8
-"""A decode instance gets an eighth more than it can batch, so that another is there when a sequence ends."""
+"""A decode instance gets an eighth more than it can batch, so that a sequence that ends is replaced at once."""
 _FADE_S = 20.0
-"""What left so long ago counts 1/e."""
+"""Age in seconds at which a departure counts 1/e."""
 _PRIOR_S = 1.0
-"""Seconds of draining from which more is believed of what was seen than of what requests in flight suggest."""
+"""Seconds of draining from which the measured rate weighs more than the one estimated from requests in flight."""
 _KEEP = 0.95
 
 
 class Ready(Protocol):
-    """Where instances come from; the registry is one."""
+    """The known instances (:class:`baton_router.registry.registry.Registry`)."""
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests."""
+        """Return the instances of a role that accept new requests."""
 
 
 class Room:
@@ -52,9 +52,9 @@ class Room:
 
     Args:
         registry: The instances.
-        speeds: How fast they compute prompts.
-        slots: Sequences per decode instance; 0: any number; ``None``: what it can batch, and an eighth more.
-        prompt_tokens: Prompt tokens per prefill instance; 0: any number; ``None``: a second of work.
+        speeds: Learnt speeds of computing prompts.
+        slots: Maximum sequences per decode instance; 0: unlimited; ``None``: its batch size and an eighth more.
+        prompt_tokens: Maximum prompt tokens per prefill instance; 0: unlimited; ``None``: a second of work.
         now: Monotonic clock, in seconds.
 
     Attributes:
@@ -75,17 +75,17 @@ class Room:
         self.num_decodes = 0
 
     def is_free(self) -> bool:
-        """Whether a request could start; looks at the instances if that was not done just now."""
+        """Whether a request could start; counts the instances' room again if the last count is too old."""
         now = self._now()
         age = now - self._at
         if age > _FRESH_S or (age > _AGAIN_S and (self._sequences <= 0 or self._tokens <= 0)):
             self._look(now)
         return self._sequences > 0 and self._tokens > 0
 
-    def take(self, sequences: int, tokens: int) -> bool:
+    def acquire(self, sequences: int, tokens: int) -> bool:
         """Take room for a request that is placed at once; ``False``: there is none.
 
-        One that needs more than there is gets it if there is any: else it might never.
+        A request that needs more room than there is gets it if there is any: else it might never start.
         """
         if not self.is_free():
             return False
@@ -93,20 +93,20 @@ class Room:
         self._tokens -= tokens
         return True
 
-    def give_back(self, sequences: int, tokens: int) -> None:
-        """Sequences have ended, or a prompt was computed."""
+    def release(self, sequences: int, tokens: int) -> None:
+        """Return the room of sequences that have ended, or of a prompt that was computed."""
         self._sequences += sequences
         self._tokens += tokens
 
-    def promise(self, sequences: int, tokens: int) -> None:
-        """Keep room for a request that was told to start, but has no place yet: no instance's books know of it."""
+    def reserve(self, sequences: int, tokens: int) -> None:
+        """Reserve room for a request that may start but is not placed yet, so that no instance counts it."""
         self._due_sequences += sequences
         self._due_tokens += tokens
         self._sequences -= sequences
         self._tokens -= tokens
 
-    def kept(self, sequences: int, tokens: int) -> None:
-        """Such a request is being placed now, or has gone."""
+    def unreserve(self, sequences: int, tokens: int) -> None:
+        """End the reservation of a request that is placed now, or was cancelled."""
         self._due_sequences -= sequences
         self._due_tokens -= tokens
 
@@ -151,7 +151,7 @@ class Room:
 class DrainRate:
     """Tokens per second that leave the queue while there is one.
 
-    Before that was seen for a while, Little's law stands in: what is in flight, over the time that requests take.
+    Until that was measured for a while, it is estimated by Little's law: work in flight over the time of requests.
     """
 
     def __init__(self) -> None:
@@ -159,31 +159,31 @@ class DrainRate:
         self._since: float | None = None
         self._served_cost = self._served_time = 0.0
 
-    def began(self, now: float) -> None:
-        """The queue has something in it."""
+    def start(self, now: float) -> None:
+        """Begin to measure: the queue is not empty any more."""
         if self._since is None:
             self._since = now
 
-    def ended(self, now: float) -> None:
+    def stop(self, now: float) -> None:
         self._advance(now)
         self._since = None
 
-    def left(self, cost: float, now: float) -> None:
+    def add_left(self, cost: float, now: float) -> None:
         """Count a request that left the queue to be served."""
         self._advance(now)
         self._tokens += cost
 
-    def served(self, cost: float, seconds: float) -> None:
-        """Count a request that was served, however it came in."""
+    def add_served(self, cost: float, seconds: float) -> None:
+        """Count a request that was served, whether it waited or not."""
         self._served_cost = _KEEP * self._served_cost + cost
         self._served_time = _KEEP * self._served_time + cost * seconds
 
     def rate(self, in_flight: float, now: float) -> float:
-        """Return tokens per second; 0: nothing was served yet, or nothing is in flight, so nothing can be said.
+        """Return tokens per second; 0: unknown, as nothing was served yet or nothing is in flight.
 
         Args:
-            in_flight: Cost of what is being served.
-            now: The time.
+            in_flight: Cost of the requests being served, in tokens.
+            now: Current time, in seconds.
         """
         self._advance(now)
         guess = 0.0
@@ -205,12 +205,12 @@ class DrainRate:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request would meet.
+    """Prediction for a request.
 
     Attributes:
         missing: Prompt tokens that no instance holds.
-        ttft_ms: To the first token if it started now; ``None``: nothing was measured.
-        alone_ms: The same if nothing else ran.
+        ttft_ms: Milliseconds to the first token if it started now; ``None``: unknown.
+        alone_ms: Milliseconds to the first token if nothing else ran.
     """
 
     missing: int
@@ -219,11 +219,11 @@ class Outlook:
 
 
 class Estimates:
-    """Predicts, and reserves nothing.
+    """Predictions by the policy and learnt speeds; nothing is reserved.
 
     Args:
-        placer: Says where a request would go.
-        speeds: What was learnt.
+        placer: Placer that chooses instances.
+        speeds: Learnt speeds.
         registry: The instances.
     """
 
@@ -253,17 +253,17 @@ class Estimates:
         return Outlook(missing, *min(times))
 
     def slow(self, request: RoutedRequest) -> dict[Instance, float]:
-        """Return the decode instances whose time between tokens, with this request, is more than it asks for."""
+        """Return the decode instances whose milliseconds between tokens, with this request, exceed its target."""
         limit = request.itl_ms
         if limit is None:
             return {}
         instances = self._registry.ready(Role.DECODE)
         known = self._speeds.decode.known([x.instance_id for x in instances])
-        found = {}
+        slow = {}
         for x, fit in zip(instances, known, strict=True):
             if fit is not None and (ms := fit.at(x.load.requests + request.sampling.n)) > limit:
-                found[x] = ms
-        return found
+                slow[x] = ms
+        return slow
 
     def all_slow(self, request: RoutedRequest) -> tuple[str, float] | None:
         """Return the fastest decode instance and its milliseconds, if none is fast enough; ``None``: one is."""

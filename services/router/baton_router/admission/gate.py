@@ -1,11 +1,11 @@
-"""The way into the cluster: a request starts at once while there is room, else it waits in the router's own queue.
+"""Admission: a request starts at once while there is room, else it waits in the router's own queue.
 
-Workers' queues are first come, first served, so what waits there cannot be reordered. Hence they get little more than
-they can run (``room``), and the rest waits here: by priority, then in turns of its tenants, then by deadline. A request
-that would start too late is told so at once, with the time after which it has a chance.
+Workers' queues are first come, first served and cannot be reordered. So they get little more than they can run
+(``room``), and the rest waits here: by priority, then in turns of its tenants, then by deadline. A request that would
+start too late is refused at once, with the time after which it has a chance. Tenants may have limits of their own.
 
-In front of an empty queue a request without latency targets costs a look at two counters. Nothing here is placed or
-reserved: that follows in the same step of the event loop, and until then room is only promised.
+Before an empty queue a request without latency targets costs a check of two counters. Nothing is placed here: that
+follows in the same step of the event loop, and until then its room is reserved.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 
 import msgspec
@@ -23,30 +24,28 @@ from prometheus_client import CollectorRegistry
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
-from baton_router.admission.metrics import AdmissionMetrics
-from baton_router.admission.queue import FairQueue, Waiting
-from baton_router.admission.tenant_limits import Charge, TenantLimits
+from baton_router.admission.queue import AdmissionMetrics, FairQueue, Waiting
 from baton_router.types import Account, RoutedRequest
 
 _TICK_S = 0.01
-"""How often the queue looks for room that it is not told of: reports of instances, instances that come back."""
+"""Seconds between checks for room that is not announced: reports of instances, instances that come back."""
 _AGEING_SHARE = 0.5
-"""Of the time that a request may wait: after it, no class goes before its own any more."""
+"""Share of a request's longest wait after which it counts in the highest class."""
 _MAX_RETRY_S = 300.0
 _NEVER_RETRY_S = 60.0
-"""After which slow speeds are forgotten, and a request that no instance could serve in time is worth another try."""
+"""Seconds after which slow speeds are forgotten, so that a request may succeed that no instance could serve in time."""
 
 
 class Ticket(msgspec.Struct, eq=False):
-    """A request's leave to run; give it back with ``Admission.leave``.
+    """A request's permission to run; returned with ``Admission.release``.
 
     Attributes:
-        cost: What it counts.
-        sequences: How many run.
-        tokens: Prompt tokens still to be computed, or none any more.
-        started: When it was let in.
-        waited_s: How long it waited for that.
-        account: Whose limits it counts against.
+        cost: Expected work of the request, in tokens.
+        sequences: Number of its sequences.
+        tokens: Prompt tokens still to be computed; 0 after the first token.
+        started: Time of its admission, in seconds.
+        waited_s: Seconds that it waited for admission.
+        account: Account whose limits it counts against; ``None``: none.
     """
 
     cost: float
@@ -58,13 +57,13 @@ class Ticket(msgspec.Struct, eq=False):
 
 
 class Admission:
-    """Lets requests in. Lives in one event loop.
+    """Admits requests; used in one event loop.
 
     Args:
-        room: How much may start.
-        estimates: What a request would meet.
-        config: Has the bounds of the queue.
-        registry: Takes the metrics.
+        room: Room for requests that start now.
+        estimates: Predictions for requests.
+        config: Bounds of the queue.
+        registry: Registry of the metrics.
         now: Monotonic clock, in seconds.
     """
 
@@ -94,11 +93,11 @@ class Admission:
         self._none_since: float | None = None
 
     def rate(self) -> float:
-        """Return the tokens per second that leave the queue, or would if there was one; 0: unknown."""
+        """Return the tokens per second that leave the queue, or would if it were not empty; 0: unknown."""
         return self._drain.rate(self._in_flight, self._now())
 
     async def enter(self, request: RoutedRequest) -> Ticket:
-        """Return when a request may be placed; cancel the wait to take it out of the queue.
+        """Wait until a request may be placed; cancel the wait to remove it from the queue.
 
         Raises:
             QueueFullError: The queue, or the tenant's part of it, is full, or the tenant has used what it may.
@@ -122,7 +121,7 @@ class Admission:
         return ticket
 
     def check(self, account: Account | None) -> None:
-        """Refuse a tenant that has used what it may, before anything is done for it.
+        """Refuse a tenant that has reached its limits, before any work for it.
 
         Raises:
             QueueFullError: Says when it may try again.
@@ -138,8 +137,8 @@ class Admission:
         """Count work against its tenant's limits, as one request, while it is done and after it.
 
         Args:
-            account: Whose it is; ``None``: there are no limits.
-            tokens: About how many it is; set :attr:`Charge.tokens` when that is known.
+            account: Account of the tenant; ``None``: there are no limits.
+            tokens: Approximate number of tokens; set :attr:`Charge.tokens` when the number is known.
 
         Raises:
             QueueFullError: It is more than the tenant may do; says when it may try again.
@@ -161,7 +160,7 @@ class Admission:
             self._tenants.end(account, unused=(1.0 - charge.requests, tokens - charge.tokens))
 
     def enter_now(self, request: RoutedRequest) -> Ticket | None:
-        """Let a request in that has no latency targets or limits and need not wait; ``None``: :meth:`enter` decides."""
+        """Admit a request without latency targets or limits that need not wait; ``None``: :meth:`enter` decides."""
         return None if request.account is not None and request.account.limited else self._enter_at_once(request)
 
     async def _enter(self, request: RoutedRequest) -> Ticket:
@@ -170,31 +169,31 @@ class Admission:
     def _enter_at_once(self, request: RoutedRequest) -> Ticket | None:
         if not len(self.queue) and request.ttft_ms is None and request.itl_ms is None:
             tokens = len(request.prompt_token_ids)
-            if self._room.take(request.sampling.n, tokens) or not self._room.num_decodes:
+            if self._room.acquire(request.sampling.n, tokens) or not self._room.num_decodes:
                 self.metrics.at_once.inc()
-                return self._let_in(request, tokens + self._estimates.output_tokens(request))
+                return self._admit(request, tokens + self._estimates.output_tokens(request))
         return None
 
     def first_token(self, ticket: Ticket) -> None:
-        """A request has its first token: there is room for another prompt."""
-        self._room.give_back(0, ticket.tokens)
+        """Release the room of a request's prompt: it has its first token."""
+        self._room.release(0, ticket.tokens)
         ticket.tokens = 0
         if len(self.queue):
             self._pump()
 
-    def leave(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
         if ticket.account is not None:
             self._tenants.end(ticket.account)
         self._num_in_flight -= 1
-        # Estimates are no whole numbers: what their sums leave over must not look like work.
+        # Estimates are fractions: rounding errors of their sums must not look like work.
         self._in_flight = self._in_flight - ticket.cost if self._num_in_flight else 0.0
-        self._room.give_back(ticket.sequences, ticket.tokens)
-        self._drain.served(ticket.cost, self._now() - ticket.started)
+        self._room.release(ticket.sequences, ticket.tokens)
+        self._drain.add_served(ticket.cost, self._now() - ticket.started)
         if len(self.queue):
             self._pump()
 
     def retry_after_s(self, cost: float | None = None) -> float:
-        """Return the seconds in which so much leaves; default: half of what waits and runs, so not all come at once."""
+        """Return the seconds in which ``cost`` leaves; default: half of all work, so that retries are spread."""
         rate = self.rate()
         if rate <= 0:
             return 1.0
@@ -202,20 +201,20 @@ class Admission:
         return min(_MAX_RETRY_S, max(0.1, amount / rate))
 
     def close(self) -> None:
-        """Refuse everything that waits, and everything to come: the router ends."""
+        """Refuse all waiting and further requests: the router ends."""
         self._closed = True
         for item in list(self.queue):
             self._refuse(item, _closing(), "shutdown")
 
-    # --- coming in ---
+    # --- admitting ---
 
-    def _let_in(self, request: RoutedRequest, cost: float, waited_s: float = 0.0) -> Ticket:
+    def _admit(self, request: RoutedRequest, cost: float, waited_s: float = 0.0) -> Ticket:
         self._in_flight += cost
         self._num_in_flight += 1
         return Ticket(cost, request.sampling.n, len(request.prompt_token_ids), self._now(), waited_s)
 
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
-        """Let a request in that has latency targets or has to wait."""
+        """Admit a request that has latency targets or has to wait."""
         if self._closed:
             raise self._count(_closing(), "shutdown")
         waits = len(self.queue) > 0 or not self._room.is_free()
@@ -226,9 +225,9 @@ class Admission:
         item = self._waiting(request, outlook)
         self._check_start(item, outlook, waits=waits)
         if not waits:
-            self._room.take(request.sampling.n, item.tokens)
+            self._room.acquire(request.sampling.n, item.tokens)
             self.metrics.at_once.inc()
-            return self._let_in(request, item.cost)
+            return self._admit(request, item.cost)
         return await self._wait(item)
 
     def _waiting(self, request: RoutedRequest, outlook: Outlook) -> Waiting:
@@ -251,7 +250,7 @@ class Admission:
 
     async def _wait(self, item: Waiting) -> Ticket:
         self.queue.add(item)
-        self._drain.began(self._now())
+        self._drain.start(self._now())
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         self._pump()
@@ -262,8 +261,8 @@ class Admission:
         except asyncio.CancelledError:
             self.metrics.cancelled.inc()
             if item.granted:
-                self._room.kept(sequences, tokens)
-                self._room.give_back(sequences, tokens)
+                self._room.unreserve(sequences, tokens)
+                self._room.release(sequences, tokens)
                 self._pump()
             elif item.queued:
                 self.queue.remove(item)
@@ -271,12 +270,12 @@ class Admission:
             raise
         if refusal is not None:
             raise refusal
-        self._room.kept(sequences, tokens)
+        self._room.unreserve(sequences, tokens)
         waited = self._now() - item.arrived
         self.metrics.started(item, waited)
-        return self._let_in(item.request, item.cost, waited)
+        return self._admit(item.request, item.cost, waited)
 
-    # --- who is refused ---
+    # --- refusing ---
 
     def _check_bounds(self, request: RoutedRequest) -> None:
         """Refuse a request for which the queue has no room, unless another has less right to it."""
@@ -300,12 +299,12 @@ class Admission:
         self._refuse(victim, QueueFullError(message, retry_after_s=self.retry_after_s()), "pushed_out")
 
     def _check_itl(self, request: RoutedRequest) -> None:
-        found = self._estimates.all_slow(request) if request.itl_ms is not None else None
-        if found is not None:
-            raise self._count(self._itl_error(request, found), "itl")
+        fastest = self._estimates.all_slow(request) if request.itl_ms is not None else None
+        if fastest is not None:
+            raise self._count(self._itl_error(request, fastest), "itl")
 
-    def _itl_error(self, request: RoutedRequest, found: tuple[str, float]) -> SloError:
-        name, ms = found
+    def _itl_error(self, request: RoutedRequest, fastest: tuple[str, float]) -> SloError:
+        name, ms = fastest
         return SloError(
             f"itl_ms of {request.itl_ms:g} cannot be had: the fastest decode instance, {name}, measures {ms:.1f} ms "
             "between tokens at its present load",
@@ -350,7 +349,7 @@ class Admission:
         if not item.future.done():  # else its client has just gone
             item.future.set_result(self._count(error, reason))
 
-    # --- who goes next ---
+    # --- the next ones ---
 
     def _tick(self) -> None:
         self._ticker = None
@@ -362,18 +361,18 @@ class Admission:
         """Refuse requests that are late, and let the next ones in while there is room."""
         now = self._now()
         room = self._room
-        for item in self.queue.take_late(now):
+        for item in self.queue.pop_late(now):
             self._end(item, self._too_late(item, now), "expired")
         self.queue.age(now)
         while len(self.queue) and room.is_free():
-            item = self.queue.take()
+            item = self.queue.pop()
             if item.future.done():  # its client has just gone, and it will not be placed
                 continue
-            if item.request.itl_ms is not None and (found := self._estimates.all_slow(item.request)) is not None:
-                self._end(item, self._itl_error(item.request, found), "itl")
+            if item.request.itl_ms is not None and (fastest := self._estimates.all_slow(item.request)) is not None:
+                self._end(item, self._itl_error(item.request, fastest), "itl")
                 continue
-            room.promise(item.request.sampling.n, item.tokens)
-            self._drain.left(item.cost, now)
+            room.reserve(item.request.sampling.n, item.tokens)
+            self._drain.add_left(item.cost, now)
             item.granted = True
             item.future.set_result(None)
         if len(self.queue) and not room.num_decodes:
@@ -383,7 +382,7 @@ class Admission:
         self._check_empty()
 
     def _no_instance(self, now: float) -> None:
-        """No decode instance is ready: what waits waits on for a while."""
+        """Handle that no decode instance is ready: requests go on waiting for a while."""
         if self._none_since is None:
             self._none_since = now
         elif now - self._none_since >= self._config.no_instance_wait_s:
@@ -400,7 +399,7 @@ class Admission:
 
     def _check_empty(self) -> None:
         if not len(self.queue):
-            self._drain.ended(self._now())
+            self._drain.stop(self._now())
             if self._ticker is not None:
                 self._ticker.cancel()
                 self._ticker = None
@@ -408,3 +407,113 @@ class Admission:
 
 def _closing() -> UnavailableError:
     return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)
+
+
+_MINUTE_S = 60.0
+_BUSY_S = 1.0
+"""Seconds after which a tenant with too many requests at once may try again: it is unknown when one of them ends."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at: float
+
+    def fill(self, most: float, now: float) -> None:
+        self.level = min(most, self.level + (now - self.at) * most / _MINUTE_S)
+        self.at = now
+
+    def wait_s(self, cost: float, most: float) -> float:
+        """Return the seconds until ``cost`` is available; 0: it is now."""
+        return max(0.0, min(cost, most) - self.level) * _MINUTE_S / most
+
+
+@dataclass(slots=True)
+class _Use:
+    requests: _Bucket
+    tokens: _Bucket
+    running: int = 0
+
+
+class TenantLimits:
+    """Limits of tenants, however idle the cluster is: requests at once, requests and tokens per minute.
+
+    Rates are token buckets with the budget of a minute, which a tenant may spend in a burst. A request that costs more
+    than that is admitted when the bucket is full, and leaves it negative.
+
+    Args:
+        now: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._uses: dict[str, _Use] = {}
+
+    def begin(self, account: Account, cost: float) -> None:
+        """Count a request of a tenant, until :meth:`end`.
+
+        Args:
+            account: Account of the tenant.
+            cost: Expected work of the request, in tokens.
+
+        Raises:
+            QueueFullError: The tenant would exceed its limits; says when it may try again.
+        """
+        use = self._check(account, cost)
+        use.requests.level -= 1.0 if account.requests_per_minute else 0.0
+        use.tokens.level -= cost if account.tokens_per_minute else 0.0
+        use.running += 1
+
+    def end(self, account: Account, *, unused: tuple[float, float] = (0.0, 0.0)) -> None:
+        """End a request of a tenant, or one that was not admitted after all.
+
+        Args:
+            account: Account of the tenant.
+            unused: Requests and tokens that it was charged and did not use; below 0: it used more.
+        """
+        use = self._uses[account.name]
+        use.running -= 1
+        use.requests.level += unused[0] if account.requests_per_minute else 0.0
+        use.tokens.level += unused[1] if account.tokens_per_minute else 0.0
+
+    def check(self, account: Account) -> None:
+        """Check whether a tenant may send anything now; counts nothing.
+
+        Raises:
+            QueueFullError: It may not; says when it may try again.
+        """
+        self._check(account, 1.0)
+
+    def _check(self, account: Account, cost: float) -> _Use:
+        now = self._now()
+        use = self._uses.get(account.name)
+        if use is None:
+            full = _Bucket(account.requests_per_minute, now), _Bucket(account.tokens_per_minute, now)
+            use = self._uses[account.name] = _Use(*full)
+        if account.max_in_flight and use.running >= account.max_in_flight:
+            message = f"{use.running} requests of this tenant run or wait, as many as it may have at once"
+            raise QueueFullError(message, retry_after_s=_BUSY_S)
+        asked = (
+            (use.requests, account.requests_per_minute, 1.0, "requests"),
+            (use.tokens, account.tokens_per_minute, cost, "tokens"),
+        )
+        for bucket, most, amount, what in asked:
+            if most:
+                bucket.fill(most, now)
+                wait_s = bucket.wait_s(amount, most)
+                if wait_s > 0:
+                    message = f"this tenant has used its {most} {what} a minute"
+                    raise QueueFullError(message, retry_after_s=max(0.1, wait_s))
+        return use
+
+
+@dataclass(slots=True)
+class Charge:
+    """The cost of work before a placement, or without one, against its tenant's limits; may be changed."""
+
+    tokens: float
+    requests: float = 1.0
+
+    def drop(self) -> None:
+        """Count nothing: the request that the work was for is counted separately."""
+        self.tokens = self.requests = 0.0

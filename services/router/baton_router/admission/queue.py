@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from baton.errors import BatonError
+from baton_router.metrics import Counter, GaugeFunction, Histogram
 from baton_router.types import RoutedRequest
 
 QUANTUM = 512.0
@@ -21,16 +27,16 @@ class Waiting:
     """One request that waits.
 
     Attributes:
-        request: What waits.
-        number: Rises with every request: order of arrival.
-        arrived: When it came.
-        deadline: When its first token is due; infinite: it has none.
-        start_by: When it must start at the latest; afterwards it is refused.
-        cost: What it counts in the queue's fairness: prompt tokens that no instance holds, and output tokens expected.
+        request: The request.
+        number: Order of arrival, rising.
+        arrived: Time of arrival, in seconds.
+        deadline: Time when its first token is due; infinite: it has no target.
+        start_by: Latest time to start; afterwards it is refused.
+        cost: Expected work, as fairness counts it: prompt tokens that no instance holds, and output tokens.
         future: Ends the wait: with ``None`` it may start, with an error it may not.
         queued: Whether it is in the queue.
-        granted: Whether it was told to start.
-        priority: Its class: the request's own, or a higher one when it has waited long.
+        granted: Whether it may start.
+        priority: Class of the request: its own priority, or a higher one when it has waited long.
     """
 
     request: RoutedRequest
@@ -49,12 +55,12 @@ class Waiting:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that it keeps in memory."""
+        """Number of prompt tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def order(self) -> tuple[float, int]:
-        """Its place among those of its tenant: by deadline, then by arrival."""
+        """Sort key among the requests of its tenant: by deadline, then by arrival."""
         return self.deadline, self.number
 
 
@@ -78,7 +84,7 @@ class TenantLine:
         self.cost = self.cost - item.cost if self.items else 0.0
 
     def cost_before(self, order: tuple[float, int]) -> float:
-        """Return the cost of those that go before a place."""
+        """Return the cost of the requests before a sort key."""
         return sum(item.cost for item in self.items[: bisect_left(self.items, order, key=_order)])
 
 
@@ -95,13 +101,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._lines: OrderedDict[str, TenantLine] = OrderedDict()
         self._fresh = True
-        """Whether the first in line has not had its quantum yet in this turn."""
+        """Whether the first tenant has not had its quantum yet in this turn."""
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __iter__(self) -> Iterator[tuple[str, TenantLine]]:
-        """Go through the tenants, in order of their turns."""
+        """Iterate over the tenants, in the order of their turns."""
         return iter(self._lines.items())
 
     @property
@@ -109,12 +115,12 @@ class RoundRobin:
         return sum(line.cost for line in self._lines.values())
 
     def last(self, tenant: str) -> Waiting | None:
-        """Return a tenant's request that would leave last; ``None``: it has none here."""
+        """Return the last request of a tenant; ``None``: it has none."""
         line = self._lines.get(tenant)
         return line.items[-1] if line is not None else None
 
     def add(self, item: Waiting) -> None:
-        """Take a request in; a tenant that had none goes last."""
+        """Add a request; a tenant without other requests gets the last turn."""
         line = self._lines.get(item.request.tenant)
         if line is None:
             account = item.request.account
@@ -128,8 +134,8 @@ class RoundRobin:
         if not line.items:
             self._drop(tenant)
 
-    def take(self) -> Waiting:
-        """Take out the request that is next; there must be one."""
+    def pop(self) -> Waiting:
+        """Remove and return the next request; there must be one."""
         turns = 0
         while True:
             tenant, line = next(iter(self._lines.items()))
@@ -149,7 +155,7 @@ class RoundRobin:
                 turns = 0
 
     def cost_ahead(self, tenant: str, order: tuple[float, int], cost: float) -> float:
-        """Return about how much leaves before a request that is not in here: its tenant's own, and others' turns."""
+        """Return about how much would leave before a new request: its tenant's own, and others' turns."""
         line = self._lines.get(tenant)
         own = line.cost_before(order) if line is not None else 0.0
         quantum = line.quantum if line is not None else QUANTUM
@@ -157,14 +163,14 @@ class RoundRobin:
         return own + sum(min(x.cost, turns * x.quantum) for name, x in self._lines.items() if name != tenant)
 
     def _skip_rounds(self) -> None:
-        """No deficit was enough in a whole round: go at once through all rounds but the last that are so."""
+        """Skip the rounds in which no tenant's deficit would be enough, after one such round."""
         missing = min((line.items[0].cost - line.deficit) / line.quantum for line in self._lines.values())
         rounds = max(0, math.ceil(missing) - 1)
         for line in self._lines.values():
             line.deficit += rounds * line.quantum
 
     def _drop(self, tenant: str) -> None:
-        """Forget a tenant without work, deficit and all: it could save up turns otherwise."""
+        """Remove a tenant without work together with its deficit: it could save up turns otherwise."""
         if next(iter(self._lines)) == tenant:
             self._fresh = True
         del self._lines[tenant]
@@ -176,26 +182,26 @@ def _order(item: Waiting) -> tuple[float, int]:
 
 @dataclass(slots=True)
 class Held:
-    """What one tenant, or all of them, have in the queue."""
+    """Requests and prompt tokens of one tenant, or of all, in the queue."""
 
     requests: int = 0
     tokens: int = 0
 
     def add(self, item: Waiting, sign: int) -> None:
-        """Count a request that came (1) or went (-1)."""
+        """Add (1) or subtract (-1) a request."""
         self.requests += sign
         self.tokens += sign * item.tokens
 
 
 class FairQueue:
-    """Requests that wait. A class of lower priority gets nothing while one of higher priority has work.
+    """The waiting requests. A class of lower priority gets nothing while one of higher priority has work.
 
-    That is not for ever: who has waited long enough takes turns with the highest class that waits.
+    A request that has waited long enough is moved to the highest class that waits.
 
     Args:
-        max_requests: Requests at most.
-        max_tokens: Prompt tokens at most; a single request may have more.
-        tenant_share: How much of both one tenant may have.
+        max_requests: Maximum number of requests.
+        max_tokens: Maximum number of prompt tokens; a single request may have more.
+        tenant_share: Maximum share of both for one tenant, 0 to 1.
         ageing_s: Seconds after which a request counts in the highest class.
     """
 
@@ -205,10 +211,10 @@ class FairQueue:
         self._share = tenant_share
         self._ageing_s = ageing_s
         self._by_arrival: list[Waiting] = []
-        """Those that have not waited so long."""
+        """Requests that have not waited for ``ageing_s`` yet."""
         self._aged: dict[Waiting, None] = {}
         self._aged_priority = 0
-        """The class that those are in who have."""
+        """Class of the requests that have."""
         self._classes: dict[int, RoundRobin] = {}
         self._priorities: list[int] = []
         self._by_start: list[Waiting] = []
@@ -219,7 +225,7 @@ class FairQueue:
         return self._held.requests
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Go through all that wait, those first that must start first."""
+        """Iterate over the requests, in the order of their latest start."""
         return iter(self._by_start)
 
     @property
@@ -228,21 +234,21 @@ class FairQueue:
 
     @property
     def cost(self) -> float:
-        """Everything that waits, as fairness counts it."""
+        """Cost of all waiting requests."""
         return sum(turns.cost for turns in self._classes.values())
 
     def tenants(self) -> dict[str, Held]:
-        """Return what each tenant has here."""
+        """Return the requests and tokens of each tenant."""
         return self._tenants
 
     def tenant_cost(self, tenant: str) -> float:
-        """Return what one tenant has here, as fairness counts it."""
+        """Return the cost of one tenant's requests."""
         return sum(line.cost for turns in self._classes.values() for name, line in turns if name == tenant)
 
     # --- bounds ---
 
     def over_share(self, tenant: str, tokens: int) -> bool:
-        """Whether one more request would be more than a tenant may have."""
+        """Whether one more request would exceed a tenant's share."""
         held = self._tenants.get(tenant)
         if held is None:
             return False
@@ -250,7 +256,7 @@ class FairQueue:
         return held.requests + 1 > most[0] or held.tokens + tokens > most[1]
 
     def full(self, tokens: int, *, without: Waiting | None = None) -> bool:
-        """Whether there is no room for one more request, or would be none if another one went."""
+        """Whether there is no room for one more request, even if ``without`` were removed."""
         requests = self._held.requests
         held = self._held.tokens
         if without is not None:
@@ -259,11 +265,11 @@ class FairQueue:
         return requests + 1 > self._max_requests or (requests > 0 and held + tokens > self._max_tokens)
 
     def victim(self, tenant: str, priority: int) -> Waiting | None:
-        """Return who should go so that a newcomer fits; ``None``: all have as much right to be here.
+        """Return the request to remove so that a new one fits; ``None``: the new one has no precedence.
 
-        That is the last request of the newcomer's own tenant, if its class is below the newcomer's; else the last one
-        of the tenant that has most, if that is more than the newcomer's has and its class is not above the newcomer's.
-        So a high priority takes no place from other tenants that a normal one would not get.
+        It is the last request of the new one's own tenant, if its class is below the new one's; else the last one of
+        the tenant with the most requests, if that has more than the new one's and its class is not above the new one's.
+        So a high priority displaces no request of other tenants that a normal one would not.
         """
         own = self._last(tenant)
         if own is not None and own.priority > priority:
@@ -272,8 +278,8 @@ class FairQueue:
             return None
         largest = max(self._tenants, key=lambda name: self._tenants[name].requests)
         held = self._tenants.get(tenant)
-        mine = held.requests if held is not None else 0
-        if largest == tenant or self._tenants[largest].requests <= mine + 1:
+        own_requests = held.requests if held is not None else 0
+        if largest == tenant or self._tenants[largest].requests <= own_requests + 1:
             return None
         last = self._last(largest)
         return last if last is not None and last.priority >= priority else None
@@ -282,13 +288,13 @@ class FairQueue:
         """Return the last request of a tenant's lowest class; ``None``: it has none."""
         if tenant not in self._tenants:
             return None
-        found = (self._classes[priority].last(tenant) for priority in reversed(self._priorities))
-        return next((item for item in found if item is not None), None)
+        lasts = (self._classes[priority].last(tenant) for priority in reversed(self._priorities))
+        return next((item for item in lasts if item is not None), None)
 
     # --- in and out ---
 
     def add(self, item: Waiting) -> None:
-        """Take a request in; the bounds are the caller's to look at."""
+        """Add a request; the caller checks the bounds."""
         self._line_up(item)
         item.queued = True
         insort(self._by_start, item, key=_start)
@@ -297,18 +303,18 @@ class FairQueue:
         self._tenants.setdefault(item.request.tenant, Held()).add(item, 1)
 
     def remove(self, item: Waiting) -> None:
-        """Take a request out, out of turn."""
+        """Remove a request out of turn."""
         self._classes[item.priority].remove(item)
         self._forget(item)
 
-    def take(self) -> Waiting:
-        """Take out the request that is next; there must be one."""
-        item = self._classes[self._priorities[0]].take()
+    def pop(self) -> Waiting:
+        """Remove and return the next request; there must be one."""
+        item = self._classes[self._priorities[0]].pop()
         self._forget(item)
         return item
 
-    def take_late(self, now: float) -> list[Waiting]:
-        """Take out the requests that should have started by now."""
+    def pop_late(self, now: float) -> list[Waiting]:
+        """Remove and return the requests whose latest start has passed."""
         late = []
         while self._by_start and self._by_start[0].start_by < now:
             late.append(self._by_start[0])
@@ -316,14 +322,14 @@ class FairQueue:
         return late
 
     def age(self, now: float) -> None:
-        """Let requests that have waited long take turns with the highest class that waits."""
+        """Move requests that have waited long to the highest class that waits."""
         late = 0
         while late < len(self._by_arrival) and self._by_arrival[late].arrived + self._ageing_s <= now:
             late += 1
         old = self._by_arrival[:late]
         self._by_arrival[:late] = []
         if self._aged and self._priorities[0] < self._aged_priority:
-            old += self._aged  # a higher class has come since
+            old += self._aged  # a higher class was added since
         if old:
             self._aged_priority = self._priorities[0]
             self._aged.update(dict.fromkeys(old))
@@ -335,14 +341,15 @@ class FairQueue:
                     self._line_up(item)
 
     def cost_ahead(self, item: Waiting) -> float:
-        """Return about how much leaves before a request that is not in here."""
-        mine = item.priority
+        """Return about how much would leave before a new request."""
         ahead = 0.0
         for priority in self._priorities:
-            if priority > mine:
+            if priority > item.priority:
                 break
             turns = self._classes[priority]
-            ahead += turns.cost if priority < mine else turns.cost_ahead(item.request.tenant, item.order, item.cost)
+            ahead += (
+                turns.cost if priority < item.priority else turns.cost_ahead(item.request.tenant, item.order, item.cost)
+            )
         return ahead
 
     def _line_up(self, item: Waiting) -> None:
@@ -379,3 +386,69 @@ def _start(item: Waiting) -> tuple[float, int]:
 
 def _arrival(item: Waiting) -> tuple[float, int]:
     return item.arrived, item.number
+
+
+_WAIT_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
+_MAX_TENANTS = 50
+OTHER = "other"
+CLASSES = ("high", "normal", "low")
+
+
+def class_of(priority: int) -> str:
+    """Return a priority's name in the metrics; clients choose the numbers."""
+    return CLASSES[1 + (priority > 0) - (priority < 0)]
+
+
+class AdmissionMetrics(Collector):
+    """Metrics of one queue, in the registry that was passed in.
+
+    Args:
+        registry: Registry to add the metrics to.
+        queue: The queue, which is read at each scrape.
+        rate: Returns tokens per second that leave the queue.
+    """
+
+    def __init__(self, registry: CollectorRegistry, queue: FairQueue, rate: Callable[[], float]) -> None:
+        r = registry
+        name = "baton_router_queue_"
+        self._queue = queue
+        self.at_once = Counter("baton_router_admitted_at_once", "Requests that did not wait", [], r).labels()
+        self.wait = Histogram(name + "wait_seconds", "Waits of requests that waited", ["priority"], r, buckets=_WAIT_S)
+        self.tenant_wait = Counter(name + "tenant_wait_seconds", "Time that tenants' requests waited", ["tenant"], r)
+        self.tenant_started = Counter(name + "tenant_started", "Requests that waited and started", ["tenant"], r)
+        self.refusals = Counter("baton_router_admission_refusals", "Requests refused early, by reason", ["reason"], r)
+        self.cancelled = Counter(name + "cancelled", "Requests whose client left while they waited", [], r)
+        GaugeFunction(name + "tokens", "Prompt tokens that wait", r, lambda: queue.tokens)
+        GaugeFunction(name + "drain_tokens_per_second", "Tokens that leave the queue", r, rate)
+        self._names: set[str] = set()
+        r.register(self)
+
+    def started(self, item: Waiting, waited_s: float) -> None:
+        """Count a request that waited and starts now."""
+        tenant = self.tenant_label(item.request.tenant)
+        self.wait.labels(class_of(item.request.priority)).observe(waited_s)
+        self.tenant_wait.labels(tenant).inc(waited_s)
+        self.tenant_started.labels(tenant).inc()
+
+    def tenant_label(self, tenant: str) -> str:
+        """Return a tenant's name in the metrics; their number is bounded, as clients can invent tenants."""
+        name = tenant or "default"
+        if name not in self._names:
+            if len(self._names) >= _MAX_TENANTS:
+                return OTHER
+            self._names.add(name)
+        return name
+
+    def collect(self) -> Iterator[Metric]:
+        length = GaugeMetricFamily("baton_router_queue_requests", "Requests that wait", labels=["priority"])
+        classes = collections.Counter(class_of(item.request.priority) for item in self._queue)
+        for name in CLASSES:
+            length.add_metric([name], classes[name])
+        yield length
+        by_tenant = GaugeMetricFamily("baton_router_queue_tenant_requests", "Requests that wait", labels=["tenant"])
+        tenants = collections.Counter[str]()
+        for tenant, held in self._queue.tenants().items():
+            tenants[self.tenant_label(tenant)] += held.requests
+        for name, requests in tenants.items():
+            by_tenant.add_metric([name], requests)
+        yield by_tenant

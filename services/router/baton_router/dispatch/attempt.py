@@ -307,7 +307,7 @@ class Attempt:
 
     def start(self, streams: WorkerStreams, request: worker_pb2.GenerateRequest) -> None:
         self._call = streams.start(self.placement.decode, request, self)
-        self.placement.decode.began(self)
+        self.placement.decode.add_call(self)
 
     def set_paused(self, paused: bool) -> None:
         """Keep back what arrives from now on, or deliver it again."""
@@ -322,7 +322,7 @@ class Attempt:
         if self._grace is not None:
             self._grace.cancel()
         if self._call is not None:
-            self.placement.decode.ended(self)
+            self.placement.decode.remove_call(self)
             self._call.close()
         self._run.on_closed(self)
         self.placement.release()

@@ -72,7 +72,7 @@ class Reserved:
             status: ``ok`` or the code of an error.
         """
         self.placement.release()
-        self.admission.leave(self.ticket)
+        self.admission.release(self.ticket)
         self.span.end(status)
         self.on_end()
 
@@ -200,7 +200,7 @@ class PlacingDispatcher:
         except BaseException:
             self._release()
             if ticket is not None:
-                self.admission.leave(ticket)
+                self.admission.release(ticket)
             raise
         placement.speeds = None  # this router does not see when its tokens arrive
         # It cannot test a half-open breaker: this router does not see how it ends.

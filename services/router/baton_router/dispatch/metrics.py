@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
-from baton_router.metrics.fast_metrics import Amount, Counter, Histogram
+from baton_router.metrics import Amount, Counter, Histogram
 
 _NAME = "baton_router_"
 _MAX_LABELS = 100

@@ -18,7 +18,7 @@ from baton.rpc.convert import sampling_to_pb
 from baton.rpc.errors import from_rpc_error, readable
 from baton.token_ids import pack_ids
 from baton.types import Order, PrefillPath, SamplingParams
-from baton_router.metrics.fast_metrics import Counter
+from baton_router.metrics import Counter
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.placement import Placement
 from baton_router.types import RoutedRequest
@@ -170,14 +170,14 @@ class PrefillFirst:
         )
         self._asked = instance
         call = _Call(asyncio.get_running_loop().create_task(_prefill_first(instance, message, timeout_s)))
-        instance.began(call)
+        instance.add_call(call)
         try:
             response = await call.result()
         except BatonError:
             self._asked = None
             raise
         finally:
-            instance.ended(call)
+            instance.remove_call(call)
             call.task.cancel()
         return response
 

@@ -244,7 +244,7 @@ class RequestRun:
         self._end_span(status)
         context.on_ended(self)
         if self._ticket is not None:
-            context.admission.leave(self._ticket)
+            context.admission.release(self._ticket)
 
     def _end_span(self, status: str) -> None:
         """End the request's span, with its trace and OpenTelemetry's names for what all models have."""

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_router.metrics.fast_metrics import Counter
+from baton_router.metrics import Counter
 from baton_router.registry.instance import Instance
 
 _MAX_OPEN_S = 30.0

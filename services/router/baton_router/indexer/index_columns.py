@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from baton.hashing import HashChain
 from baton.native import address_of
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 
 _ROW = struct.Struct("4d")

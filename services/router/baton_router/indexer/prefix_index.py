@@ -11,7 +11,7 @@ by side and is compared in sequence instead (see ``native/block_table.c``).
 
 On top of this lie *pending* chains: the chain of a request that was just placed counts as held by its instances until
 the request ends, so that a burst of one prompt goes to one place instead of everywhere. For an instance that sends no
-events, the prompts sent to it stand in (see :class:`baton_router.indexer.event_applier.ApproxIndex`).
+events, the prompts sent to it stand in (see :class:`baton_router.indexer.events.ApproxIndex`).
 
 Not thread-safe; the router calls it from its event loop only. The block hash names content (model, block size and
 tenant salt are in the chain's root), so tenants, models and instances with blocks of another size cannot be mixed up:

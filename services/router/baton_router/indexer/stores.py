@@ -27,8 +27,7 @@ from baton.rpc.channel import Backoff
 from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.types import Epoch
-from baton_router.indexer.event_applier import STORE_TIERS, EventApplier
-from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber, IndexMetrics
+from baton_router.indexer.events import GATHER_BEATS, STORE_TIERS, EventApplier, EventSubscriber, IndexMetrics
 from baton_router.indexer.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)

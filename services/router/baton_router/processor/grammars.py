@@ -13,7 +13,7 @@ from baton.errors import InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.grammar.json_schema import too_long
 from baton.types import MAX_GRAMMAR_BYTES, Grammar
-from baton_router.metrics.fast_metrics import Counter, Histogram
+from baton_router.metrics import Counter, Histogram
 from baton_router.processor.grammar_process import Asked, GrammarProcesses
 
 MAX_GRAMMARS = 256

@@ -28,9 +28,8 @@ from baton.token_ids import TokenIds, max_id, token_ids
 from baton.tokenizer import PromptText, StopStrings, TextModel
 from baton.tracing import Span, SpanExporter, begin_span
 from baton.types import Grammar, RequestId, SamplingParams
-from baton_router.accounts.accounts import Tenants
-from baton_router.admission.gate import Admission
-from baton_router.admission.tenant_limits import Charge
+from baton_router.accounts import Tenants
+from baton_router.admission.gate import Admission, Charge
 from baton_router.dispatch.interface import ChunkQueue, Dispatcher, Running
 from baton_router.processor.dialects import ModelDialects
 from baton_router.processor.grammar_process import Asked

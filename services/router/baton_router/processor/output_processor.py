@@ -14,7 +14,7 @@ from baton.rpc.multiplex import TokenWriter
 from baton.tokenizer import SequenceText, TokenDelta
 from baton.types import FinishReason
 from baton_router.dispatch.interface import Dispatcher, RoutedChunk, Running
-from baton_router.metrics.fast_metrics import Counter, Distribution, Histogram
+from baton_router.metrics import Counter, Distribution, Histogram
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.scheduler.decision import DecisionLog
 

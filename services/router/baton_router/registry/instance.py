@@ -1,4 +1,4 @@
-"""What the router knows of one prefill or decode instance, and whether it can serve with it."""
+"""One prefill or decode instance as the router knows it, and the check of its identity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.rpc.convert import fingerprint_from_pb, role_from_pb, role_to_pb
 from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
 from baton.version import __version__, works_with
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.registry.load import LoadTracker
 
 log = logging.getLogger(__name__)
@@ -31,21 +31,21 @@ class Status(enum.StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     REFUSED = "refused"
-    """It answers, but it is not what it should be: another role, other KV, another model."""
+    """It answers, but has another role, other KV or another model than it should."""
     DOWN = "down"
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """What an instance says of itself; see ``GetInfoResponse``.
+    """An instance's description of itself; see ``GetInfoResponse``.
 
     Attributes:
+        kvstore: Configured nodes of the KV store that it loads from; empty: none.
+        grammars: Whether it accepts requests with a grammar.
+        sampler: Version of its sampler; empty: unknown.
         content_key: Root of its block hash chains, from its fingerprint. Instances whose blocks have the same number
             of tokens share it, however many ranks they have.
-        kind: What of its KV's dtype decides whose it takes, see ``Fingerprint.kind``.
-        kvstore: The nodes of the KV store that it loads from, as it was told of them; empty: none.
-        grammars: Whether it takes requests with a grammar.
-        sampler: Version of its sampler; empty: it does not say.
+        kind: Part of its KV dtype that decides which KV it can use, see ``Fingerprint.kind``.
     """
 
     instance_id: InstanceId
@@ -73,7 +73,7 @@ class InstanceInfo:
 
     @classmethod
     def from_pb(cls, message: worker_pb2.GetInfoResponse) -> InstanceInfo:
-        """Read an instance's answer.
+        """Parse an instance's answer.
 
         Raises:
             InvalidRequestError: Role or fingerprint cannot be read.
@@ -99,16 +99,21 @@ class InstanceInfo:
 
 
 class Lost(Protocol):
-    """A running request, as its instance knows it."""
+    """A running request that can be broken off."""
 
     def lose(self) -> None:
-        """The instance does not answer any more."""
+        """Handle that the instance does not answer any more."""
 
 
 class Instance:
     """One instance: address, identity, health, load and its part of the index.
 
     Changed only by its monitor (health, identity), by placements (load) and by the registry (removal).
+
+    Attributes:
+        admitted: Whether a session is open and the instance's identity was accepted.
+        silent: Whether it has not answered a probe in time: it may hang, and gets new requests only if all do.
+        generation: Number of sessions so far.
     """
 
     def __init__(
@@ -125,9 +130,7 @@ class Instance:
         self.status = Status.CONNECTING
         self.reason = ""
         self.admitted = False
-        """Whether a session is open with an instance that is what it should be."""
         self.silent = False
-        """Whether it lets a probe wait: it may hang, and gets new requests only where there is no other."""
         self.generation = 0
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()
@@ -135,7 +138,7 @@ class Instance:
 
     @property
     def instance_id(self) -> InstanceId:
-        """Its name; the address until it was reached for the first time."""
+        """Name of the instance; its address until it was reached for the first time."""
         return self.info.instance_id if self.info else InstanceId(self.address)
 
     @property
@@ -145,16 +148,16 @@ class Instance:
 
     @property
     def identity(self) -> tuple[str, int]:
-        """Differs after every reconnection: an instance that failed a request counts as new once it is back."""
+        """Address and session: an instance that failed a request counts as new after a reconnection."""
         return self.address, self.generation
 
-    def began(self, call: Lost) -> None:
-        """Tell of a running request; ``lose`` is called if the instance is found dead while its connections stand."""
+    def add_call(self, call: Lost) -> None:
+        """Add a running request; ``lose`` is called if the instance hangs while its connections are open."""
         self._running.add(call)
         self._idle.clear()
 
-    def ended(self, call: Lost) -> None:
-        """Tell that a request does not run any more; may be called any number of times."""
+    def remove_call(self, call: Lost) -> None:
+        """Remove a running request; may be called any number of times."""
         self._running.discard(call)
         if not self._running:
             self._idle.set()
@@ -190,7 +193,7 @@ class Instance:
 
 
 def epochs_by_applier(instances: Iterable[Instance]) -> dict[EventApplier, Epoch]:
-    """Return which process each instance is, by its part of the index."""
+    """Return each instance's epoch by its part of the index."""
     return {x.events: x.info.epoch for x in instances if x.info is not None}
 
 
@@ -199,7 +202,7 @@ class IdentityCheck:
 
     Args:
         tokenizer: Digest of the router's own tokenizer; empty: the instances' is used.
-        block_size: Tokens per block that all must have; ``None``: any, each size is a group of its own.
+        block_size: Tokens per block that all instances must have; ``None``: any, each size forms a group.
     """
 
     def __init__(self, tokenizer: str = "", block_size: int | None = None) -> None:
@@ -208,20 +211,19 @@ class IdentityCheck:
         self._tokenizer = tokenizer
         self._fingerprint: Fingerprint | None = None
         self._kinds: dict[Role, dict[str, Fingerprint]] = {Role.PREFILL: {}, Role.DECODE: {}}
-        """One of each kind of KV dtype that was admitted, by role."""
+        """One fingerprint of each kind of KV dtype that was admitted, by role."""
 
     def admit(self, info: InstanceInfo, role: Role, *, first: bool) -> None:
         """Check an instance.
 
         Args:
-            info: What it says of itself.
-            role: What it should be.
-            first: No other instance is there: this one decides what is served.
+            info: Description of the instance by itself.
+            role: Expected role.
+            first: Whether there is no other instance: this one decides which model is served.
 
         Raises:
-            ConfigError: Another role than expected, or a version that is too far away.
-            FingerprintMismatchError: Its KV, its hashes or its token ids would not be what the others' are; names the
-                field.
+            ConfigError: It has another role than expected, or an incompatible version.
+            FingerprintMismatchError: Its KV, hashes or token ids differ from the other instances'; names the field.
         """
         if not works_with(info.version):
             raise ConfigError(
@@ -230,30 +232,33 @@ class IdentityCheck:
             )
         if info.role is not role:
             raise ConfigError(f"role is {info.role}, expected {role}", field="role")
-        mine = self._fingerprint
-        theirs = info.fingerprint
-        if mine is not None and not first:
-            mine.require_akin(theirs, who="instance")
-            self._require_partner(theirs, role)
-        if theirs.hash_scheme != HASH_SCHEME:
-            raise _differs("hash_scheme", HASH_SCHEME, theirs.hash_scheme)
-        if theirs.block_size < 1 or self._block_size not in (None, theirs.block_size):
-            raise _differs("block_size", self._block_size or "1 or more", theirs.block_size)
+        served = self._fingerprint
+        offered = info.fingerprint
+        if served is not None and not first:
+            served.require_akin(offered, who="instance")
+            self._require_partner(offered, role)
+        if offered.hash_scheme != HASH_SCHEME:
+            raise _differs("hash_scheme", HASH_SCHEME, offered.hash_scheme)
+        if offered.block_size < 1 or self._block_size not in (None, offered.block_size):
+            raise _differs("block_size", self._block_size or "1 or more", offered.block_size)
         tokenizer = self._own_tokenizer if first else self._tokenizer
         if tokenizer and info.tokenizer_digest and tokenizer != info.tokenizer_digest:
             raise _differs("tokenizer", tokenizer[:16], info.tokenizer_digest[:16])
-        if mine is None or first:
-            self._fingerprint = theirs
+        if served is None or first:
+            self._fingerprint = offered
             self._kinds = {Role.PREFILL: {}, Role.DECODE: {}}
-        elif theirs.block_size != mine.block_size:
-            log.info("%s has blocks of %d tokens, others of %d", info.instance_id, theirs.block_size, mine.block_size)
-        self._kinds[role][theirs.kind] = theirs
+        elif offered.block_size != served.block_size:
+            log.info(
+                "%s has blocks of %d tokens, others of %d", info.instance_id, offered.block_size, served.block_size
+            )
+        self._kinds[role][offered.kind] = offered
         self._tokenizer = tokenizer or info.tokenizer_digest
 
-    def _require_partner(self, theirs: Fingerprint, role: Role) -> None:
-        """Refuse an instance that could not hand KV over to, or take it from, any that there is.
+    def _require_partner(self, offered: Fingerprint, role: Role) -> None:
+        """Refuse an instance that could not exchange KV with any known one.
 
-        Decode instances take KV of prefill instances. Where the other role is not there yet, its own is compared.
+        Decode instances use the KV of prefill instances. While there is no instance of the other role, those of the
+        same role are compared.
 
         Raises:
             FingerprintMismatchError: Names ``kv_dtype`` or ``kv_cast``.
@@ -262,13 +267,13 @@ class IdentityCheck:
         partners = list(self._kinds[other].values())
         if not partners:
             partners = list(self._kinds[role].values())
-            if any(x.takes(theirs) or theirs.takes(x) for x in partners):
+            if any(x.takes(offered) or offered.takes(x) for x in partners):
                 return
         if role is Role.DECODE:
-            if not any(theirs.takes(x) for x in partners):
-                partners[0].require_reader(theirs, who="instance")
-        elif not any(x.takes(theirs) for x in partners):
-            partners[0].require_source(theirs, who="instance")
+            if not any(offered.takes(x) for x in partners):
+                partners[0].require_reader(offered, who="instance")
+        elif not any(x.takes(offered) for x in partners):
+            partners[0].require_source(offered, who="instance")
 
 
 def _differs(field: str, here: object, there: object) -> FingerprintMismatchError:

@@ -1,12 +1,12 @@
-"""The router's connection to one instance: who it is, how busy it is, what its cache holds, whether it lives.
+"""The router's connection to one instance: its identity, load, cached blocks and liveness.
 
 One task per instance. A session begins with ``GetInfo`` (role and fingerprint must fit) and lasts as long as the load
-stream and the probes do; when it ends the instance is down at once and the next attempt follows after a jittered
-pause. The event stream lives inside the session but may break by itself: then only the index is stale.
+stream and the probes do; when it ends the instance is down at once, and the next attempt follows after a jittered
+pause. The event stream is part of the session, but may break alone: then only the index is stale.
 
-A process that died breaks its connections and is noticed immediately. One that hangs answers no probe: after a few
-missed ones its running requests are broken off, so that they can go on elsewhere. That is so too for an instance that
-left or whose lease ran out, as long as requests run there.
+The death of a process breaks its connections, which is noticed immediately. One that hangs answers no probe: after a
+few missed ones its running requests are broken off, so that they can go on elsewhere. The same holds for an instance
+that left or whose lease ran out, as long as requests run there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.rpc.channel import Backoff
 from baton.rpc.errors import from_rpc_error, readable
 from baton.rpc.http2.message_stream import ServerStream, StreamEnded
 from baton.types import Epoch
-from baton_router.indexer.event_subscriber import GATHER_BEATS, EventSubscriber
+from baton_router.indexer.events import GATHER_BEATS, EventSubscriber
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.metrics import RegistryMetrics
 
@@ -38,7 +38,7 @@ Admit = Callable[[Instance, InstanceInfo], None]
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _SILENT_S = 1.0
-"""A probe without an answer for so long makes its instance silent; live ones answer in milliseconds."""
+"""Seconds without an answer to a probe after which an instance is silent; live ones answer in milliseconds."""
 
 
 class ConnectionLostError(Exception):
@@ -49,9 +49,9 @@ class InstanceMonitor:
     """Keeps one :class:`Instance` up to date.
 
     Args:
-        instance: What to keep.
+        instance: The instance.
         config: Intervals and limits.
-        metrics: Where changes, events and gaps are counted.
+        metrics: Metrics of changes, events and gaps.
         admit: Checks the identity of the process that answers.
         changed: Called whenever the instance became more or less usable.
     """
@@ -87,10 +87,10 @@ class InstanceMonitor:
             self._instance.events.broken()
 
     async def watch_last_requests(self, failures: int) -> None:
-        """Probe an instance that gets no new requests, until cancelled; break off those it has if it hangs.
+        """Probe an instance that gets no new requests, until cancelled; break off its requests if it hangs.
 
         Args:
-            failures: Probes that it has to miss.
+            failures: Number of missed probes after which it counts as hanging.
         """
         info = self._instance.info
         if info is None:
@@ -179,7 +179,7 @@ class InstanceMonitor:
         raise ConnectionLostError("it closed the load stream")
 
     async def _probe(self, epoch: Epoch, failures: int) -> None:
-        """Ask an instance that was not heard for a while who it is: events and their heartbeats prove that it lives."""
+        """Ask an instance for its identity unless events or their heartbeats have arrived since the last probe."""
         missed = 0
         heard = self._instance.events.num_heard
         while True:
@@ -187,15 +187,15 @@ class InstanceMonitor:
             if heard != self._instance.events.num_heard:
                 missed = 0
                 heard = self._instance.events.num_heard
-                self._heard(True)
+                self._set_heard(True)
                 continue
-            slow = asyncio.get_running_loop().call_later(_SILENT_S, self._heard, False)
+            slow = asyncio.get_running_loop().call_later(_SILENT_S, self._set_heard, False)
             try:
                 info = await self._get_info(wait_for_ready=False)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
-                self._heard(False)
+                self._set_heard(False)
                 missed += 1
                 if missed >= failures:
                     self._instance.lose()
@@ -203,12 +203,12 @@ class InstanceMonitor:
                 continue
             finally:
                 slow.cancel()
-            self._heard(True)
+            self._set_heard(True)
             missed = 0
             if info.epoch != epoch:
                 raise ConnectionLostError("it restarted")
 
-    def _heard(self, heard: bool) -> None:
+    def _set_heard(self, heard: bool) -> None:
         instance = self._instance
         if instance.silent == heard:
             instance.silent = not heard

@@ -1,16 +1,16 @@
-"""How much work is in flight on an instance, as this router counts it, at once and without waiting for a report.
+"""The work in flight on an instance, as this router counts it, immediately and without waiting for a report.
 
-The unit is one token of work, plus ``REQUEST_OVERHEAD_TOKENS`` per sequence for what a sequence costs however short it
-is. On a prefill instance a request weighs its prompt tokens that matched nothing there, until the first token arrives;
-on a decode instance the tokens of all its sequences, prompt included, until it ends.
+The unit is one token of work, plus ``REQUEST_OVERHEAD_TOKENS`` for each sequence. On a prefill instance a request
+counts its prompt tokens that matched nothing there, until the first token arrives; on a decode instance the tokens of
+all its sequences, prompt included, until it ends.
 
-Reports of the instance itself tell what *others* (a second router, a client that calls workers directly) have placed
-there: whatever a report shows beyond what this router had in flight at that moment is counted on top. So one's own
-requests count immediately, those of others with the delay of the report, and nothing counts twice.
+Reports of the instance show what *others* (a second router, a client that calls workers directly) have placed there:
+the part of a report beyond what this router had in flight at that moment is added. So this router's requests count
+immediately, those of others with the delay of the report, and nothing counts twice.
 
-Beside what is in flight, a policy sees work that was done lately. With in-flight work alone, one prompt prefix that all
-share keeps all of its requests on the instance that first computed it, as long as that one just keeps up, while the
-others idle: nothing ever makes them compute the prefix too.
+In addition to work in flight, a policy sees work that was done lately. With work in flight alone, a prompt prefix that
+all requests share would keep them on the instance that first computed it, as long as that one just keeps up, while the
+others idle: nothing would make them compute the prefix too.
 
 Requests that no instance can take now wait in :class:`Waiters`.
 """
@@ -36,8 +36,8 @@ RECENT_S = 300.0
 """Work done this long ago counts 1/e as much as work done now."""
 NO_LIMIT = 2**62
 _RECENT_SHARE = 0.2
-"""What a token of work done just now counts beside one in flight. In replays (docs/benchmarks.md) more of it gave
-more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
+"""Weight of a token of work done just now relative to one in flight. In replays (docs/benchmarks.md) a higher weight
+gave more hits and a better balance, but longer queues: at 1.0 a tenth more time to first token."""
 layout_of = function("placement_layout", ctypes.c_int64, ctypes.c_char_p)
 """Returns offsets and sizes of the structures of ``native/placement.c``."""
 LOAD_ROW = Layout(
@@ -51,18 +51,19 @@ class LoadTracker:
     """One instance's work in flight.
 
     Args:
-        role: The instance's.
-        limit: Sequences that this router may have here.
+        role: Role of the instance.
+        limit: Maximum number of sequences that this router may have here.
 
     Attributes:
         requests: Sequences placed here by this router.
-        tokens: Their tokens of work.
-        prompts: Prompt tokens that a decode instance has yet to compute by itself, for requests that were placed so.
-        foreign: Work placed here by others, from the last report.
-        shared: Work placed here by routers that share their load; ``shared_requests`` and ``shared_tokens`` make it.
-        freed: Called when a share is given back.
-        report: The instance's last one.
-        draining: Whether the instance said that it takes no new requests.
+        tokens: Tokens of work of these sequences.
+        prompts: Prompt tokens that a decode instance has yet to compute, of requests placed without prefill instance.
+        foreign: Work placed here by others, in tokens, from the last report.
+        shared: Work placed here by routers that share their load, in tokens, from ``shared_requests`` and
+            ``shared_tokens``.
+        freed: Called when a reservation is released.
+        report: Last report of the instance.
+        draining: Whether the instance reported that it accepts no new requests.
         prompts_reported: Prompt tokens that it has yet to compute, from its last report.
         ended: Sequences of this router that have ended since that report.
         now: Monotonic clock, in seconds.
@@ -107,7 +108,7 @@ class LoadTracker:
 
     @property
     def limit(self) -> int:
-        """Sequences that this router may have here."""
+        """Maximum number of sequences that this router may have here."""
         return self._limit
 
     @limit.setter
@@ -117,7 +118,7 @@ class LoadTracker:
 
     @property
     def work(self) -> float:
-        """Everything in flight, in tokens."""
+        """Work in flight, in tokens."""
         return self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests + self.foreign + self.shared
 
     @property
@@ -128,18 +129,17 @@ class LoadTracker:
     def has_room(self, sequences: int) -> bool:
         """Whether a request may be placed here now.
 
-        One of more sequences than this router may have here at all gets in while there is room for any: else it never
-        would. What follows waits until there is room again.
+        A request with more sequences than the limit is admitted while there is room for any: else it never would be.
         """
         return self.requests + sequences <= self.limit or (sequences > self.limit and self.requests < self.limit)
 
     def changed(self) -> None:
-        """Tell who watches that something of it is different."""
+        """Mark this tracker as changed in the columns that it is part of."""
         if self._watcher is not None:
             self._watcher.changed.add(self._at)
 
-    def done(self, tokens: float) -> None:
-        """Count work that is no longer in flight."""
+    def add_done(self, tokens: float) -> None:
+        """Count work that is no longer in flight, in tokens."""
         now = self.now()
         self._done = self._done * math.exp((self._done_at - now) / RECENT_S) + tokens
         self._done_at = now
@@ -147,11 +147,11 @@ class LoadTracker:
 
     @property
     def prompts_waiting(self) -> int:
-        """Prompt tokens that it has yet to compute, as far as is known: ours at once, others' from the report."""
+        """Prompt tokens that it has yet to compute: this router's immediately, others' from the report."""
         return max(self.prompts, self.prompts_reported)
 
     def observe(self, report: common_pb2.LoadReport, block_size: int) -> None:
-        """Take a report of the instance."""
+        """Apply a report of the instance."""
         self.report = report
         self.ended = 0
         self.draining = report.draining
@@ -162,20 +162,20 @@ class LoadTracker:
             tokens = float(report.blocks_active * block_size)
         requests = report.num_running + report.num_waiting + report.num_loading
         more_requests = max(0, requests - self.requests - self.shared_requests)
-        # Without a request of others, blocks in use beyond ours are rounding or requests that just ended.
+        # Without requests of others, further blocks in use are rounding or requests that just ended.
         more_tokens = max(0.0, tokens - self.tokens - self.shared_tokens) if more_requests else 0.0
         self.foreign = more_tokens + REQUEST_OVERHEAD_TOKENS * more_requests
         self.changed()
 
     def share(self, requests: int, tokens: int) -> None:
-        """Take what other routers say that they have here; until the next report it is not taken off ``foreign``."""
+        """Set what other routers have in flight here; ``foreign`` is corrected with the next report."""
         self.shared_requests = requests
         self.shared_tokens = tokens
         self.shared = float(tokens + REQUEST_OVERHEAD_TOKENS * requests)
         self.changed()
 
     def forget_reports(self) -> None:
-        """The process behind the reports is gone."""
+        """Forget all reports: their process is gone."""
         self.report = common_pb2.LoadReport()
         self.foreign = 0.0
         self.draining = False
@@ -185,13 +185,13 @@ class LoadTracker:
 
 
 class LoadColumns:
-    """The load of many instances side by side: a tracker that changes is read again, the others are not.
+    """The loads of many instances as rows; only trackers that changed are read again.
 
     Attributes:
-        trackers: Whose load it is.
-        changed: Positions of those that changed since they were read.
-        over: Others watch one of the trackers now: make new columns.
-        address: Where the rows are in memory (``struct load_row`` of ``native/placement.c``).
+        trackers: Trackers of the rows, in order.
+        changed: Positions of trackers that changed since they were read.
+        over: Whether one of the trackers belongs to later columns, so that these are outdated.
+        address: Memory address of the rows, ``LOAD_ROW``.
     """
 
     def __init__(self, trackers: Sequence[LoadTracker]) -> None:
@@ -208,7 +208,7 @@ class LoadColumns:
             tracker._at = at
 
     def read(self) -> None:
-        """Read again what has changed."""
+        """Update the rows of changed trackers."""
         while self.changed:
             at = self.changed.pop()
             x = self.trackers[at]
@@ -230,7 +230,11 @@ class LoadReservation:
     """A share of one instance's load; ``release`` may be called any number of times.
 
     Attributes:
-        prompt: Prompt tokens that a decode instance is to compute by itself, until :meth:`prefilled`.
+        tracker: Load of the instance.
+        tokens: Tokens of work.
+        requests: Number of sequences.
+        prompt: Prompt tokens that a decode instance is to compute itself, until :meth:`prefilled`.
+        released: Whether it was released.
     """
 
     tracker: LoadTracker
@@ -252,7 +256,7 @@ class LoadReservation:
             self.tracker.changed()
 
     def grow(self, tokens: int) -> None:
-        """Add tokens that the request generated."""
+        """Add generated tokens."""
         if not self.released:
             self.tokens += tokens
             self.tracker.tokens += tokens
@@ -265,7 +269,7 @@ class LoadReservation:
             self.tracker.tokens -= self.tokens
             self.tracker.requests -= self.requests
             self.tracker.ended += self.requests
-            self.tracker.done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)
+            self.tracker.add_done(self.tokens + REQUEST_OVERHEAD_TOKENS * self.requests)
             if self.tracker.freed is not None:
                 self.tracker.freed()
 
@@ -273,7 +277,7 @@ class LoadReservation:
 class Waiters:
     """A queue of waiting requests; used in one event loop.
 
-    A request that is woken must look again whether there is room; if there is none it waits again, behind the others.
+    A woken request must check again whether there is room; if there is none it waits again, behind the others.
     """
 
     def __init__(self) -> None:
@@ -293,10 +297,10 @@ class Waiters:
             return
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.wake()  # this turn is not used: pass it on
+                self.wake()  # this turn is not used: wake another one
             raise
         finally:
-            # A wake that came in the same moment has passed it over, and it is gone from there.
+            # A simultaneous wake may have removed it already.
             if (not turn.done() or turn.cancelled()) and turn in self._waiting:
                 self._waiting.remove(turn)
 

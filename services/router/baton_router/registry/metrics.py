@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton_router.indexer.event_subscriber import IndexMetrics
-from baton_router.metrics.fast_metrics import Counter, GaugeFunction
+from baton_router.indexer.events import IndexMetrics
+from baton_router.metrics import Counter, GaugeFunction
 from baton_router.registry.instance import Instance, Status
 from baton_router.registry.load import NO_LIMIT, Waiters
 
@@ -17,10 +17,10 @@ _NAME = "baton_router_"
 
 
 class RegistryMetrics(Collector):
-    """Counts what happens to instances; their present values are read at each scrape, so one that left has no series.
+    """Counts events of instances; their current values are read at each scrape, so removed instances have no series.
 
     Args:
-        registry: Takes the metrics.
+        registry: Registry to add the metrics to.
         instances: Returns the known instances.
         waiters: Requests that wait for one.
 

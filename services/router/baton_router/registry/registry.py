@@ -22,8 +22,7 @@ from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.tokenizer.model_files import tokenizer_digest
 from baton.types import Role
-from baton_router.indexer.event_applier import EventApplier
-from baton_router.indexer.event_subscriber import SILENT_BEATS
+from baton_router.indexer.events import SILENT_BEATS, EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import IdentityCheck, Instance, InstanceInfo, Status
@@ -40,7 +39,7 @@ _STALL_S = 0.5
 
 @dataclass(slots=True)
 class Lease:
-    """An instance's right to be known."""
+    """The registration of an instance, valid until ``ends_at`` (monotonic, in seconds)."""
 
     lease_id: str
     address: str
@@ -48,10 +47,10 @@ class Lease:
 
 
 class Leases:
-    """Who registered, and until when: heartbeats keep a lease.
+    """The leases of registered instances; heartbeats renew them.
 
     Args:
-        ttl_s: Life of a lease after registration and after each heartbeat.
+        ttl_s: Life of a lease after registration and after each heartbeat, in seconds.
         now: Monotonic clock, in seconds.
     """
 
@@ -62,15 +61,15 @@ class Leases:
         self._by_address: dict[str, Lease] = {}
 
     def __len__(self) -> int:
-        """Leases that have not been taken out yet."""
+        """Number of leases, including those that have run out but are not removed yet."""
         return len(self._by_id)
 
     def addresses(self) -> Collection[str]:
-        """Return who holds a lease."""
+        """Return the addresses that have a lease."""
         return self._by_address.keys()
 
     def grant(self, address: str) -> Lease:
-        """Give an address a new lease; one it had before is void."""
+        """Grant an address a new lease, which replaces an earlier one."""
         old = self._by_address.get(address)
         if old is not None:
             del self._by_id[old.lease_id]
@@ -79,7 +78,7 @@ class Leases:
         return lease
 
     def renew(self, lease_id: str) -> bool:
-        """Take a heartbeat; ``False`` if there is no such lease any more."""
+        """Renew a lease by a heartbeat; ``False``: there is no such lease any more."""
         lease = self._by_id.get(lease_id)
         if lease is None or lease.ends_at <= self._now():
             return False
@@ -87,7 +86,7 @@ class Leases:
         return True
 
     def end(self, lease_id: str) -> str | None:
-        """Give a lease back; returns its address."""
+        """End a lease; return its address."""
         lease = self._by_id.pop(lease_id, None)
         if lease is None:
             return None
@@ -95,17 +94,17 @@ class Leases:
         return lease.address
 
     def drop_address(self, address: str) -> None:
-        """Void the lease of an address, if it has one."""
+        """End the lease of an address, if it has one."""
         lease = self._by_address.get(address)
         if lease is not None:
             self.end(lease.lease_id)
 
     def extend(self, seconds: float) -> None:
-        """Move every lease's end back: for a time in which this router could hear no heartbeat."""
+        """Extend every lease, by a time in which this router could receive no heartbeat."""
         for lease in self._by_id.values():
             lease.ends_at += seconds
 
-    def take_expired(self) -> list[str]:
+    def remove_expired(self) -> list[str]:
         """Remove the leases that ran out and return their addresses."""
         now = self._now()
         return [self.end(x.lease_id) or "" for x in list(self._by_id.values()) if x.ends_at <= now]
@@ -114,20 +113,27 @@ class Leases:
 class Registry:
     """The instances, their monitors and their leases.
 
-    The first instance that answers decides what is served; one whose KV is not the same thing is refused until every
-    instance of the other kind has gone: a stream that moved there would go on with another model. How the same KV is
-    cut up (block size, ranks) is an instance's own affair. Instances of equal block size share their block hashes and
-    form a group; its name is the content key, the root of its hash chains.
+    The first instance that answers decides which model is served; one with incompatible KV is refused until every
+    instance of the other kind is gone: a stream that moved there would continue with another model. Instances may
+    differ in how the same KV is split (block size, ranks). Instances of equal block size share their block hashes and
+    form a group, identified by the content key, the root of its hash chains.
 
     Args:
         config: Addresses, intervals, limits.
-        metrics: Takes the registry's metrics.
-        token: Shared token to show to instances.
-        tls: Certificates, if the services use some.
-        now: Monotonic clock, in seconds; tests bring their own.
-        waiters: Requests that wait for an instance; ``None``: a queue of its own.
-        limit: Sets ``instance.load.limit`` of an instance that said who it is, before its first request; ``None``: no
-            instance is limited.
+        metrics: Registry of the metrics.
+        token: Shared token to prove to instances.
+        tls: Certificates, if the services use TLS.
+        now: Monotonic clock, in seconds.
+        waiters: Requests that wait for an instance; ``None``: a new queue.
+        limit: Called with an instance that was identified, before its first request, to set ``instance.load.limit``;
+            ``None``: instances have no limit.
+
+    Attributes:
+        index: Prefix index of all instances and stores.
+        waiters: Requests that wait for an instance.
+        stores: The KV stores.
+        leases: Leases of registered instances.
+        on_silent: Called with :attr:`silent_prefills` whenever they have changed.
     """
 
     def __init__(
@@ -159,10 +165,9 @@ class Registry:
         self._ready: dict[Role, list[Instance]] = {}
         self._monitors: dict[str, tuple[InstanceMonitor, asyncio.Task[None]]] = {}
         self._retired: set[asyncio.Task[None]] = set()
-        self._found: dict[str, frozenset[str]] = {}
+        self._discovered: dict[str, frozenset[str]] = {}
         self._silent: frozenset[str] = frozenset()
         self.on_silent: Callable[[frozenset[str]], None] = lambda addresses: None
-        """Told whenever :attr:`silent_prefills` has changed."""
         tokenizer = tokenizer_digest(config.model) if config.model else ""
         self._identity = IdentityCheck(tokenizer, config.block_size)
         self._ticker: asyncio.Task[None] | None = None
@@ -189,17 +194,17 @@ class Registry:
         self._monitors.clear()
         self._changed()
 
-    # --- who is there ---
+    # --- the instances ---
 
     def instances(self) -> list[Instance]:
         """Return all instances, whatever their state."""
         return list(self._instances.values())
 
     def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that take new requests; callers must not change the list.
+        """Return the instances of a role that accept new requests; callers must not change the list.
 
-        Those that are silent are among them only where all are.
-        It is the same list object until some instance becomes more or less usable.
+        Silent instances are among them only if all are silent. It is the same list object until some instance becomes
+        more or less usable.
         """
         ready = self._ready.get(role)
         if ready is None:
@@ -209,15 +214,15 @@ class Registry:
 
     @property
     def silent_prefills(self) -> frozenset[str]:
-        """Addresses of prefill instances that answered once and do not now."""
+        """Addresses of prefill instances that answered before and do not answer now."""
         known = [x for x in self._instances.values() if x.role is Role.PREFILL and x.info is not None]
         return frozenset(x.address for x in known if x.silent or x.status is Status.DOWN)
 
     def model_info(self) -> ModelInfo:
-        """Return what the instances serve; ``max_model_len`` is the least of the decode instances', who own requests.
+        """Return the served model; ``max_model_len`` is the least of the decode instances, which own requests.
 
         Raises:
-            UnavailableError: None is ready.
+            UnavailableError: No instance is ready.
         """
         if self._model is not None:
             return self._model
@@ -240,7 +245,7 @@ class Registry:
         await self.waiters.wait(timeout_s)
 
     def none_free(self) -> BatonError:
-        """Return why no decode instance takes a request."""
+        """Return the error for a request that no decode instance accepts."""
         if self.ready(Role.DECODE):
             return QueueFullError("every decode instance has all the requests it may have", retry_after_s=1.0)
         return UnavailableError("no decode instance is ready", retry_after_s=1.0)
@@ -261,15 +266,15 @@ class Registry:
         known = self._instances
         return [(x, known[x].role) for x in self.leases.addresses() if x in known]
 
-    def found(self, source: str, instances: Mapping[str, Role]) -> None:
-        """Know the instances that a source of discovery names now; forget what it alone named before.
+    def set_discovered(self, source: str, instances: Mapping[str, Role]) -> None:
+        """Set the instances that a source of discovery names now; those that only it named before are removed.
 
         Args:
-            source: Its name.
+            source: Name of the source.
             instances: Roles by address.
         """
-        before = self._found.get(source, frozenset())
-        self._found[source] = frozenset(instances)
+        before = self._discovered.get(source, frozenset())
+        self._discovered[source] = frozenset(instances)
         for address, role in instances.items():
             if address in self._instances:
                 continue
@@ -282,25 +287,27 @@ class Registry:
             self._drop_registered(address, f"{source} names it no more")
 
     def discovery_failed(self, source: str) -> None:
-        """Count a try to learn from Redis or Kubernetes who is there that failed."""
+        """Count a failed attempt to find instances in Redis or Kubernetes."""
         self._metrics.discovery_failures.labels(source).inc()
 
     def refused_in_redis(self, kind: str, count: int = 1) -> None:
-        """Count what stands in Redis and is not believed.
+        """Count entries in Redis that were not accepted.
 
         Args:
             kind: ``instance`` or ``replica``.
-            count: How many.
+            count: Number of entries.
         """
         self._metrics.redis_refused.labels(kind).inc(count)
 
     def _is_named(self, address: str) -> bool:
-        return address in self._static or any(address in x for x in (*self._found.values(), self.leases.addresses()))
+        return address in self._static or any(
+            address in x for x in (*self._discovered.values(), self.leases.addresses())
+        )
 
     # --- registration ---
 
     def register(self, request: router_pb2.RegisterRequest) -> router_pb2.RegisterResponse:
-        """Make an instance known, or known again.
+        """Register an instance, or renew its registration.
 
         Raises:
             InvalidRequestError: Address, name or role is missing or wrong, or another live instance has the name.
@@ -340,19 +347,19 @@ class Registry:
         """Return the instances of the same name at other addresses, none of which is another live process.
 
         Raises:
-            InvalidRequestError: One is; both would take the place of the other for ever.
+            InvalidRequestError: One is; the two would replace each other again and again.
         """
-        found = [x for x in self.instances() if x.instance_id == request.instance_id and x.address != address]
-        for x in found:
+        namesakes = [x for x in self.instances() if x.instance_id == request.instance_id and x.address != address]
+        for x in namesakes:
             if x.admitted and x.info is not None and x.info.epoch != request.epoch:
                 raise InvalidRequestError(
                     f"instance_id {request.instance_id!r} belongs to the instance at {x.address}, which is alive",
                     field="instance_id",
                 )
-        return found
+        return namesakes
 
     def _same_static(self, request: router_pb2.RegisterRequest) -> str | None:
-        """Return the address of a static instance that is the very process, under another spelling of its address."""
+        """Return the address of the static instance that is the same process under another spelling of its address."""
         for x in self.instances():
             if x.address not in self._static or x.info is None:
                 continue
@@ -361,19 +368,19 @@ class Registry:
         return None
 
     def heartbeat(self, lease_id: str) -> bool:
-        """Keep a lease; ``False``: register again."""
+        """Renew a lease; ``False``: the instance must register again."""
         return self.leases.renew(lease_id)
 
     def deregister(self, lease_id: str) -> None:
-        """Forget an instance that leaves; unknown leases are no error. Its running requests go on."""
+        """Remove an instance that leaves; unknown leases are no error. Its running requests go on."""
         address = self.leases.end(lease_id)
         if address is not None:
             self._metrics.registrations.labels("deregistered").inc()
             self._drop_registered(address, "it deregistered")
 
     def expire(self) -> None:
-        """Forget the instances whose lease ran out."""
-        for address in self.leases.take_expired():
+        """Remove the instances whose lease ran out."""
+        for address in self.leases.remove_expired():
             self._metrics.registrations.labels("expired").inc()
             self._drop_registered(address, "its lease ran out", silent=True)
 
@@ -403,11 +410,12 @@ class Registry:
         self._monitors[address] = monitor, asyncio.create_task(monitor.run(), name=f"monitor {address}")
 
     def _remove(self, address: str, *, silent: bool = False) -> None:
-        """Take an instance out of placement; its channel is closed when its last request has ended.
+        """Remove an instance from placement; its channel is closed when its last request has ended.
 
         Args:
-            address: Whose.
-            silent: It did not say that it leaves, so it may hang: the first missed probe breaks off its requests.
+            address: Address of the instance.
+            silent: Whether it did not announce that it leaves, so that it may hang: the first missed probe breaks off
+                its requests.
         """
         instance = self._instances.pop(address)
         monitor, running = self._monitors.pop(address)
@@ -441,11 +449,11 @@ class Registry:
             await instance.close()
 
     def _admit(self, instance: Instance, info: InstanceInfo) -> None:
-        """Check who answers at an address.
+        """Check the identity of the process that answers at an address.
 
         Raises:
-            ConfigError: Another role than expected.
-            FingerprintMismatchError: Its KV, its hashes or its token ids are other than the others'; names the field.
+            ConfigError: It has another role than expected.
+            FingerprintMismatchError: Its KV, hashes or token ids differ from the other instances'; names the field.
         """
         others = any(x.admitted for x in self._instances.values() if x is not instance)
         self._identity.admit(info, instance.role, first=not others)
@@ -459,7 +467,7 @@ class Registry:
             await asyncio.sleep(_TICK_S)
             late = loop.time() - due
             if late > _STALL_S:
-                # Heartbeats that came meanwhile are still unread: no lease may end because this router stood still.
+                # Heartbeats that arrived meanwhile are still unread: no lease may end because this router stood still.
                 log.warning("the router stood still for %.1f s", late)
                 self.leases.extend(late)
                 for x in self.instances():

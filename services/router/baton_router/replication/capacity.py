@@ -34,8 +34,14 @@ class Peer:
     """One other replica.
 
     Attributes:
-        heard: When, by this process's clock.
-        count: How many replicas it knew, itself included.
+        name: Name of the replica.
+        epoch: Id of its process.
+        heard: Time of its latest entry by this process's clock, in seconds.
+        sequence: Number of its latest entry.
+        count: Number of replicas that it knew, itself included.
+        totals: Its work and units by instance.
+        registered: Instances that registered with it.
+        silent: Whether it has not been heard lately.
     """
 
     name: str
@@ -52,9 +58,9 @@ class Peers:
     """The other replicas, as far as they are known by their entries.
 
     Args:
-        name: This replica's: its own entries come back and are passed over.
-        silent_s: Seconds after which a replica that says nothing loses its share of the load.
-        now: Monotonic clock.
+        name: Name of this replica, whose own entries are skipped.
+        silent_s: Seconds without an entry after which a replica loses its share of the load.
+        now: Monotonic clock, in seconds.
 
     Attributes:
         wishes: Rises whenever some live replica wants another number of units than before, comes or goes.
@@ -68,15 +74,15 @@ class Peers:
         self.wishes = 0
 
     def all(self) -> list[Peer]:
-        """Return all that are remembered, silent ones too."""
+        """Return all known replicas, including silent ones."""
         return list(self._peers.values())
 
     def live(self) -> list[Peer]:
-        """Return those that were heard lately."""
+        """Return the replicas that were heard lately."""
         return [x for x in self._peers.values() if not x.silent]
 
     def apply(self, entry: Entry) -> bool:
-        """Take an entry; ``False``: it is one's own or an old one."""
+        """Apply an entry; ``False``: it is this replica's own or an old one."""
         if entry.replica == self._name:
             return False
         peer = self._peers.get(entry.replica)
@@ -108,16 +114,16 @@ class Peers:
         return True
 
     def expire(self) -> list[Peer]:
-        """Return those that fell silent since the last call."""
+        """Return the replicas that fell silent since the last call."""
         before = self._now() - self._silent_s
-        found = [x for x in self._peers.values() if not x.silent and x.heard < before]
-        for peer in found:
+        silent = [x for x in self._peers.values() if not x.silent and x.heard < before]
+        for peer in silent:
             peer.silent = True
             self.wishes += 1
-        return found
+        return silent
 
     def forget(self, name: str) -> None:
-        """Forget a replica for good."""
+        """Remove a replica."""
         self._peers.pop(name, None)
         self.wishes += 1
 
@@ -133,9 +139,9 @@ class Peers:
 
 
 def replica_name(config: RouterConfig) -> str:
-    """Return what other routers call this one.
+    """Return this router's name among the others.
 
-    Without a name and with a port that is chosen at start, every process has a name of its own.
+    Without a configured name and with a port that is chosen at start, every process has a different name.
     """
     return config.replica_name or f"{socket.gethostname()}:{config.grpc_port or secrets.token_hex(4)}"
 
@@ -145,8 +151,11 @@ class CapacityShare:
     """This replica's part of one instance's capacity.
 
     Attributes:
-        held: Units that Redis has written down for this replica, or that are its own without Redis.
-        settled: What its share was computed of, if that is what it holds: it need not be computed again.
+        capacity: Units of the instance.
+        tracker: Load of the instance.
+        held: Units recorded in Redis for this replica, or all without Redis.
+        wants: Units that this replica could use.
+        settled: Inputs of the last computation of its share, if its result is what it holds; else empty.
     """
 
     capacity: int
@@ -160,14 +169,14 @@ class InstanceCapacity:
     """The parts of all limited instances.
 
     Args:
-        name: This replica's.
-        per_instance: Sequences in flight per decode instance at most; 0: what it can batch; ``None``: any number.
-        expected: Replicas that are counted at least.
-        shared: Whether there is a Redis; without one this router has everything.
+        name: Name of this replica.
+        per_instance: Maximum sequences in flight per decode instance; 0: its batch size; ``None``: unlimited.
+        expected: Minimum number of replicas to divide among.
+        shared: Whether there is a Redis; without one this router has all units.
         freed: Called with a number of units that became usable.
 
     Attributes:
-        parts: By instance id; one that is not in here is not limited.
+        parts: Shares by instance id; other instances are not limited.
     """
 
     def __init__(
@@ -201,7 +210,7 @@ class InstanceCapacity:
         part.tracker = instance.load
 
     def keep_only(self, instances: Iterable[str]) -> list[str]:
-        """Drop the parts of instances that left and hold nothing of ours; returns whose."""
+        """Remove the parts of instances that left and run no request of this router; return their ids."""
         known = set(instances)
         gone = [name for name, part in self.parts.items() if name not in known and not part.tracker.requests]
         for name in gone:
@@ -209,11 +218,11 @@ class InstanceCapacity:
         return gone
 
     def claims(self, peers: Peers, waiting: int) -> list[Claim]:
-        """Lower what must be lowered, and return the wishes that differ from what is held.
+        """Lower limits that must be lowered, and return claims where the wanted units differ from the held ones.
 
         Args:
             peers: The other replicas.
-            waiting: Requests that wait for room.
+            waiting: Number of requests that wait for room.
         """
         claims = []
         each = -(-waiting // len(self.parts)) if self.parts else 0
@@ -236,10 +245,10 @@ class InstanceCapacity:
         return claims
 
     def holdings(self, *, sure: bool) -> list[Claim]:
-        """Return what is in use or may be as claims: for a Redis that may know nothing of it.
+        """Return claims of all usable units, for a Redis that may have lost them.
 
         Args:
-            sure: Whether no other replica can have taken it back meanwhile; else what is not in use waits for a grant.
+            sure: Whether no other replica can have reclaimed them meanwhile; else unused units need a new grant.
         """
         claims = []
         for name, part in self.parts.items():
@@ -252,17 +261,17 @@ class InstanceCapacity:
         return claims
 
     def granted(self, claim: Claim, units: int) -> None:
-        """Take Redis' answer to a claim."""
+        """Apply Redis' answer to a claim."""
         part = self.parts.get(claim.instance)
         if part is not None:
             part.held = units
             self._limit(part, units)
 
     def alone(self, count: int) -> None:
-        """Redis has been away for a while: no more than an equal part.
+        """Limit each part to an equal one: Redis has been away for a while.
 
         Args:
-            count: Replicas that were known last, this one included.
+            count: Number of replicas known last, this one included.
         """
         for part in self.parts.values():
             self._limit(part, min(part.tracker.limit, part.capacity // max(count, self._expected, 1)))
@@ -292,8 +301,8 @@ def fair_shares(capacity: int, wants: Mapping[str, int]) -> dict[str, int]:
     all replicas come to the same; it adds up to ``capacity``.
 
     Args:
-        capacity: Of the instance.
-        wants: Per replica: units in use and units that it could use beside them.
+        capacity: Units of the instance.
+        wants: Units per replica that it uses or could use.
     """
     names = sorted(wants)
     if not names or capacity <= 0:

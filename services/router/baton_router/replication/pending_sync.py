@@ -1,4 +1,4 @@
-"""Blocks that running requests make instances compute: what this router publishes of its own, and counts of others'.
+"""Blocks that running requests make instances compute: this router's own, which it publishes, and those of others.
 
 *Published.* A placement only appends to a queue (``PrefixIndex.news``); what is worth publishing is decided here, once
 per entry. Most is not: a request that ended meanwhile, or one of whose chain the instance already holds all but a small
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from baton.hashing import HASH_BYTES, HashChain
 from baton.types import BlockHash, Epoch
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PendingChain
-from baton_router.metrics.fast_metrics import Counter
+from baton_router.metrics import Counter
 from baton_router.registry.instance import Instance, epochs_by_applier
 from baton_router.registry.registry import Registry
 from baton_router.replication.wire import (
@@ -66,9 +66,9 @@ class PendingPublisher:
     """The chains that were published.
 
     Args:
-        registry: Has the index and the instances.
-        count: Counts the chains.
-        now: Monotonic clock.
+        registry: Index and instances.
+        count: Counter of published chains.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(self, registry: Registry, count: Counter, now: Callable[[], float]) -> None:
@@ -86,7 +86,7 @@ class PendingPublisher:
         return len(self._published)
 
     def start(self) -> None:
-        """Hear of placements from now on."""
+        """Collect placements from now on."""
         self._index.news = deque(maxlen=_WAITING)
 
     def stop(self) -> None:
@@ -98,7 +98,7 @@ class PendingPublisher:
         self._bytes = 0
 
     def news(self, *, full: bool) -> ExpectedNews:
-        """Return what the next entry says; a full one says everything anew."""
+        """Return the chains for the next entry; a full one repeats all of them."""
         over = self._over()
         new, dropped = self._begun()
         if full:
@@ -119,7 +119,7 @@ class PendingPublisher:
             if item is None:
                 continue
             chain = HashChain(item.expected.chain)
-            if epochs.get(item.events) != item.expected.epoch or self._held(item.events, chain) == len(chain):
+            if epochs.get(item.events) != item.expected.epoch or self._num_held(item.events, chain) == len(chain):
                 self._drop(number)
                 ended.append(number)
             else:
@@ -127,7 +127,7 @@ class PendingPublisher:
                 self._unchecked.append(number)
         return ended
 
-    def _held(self, events: EventApplier, chain: HashChain) -> int:
+    def _num_held(self, events: EventApplier, chain: HashChain) -> int:
         """Return how many leading blocks an instance holds by its own events."""
         return self._index.match_any(chain, [1 << events.slot])[0]
 
@@ -165,7 +165,7 @@ class PendingPublisher:
                 room -= size
                 chains.add(last)
             dropped += self._make_room(size)
-            self._keep(item)
+            self._record(item)
             new.append(item.expected)
         return new, dropped
 
@@ -179,12 +179,12 @@ class PendingPublisher:
         if known is not None:
             known.requests.append(expectation)
             return None
-        if len(chain) - self._held(instance.events, chain) < _MIN_NEW_SHARE * len(chain):
+        if len(chain) - self._num_held(instance.events, chain) < _MIN_NEW_SHARE * len(chain):
             return None
         expected = Expected(self._last + 1, instance.instance_id, instance.info.epoch, chain.data)
         return _Published(expected, key, instance.events, self._now() + LIFETIME_S, [expectation])
 
-    def _keep(self, item: _Published) -> None:
+    def _record(self, item: _Published) -> None:
         number = self._last = item.expected.number
         self._published[number] = self._by_chain[item.key] = item
         self._unchecked.append(number)
@@ -200,7 +200,7 @@ class PendingPublisher:
 
     def _newest(self) -> tuple[Expected, ...]:
         """Return the newest chains that fit into an entry."""
-        found: list[Expected] = []
+        newest: list[Expected] = []
         chains: set[bytes] = set()
         room = MAX_ENTRY_CHAIN_BYTES
         for item in reversed(self._published.values()):
@@ -210,8 +210,8 @@ class PendingPublisher:
                 if room < 0:
                     break
                 chains.add(last)
-            found.append(item.expected)
-        return tuple(found)
+            newest.append(item.expected)
+        return tuple(newest)
 
 
 @dataclass(slots=True, eq=False)
@@ -249,8 +249,8 @@ class RemotePending:
     """The pending chains of all other replicas.
 
     Args:
-        registry: Has the index and the instances.
-        now: Monotonic clock.
+        registry: Index and instances.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:

@@ -27,10 +27,10 @@ STREAM_LENGTH = 4096
 READ_BLOCK_MS = 400
 _READ_BACK_MS = 3000
 _FIELDS_BYTES = 16 * 1024
-"""Of an entry, beside what it says: its number, its signature, names."""
+"""Bytes of an entry beside its message: number, signature, names."""
 _PAUSES = 5.0
 _FRESH_MS = 10_000
-"""How long after it was signed an entry may come into the stream: what is older was brought back by somebody."""
+"""Maximum time between an entry's signature and its arrival in the stream: older ones were replayed."""
 _PURPOSE = b"stream of replicas in Redis"
 
 _CLAIM = """
@@ -76,12 +76,14 @@ return held - keep
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A replica's wish for one instance.
+    """A replica's claim of units of one instance.
 
     Attributes:
-        units: That it wants to hold from now on.
-        held: That it holds by its own books.
-        used: Of these, how many are in use: they are never taken away.
+        instance: Name of the instance.
+        capacity: Units of the instance.
+        units: Units that it wants to hold from now on.
+        held: Units that it holds by its own count.
+        used: Units in use, which are never reclaimed.
     """
 
     instance: str
@@ -96,10 +98,10 @@ class RedisLog:
 
     Args:
         url: ``redis://`` or ``rediss://`` URL.
-        prefix: Put before every key.
-        replica: This replica's name.
-        token: The services'; with one, entries that it has not signed are passed over.
-        refused: Hears of each of these, and why.
+        prefix: Prefix of every key.
+        replica: Name of this replica.
+        token: Shared token of the services; with one, entries that it has not signed are skipped.
+        refused: Called with the reason of each refusal.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
@@ -130,7 +132,7 @@ class RedisLog:
         await self._redis.aclose()
 
     async def disconnect(self) -> None:
-        """Drop connections that may hang; the next call opens others."""
+        """Close connections that may hang; the next call opens others."""
         with contextlib.suppress(Exception):  # they are broken: that is why
             await self._redis.connection_pool.disconnect()
 
@@ -150,31 +152,31 @@ class RedisLog:
             entries = await self._entries.read(READ_BLOCK_MS)
             if entries:
                 yield [fields[b"m"] for number, fields in entries if self._is_believed(number, fields)]
-            if self._num_refused > refused:  # somebody writes here who should not: that takes a part of the time
+            if self._num_refused > refused:  # entries of an unauthorized writer may use only a part of the time
                 await asyncio.sleep(_PAUSES * (time.thread_time() - began))
 
     async def claim(self, claims: list[Claim]) -> list[int]:
-        """Set the units that this replica holds; returns how many it was given."""
+        """Claim units for this replica; return how many were granted, per claim."""
         keys = [self._key("members"), self._key("boot"), *(self._units(x.instance) for x in claims)]
         numbers = [number for x in claims for number in (x.capacity, x.units, x.held, x.used)]
         answer: Any = await self._claim(keys=keys, args=[self._replica, SETTLE_MS, *numbers])
         return [int(x) for x in answer]
 
     async def remember(self, replica: str, held: Iterable[tuple[str, int]]) -> None:
-        """Write down what another replica was known to hold, where Redis does not know it."""
+        """Record the units that another replica was known to hold, where Redis has none recorded."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for instance, units in held:
                 pipeline.hsetnx(self._units(instance), replica, str(units))
             await pipeline.execute()
 
     async def reclaim(self, replica: str, instance: str, *, silent_ms: int, keep: int) -> int:
-        """Take back what a replica that Redis has not heard of for ``silent_ms`` holds beyond ``keep``."""
+        """Reclaim units beyond ``keep`` of a replica that has not contacted Redis for ``silent_ms``."""
         answer: Any = await self._reclaim(
             keys=[self._key("members"), self._units(instance)], args=[replica, silent_ms, keep]
         )
         return int(answer)
 
-    async def leave(self, instances: Iterable[str]) -> None:
+    async def release_all(self, instances: Iterable[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for instance in instances:
                 pipeline.hdel(self._units(instance), self._replica)

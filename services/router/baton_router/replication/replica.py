@@ -1,9 +1,9 @@
-"""One of several routers: publishes what it has placed, applies what others have, keeps its part of capacities.
+"""One of several routers: publishes its placements, applies those of others, keeps its part of capacities.
 
 No request ever waits for Redis. Placements read two numbers of the instance's load, which tasks here keep up to date:
-what the other replicas have in flight there, and how much this one may have; and they look up what the others expect
-of instances with their own. When Redis is away the router goes on with its own counts and with what the instances
-themselves report.
+the work that the other replicas have in flight there, and how much this one may have; and the index contains the blocks
+that others' requests will make instances hold. When Redis is away the router goes on with its own counts and with the
+instances' reports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.rpc.channel import Backoff
 from baton.rpc.redis import cancel_task, redis_errors
 from baton.rpc.service_token import Token
 from baton.types import Role
-from baton_router.metrics.fast_metrics import Counter, GaugeFunction
+from baton_router.metrics import Counter, GaugeFunction
 from baton_router.registry.registry import Registry
 from baton_router.replication.capacity import LEASE_S, InstanceCapacity, Peer, Peers
 from baton_router.replication.pending_sync import PendingPublisher, RemotePending
@@ -39,15 +39,15 @@ SILENT_S = 3.0
 _FULL_S = 1.0
 _TICK_S = 0.1
 _IDLE = 3
-"""Times as rarely a router looks for news when there was none at the last look."""
+"""Factor of the interval between two looks for news after one without any."""
 _CALM_S = 30.0
-"""Seconds without an entry that is not believed until the next one is told of again."""
+"""Seconds without a refused entry after which the next one is logged again."""
 _LATEST_S = 0.5
-"""Longest pause between two attempts to reach Redis: shorter than the time for which Redis gives out nothing new."""
+"""Longest pause between two attempts to reach Redis: shorter than the time in which Redis grants no new units."""
 
 
 class SharedState(enum.StrEnum):
-    """How this replica stands with the others."""
+    """Connection of this replica to the others."""
 
     JOINING = "joining"
     SHARED = "shared"
@@ -59,12 +59,12 @@ class Replica(Collector):
     """Ties a registry to the other routers' registries.
 
     Args:
-        config: Where Redis is, and limits.
-        registry: Whose loads and pending blocks are shared.
+        config: URL of Redis, and limits.
+        registry: Registry whose loads and pending blocks are shared.
         capacity: This replica's shares of the instances' capacity, which are kept up to date here.
-        metrics: Takes the replica's metrics.
-        token: The services', which signs entries of the stream.
-        now: Monotonic clock.
+        metrics: Registry of the metrics.
+        token: Shared token of the services, which signs entries of the stream.
+        now: Monotonic clock, in seconds.
 
     Raises:
         ConfigError: Redis' URL cannot be read, or its client is not installed.
@@ -121,7 +121,7 @@ class Replica(Collector):
         metrics.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield how this replica stands with the others."""
+        """Yield the state of the connection to the others."""
         state = GaugeMetricFamily(
             "baton_router_replica_state", "1 for the state that holds: joining, shared or alone", labels=["state"]
         )
@@ -136,12 +136,12 @@ class Replica(Collector):
         ]
 
     async def close(self) -> None:
-        """Give everything back and say so, if Redis is there."""
+        """Release all units and announce the departure, if Redis is reachable."""
         await asyncio.gather(*(cancel_task(task) for task in self._tasks))
         self._forget_expectations()
         if self.state is SharedState.SHARED:
             try:
-                await self._store.leave(self._capacity.parts)
+                await self._store.release_all(self._capacity.parts)
                 await self._store.publish(encode(self._entry({}, left=True)))
             except redis_errors() as error:
                 log.warning("could not tell the other routers that this one ends: %s", error)
@@ -206,7 +206,7 @@ class Replica(Collector):
             await asyncio.sleep(backoff.next_s())
 
     async def _join(self) -> None:
-        """Bring a Redis that may have forgotten everything up to date: the others' units first, then ours."""
+        """Bring a Redis that may be empty up to date: the others' units first, then this replica's."""
         for peer in self.peers.all():
             await self._store.remember(peer.name, [(name, t.held) for name, t in peer.totals.items() if t.held])
         self._published.clear()
@@ -214,7 +214,7 @@ class Replica(Collector):
         await self._write_once(rejoin=True)
 
     def _refuse(self, why: str) -> None:
-        """Count an entry that no router with the token has sent now; tell when that begins."""
+        """Count an entry that is not signed or not recent; log the first of a series."""
         self._registry.refused_in_redis("replica")
         if not self._doubts:
             log.warning("entries of the stream of replicas in Redis are ignored: %s", why)
@@ -222,7 +222,7 @@ class Replica(Collector):
         self._doubted_at = self._now()
 
     def _forget_expectations(self) -> None:
-        """Without Redis only this router's own pending chains count: it would not hear when the others' are over."""
+        """Count only this router's own pending chains: without Redis it does not learn when the others' are over."""
         self.remote_pending.clear()
         if self.publisher is not None:
             self.publisher.stop()
@@ -258,7 +258,7 @@ class Replica(Collector):
             await asyncio.sleep(interval_s if news else _IDLE * interval_s)
 
     async def _write_once(self, *, rejoin: bool = False) -> bool:
-        """Settle units and publish what is new; returns whether anything was."""
+        """Settle units and publish what is new; return whether anything was."""
         began = self._now()
         if rejoin:
             claims = self._capacity.holdings(sure=began - self._reached_at < self._config.replica_forget_s)
@@ -280,7 +280,7 @@ class Replica(Collector):
     # --- what is published ---
 
     def _news(self, *, full: bool) -> Entry | None:
-        """Return what the others don't know yet, or everything; ``None``: nothing is new."""
+        """Return an entry with what the others don't know yet, or with everything; ``None``: nothing is new."""
         registered = tuple(Registered(address, role) for address, role in self._registry.registered())
         full = full or registered != self._published_registered
         totals = self._totals()
@@ -296,12 +296,12 @@ class Replica(Collector):
         return self._entry(news, full=full, registered=registered if full else (), expected=expected)
 
     def _totals(self) -> dict[str, Totals]:
-        found: dict[str, Totals] = {}
+        totals: dict[str, Totals] = {}
         for x in self._registry.instances():
             part = self._capacity.parts.get(x.instance_id)
             held, wants = (part.held, part.wants) if part is not None else (0, 0)
-            found[x.instance_id] = Totals(x.load.requests, max(0, x.load.tokens), held, wants)
-        return found
+            totals[x.instance_id] = Totals(x.load.requests, max(0, x.load.tokens), held, wants)
+        return totals
 
     def _entry(self, totals: dict[str, Totals], **fields: Any) -> Entry:
         self._sequence += 1
@@ -310,22 +310,22 @@ class Replica(Collector):
     # --- what the others publish ---
 
     def _spread(self) -> None:
-        """Put what the others have in flight into the instances' load."""
+        """Add the work that others have in flight to the instances' loads."""
         for x in self._registry.instances():
             x.load.share(*self.peers.in_flight(x.instance_id))
 
     def _apply_registrations(self) -> None:
-        """Know the instances that registered with the others; of a silent one, those that still answer."""
-        found: dict[str, Role] = {}
+        """Set the instances that registered with other replicas; of a silent one, those that still answer."""
+        addresses: dict[str, Role] = {}
         ready = {x.address for x in self._registry.instances() if x.ready}
         for peer in self.peers.all():
             for item in peer.registered:
                 if not peer.silent or item.address in ready:
-                    found[item.address] = item.role
-        self._registry.found("replicas", found)
+                    addresses[item.address] = item.role
+        self._registry.set_discovered("replicas", addresses)
 
     async def _tick(self) -> None:
-        """What has to be done whether Redis is there or not."""
+        """Do what is due whether Redis is reachable or not."""
         while True:
             await asyncio.sleep(_TICK_S)
             if self._doubts and self._now() - self._doubted_at > _CALM_S:
@@ -347,7 +347,7 @@ class Replica(Collector):
             self._registry.waiters.wake(free)
 
     async def _reclaim(self) -> None:
-        """Take back what replicas held that are gone."""
+        """Reclaim the units of replicas that are gone."""
         now = self._now()
         for peer in self.peers.all():
             silent_s = now - peer.heard
@@ -364,7 +364,7 @@ class Replica(Collector):
                 self.peers.forget(peer.name)
 
     async def _reclaim_units(self, peer: Peer, instance: str, gone: bool) -> bool:
-        """Take back units at one instance; returns whether some are left to the silent replica."""
+        """Reclaim units at one instance; return whether some are left to the silent replica."""
         totals = peer.totals[instance]
         part = self._capacity.parts.get(instance)
         if part is None or not totals.held:

@@ -47,8 +47,8 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     Attributes:
         requests: Sequences in flight.
-        tokens: Their tokens of work.
-        held: Units of the instance's capacity that are the replica's.
+        tokens: Tokens of work of these sequences.
+        held: Units of the instance's capacity that the replica holds.
         wants: Units that it could use.
     """
 
@@ -58,10 +58,10 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     wants: Count = 0
 
     def is_news(self, told: Totals | None) -> bool:
-        """Whether the others should know at once, given what they were told last.
+        """Whether the change since the last published totals is worth an entry.
 
-        Every token that a request generates changes ``tokens``; less than an eighth of them moves no placement, and
-        the next full entry tells it.
+        Every generated token changes ``tokens``; a change below an eighth affects no placement, and is part of the
+        next full entry.
         """
         if told is None or (self.requests, self.held, self.wants) != (told.requests, told.held, told.wants):
             return True
@@ -79,9 +79,10 @@ class Expected(msgspec.Struct, frozen=True):
     """A chain that an instance is expected to hold.
 
     Attributes:
-        number: Its name among those of the replica's process; never used twice.
-        instance, epoch: Whose process.
-        chain: The hashes of its leading blocks, from the first one on.
+        number: Number of the chain, unique in the replica's process.
+        instance: Name of the instance.
+        epoch: Id of the instance's process.
+        chain: Hashes of its leading blocks, from the first one on.
     """
 
     number: int
@@ -94,9 +95,9 @@ class ExpectedNews(msgspec.Struct, frozen=True):
     """What is expected since the last entry, and what is not any more.
 
     Attributes:
-        new: Chains; of a full entry also such as were in earlier ones.
-        over: Numbers.
-        live: Of a full entry: the numbers of all that count.
+        new: Chains that count from now on; in a full entry also earlier ones.
+        over: Numbers of chains that do not count any more.
+        live: Numbers of all chains that count, in a full entry.
     """
 
     new: tuple[Expected, ...] = ()
@@ -119,15 +120,15 @@ class Entry(_Header, frozen=True):
     """One entry of the stream.
 
     Attributes:
-        replica: Whose.
-        epoch: Of its process.
-        sequence: Counts the process's entries.
-        totals: Per instance id.
-        full: Whether instances that are not named have nothing.
-        count: How many replicas it knows, itself included.
-        registered: With a full entry.
-        left: It goes, and has nothing any more.
-        expected: Blocks that are not computed yet.
+        replica: Name of the replica.
+        epoch: Id of the replica's process.
+        sequence: Number of the entry, rising in the process.
+        totals: Work and units by instance id.
+        full: Whether instances without an entry in ``totals`` have none.
+        count: Number of replicas that it knows, itself included.
+        registered: Instances that registered with it; only in a full entry.
+        left: Whether the replica ends, and holds nothing any more.
+        expected: Changes of its pending chains.
     """
 
     expected: ExpectedNews = ExpectedNews()

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from baton.rpc.convert import role_to_pb
 from baton.types import Role
-from baton_router.metrics.fast_metrics import Counter, Histogram
+from baton_router.metrics import Counter, Histogram
 from baton_router.registry.instance import Instance
 from baton_router.scheduler.decision import Decision
 

@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from baton.hashing import HashChain, hash_chain, root_hash
 from baton.native import address_of
 from baton.types import InstanceId, PrefillPath, Role
-from baton_router.indexer.event_applier import LOWER_TIERS, STORE_TIERS, IndexState
+from baton_router.indexer.events import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import Instance

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from tests.support.router.world import PROMPT, World, assert_right, make_request, run
 
 from baton.types import Role
-from baton_router.indexer.event_applier import IndexState
+from baton_router.indexer.events import IndexState
 
 
 async def test_gap_in_the_events(world: World) -> None:

@@ -14,7 +14,7 @@ from baton.api.v1 import router_pb2
 from baton.client.request import build_generate
 from baton.tokenizer import TextModelCache
 from baton.types import PrefillPath
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 

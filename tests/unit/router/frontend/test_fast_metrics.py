@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
+from baton_router.metrics import Counter, Gauge, Histogram
 
 BUCKETS = (0.0, 0.5, 1.0, 30.0)
 

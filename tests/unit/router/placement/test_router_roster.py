@@ -15,7 +15,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.native import address_of
 from baton.rpc.http2.message_stream import Dialer
 from baton.types import Epoch, InstanceId, Role
-from baton_router.indexer.event_applier import EventApplier
+from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo
 from baton_router.registry.load import LoadReservation

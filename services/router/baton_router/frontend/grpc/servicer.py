@@ -17,7 +17,7 @@ from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
 from baton.types import ORDER_HEADER, Order, SamplingParams
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.access_log import log_access
 from baton_router.processor.input_processor import InputProcessor

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from baton.api.v1 import router_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
-from baton_router.metrics.fast_metrics import Counter, GaugeFunction
+from baton_router.metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedError
 from baton.rpc.audit import Event, audit
 from baton.rpc.auth import HostRule
-from baton_router.accounts.accounts import Accounts
+from baton_router.accounts import Accounts
 from baton_router.frontend.http.access_log import log_access
 from baton_router.frontend.http.errors import answer_to
-from baton_router.metrics.fast_metrics import Counter, Gauge, Histogram
+from baton_router.metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""Counters, gauges and histograms for one event loop, under the names and with the text of Prometheus' own.
+"""Counters, gauges and histograms for one event loop, with the text format of Prometheus' client library.
 
-The client library's take a lock and several calls each, two to three microseconds; a request has some forty of them.
+The client library's own take a lock and several calls each, two to three microseconds; a request updates about forty.
 These are plain additions, read when the metrics are scraped.
 """
 
@@ -20,7 +20,7 @@ C = TypeVar("C")
 
 
 class Amount:
-    """A number that is counted up, or up and down."""
+    """A number that rises, or rises and falls."""
 
     __slots__ = ("value",)
 
@@ -49,12 +49,12 @@ class Distribution:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Take a value, or the same one several times."""
+        """Add a value, or the same one several times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return how many values are at most as much as each bound."""
+        """Return how many values are at most each bound."""
         out = []
         so_far = 0
         for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
@@ -78,12 +78,12 @@ class _Family(Collector, Generic[C]):
     def labels(self, *values: str, **named: str) -> C:
         """Return the series of some labels, by their order or by name; it may be kept."""
         key = values if not named else tuple(named[name] for name in self._labels)
-        found = self._series.get(key)
-        if found is None:
+        series = self._series.get(key)
+        if series is None:
             if len(key) != len(self._labels):
                 raise ValueError(f"{self._name} has the labels {self._labels}, not {key}")
-            found = self._series[key] = self._make()
-        return found
+            series = self._series[key] = self._make()
+        return series
 
     def remove(self, *values: str) -> None:
         """Remove the series of some labels, if there is one."""
@@ -140,7 +140,7 @@ class GaugeFunction(Collector):
     """A number that is read when the metrics are scraped.
 
     Args:
-        read: Returns it.
+        read: Returns the number.
     """
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry, read: Callable[[], float]) -> None:
@@ -171,13 +171,13 @@ class Histogram(_Family[Distribution]):
         super().__init__(name, text, labels, registry)
 
     def observe(self, value: float) -> None:
-        """Take a value into the only series of a histogram without labels."""
+        """Add a value to the only series of a histogram without labels."""
         self._series[()].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for key, values in self._series.items():
-            # Where values may be negative there is no _sum and no _count: OpenMetrics has these for what only rises.
+            # With negative values there is no _sum and no _count: in OpenMetrics these must only rise.
             family.add_metric([str(value) for value in key], buckets=values.buckets(), sum_value=values.total)
         yield family
 

@@ -9,21 +9,28 @@ Keys and tenants are written as TOML or JSON, or just one key per line; where th
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import hmac
 import json
+import logging
 import re
 import secrets
+import ssl
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError, InvalidRequestError
+from baton.logs import Absence
+from baton.rpc.audit import audit
 from baton.rpc.convert import tenant_to_pb
+from baton.rpc.redis import open_redis, redis_errors
+from baton.rpc.tls import Tls
 from baton.types import Tenant
 from baton_router.types import Account, salt_of
 
@@ -59,8 +66,8 @@ class Accounts:
     """The holders of all API keys.
 
     Args:
-        entries: By the SHA-256 of their keys.
-        secret: Of the routers: decides the salts.
+        entries: Tenants by the SHA-256 of their keys.
+        secret: Secret of the routers, from which the salts are derived.
     """
 
     def __init__(self, entries: Mapping[bytes, AccountEntry], secret: bytes) -> None:
@@ -78,9 +85,9 @@ class Accounts:
         return len({account.name for account in self._known.values()})
 
     def replace(self, entries: Mapping[bytes, AccountEntry]) -> None:
-        """Take other keys; running requests go on."""
+        """Replace the keys; running requests go on."""
         names = {entry.tenant.id for entry in entries.values()}
-        # Who is left of several is no administrator by that: this process knows what the others did.
+        # The last tenant left of several does not become an administrator: this process knows what the others did.
         self._several = self._several or len(names) > 1
         accounts = {
             entry.tenant.id: _account(entry, self._secret, alone=not self._several) for entry in entries.values()
@@ -88,9 +95,9 @@ class Accounts:
         self._known = {digest: accounts[entry.tenant.id] for digest, entry in entries.items()}
 
     def identify(self, header: str) -> Account | None:
-        """Return whose key an ``authorization`` header shows; ``None``: no known key's.
+        """Return the holder of the key in an ``authorization`` header; ``None``: the key is unknown.
 
-        What the time of the look-up could tell is about a digest, from which a key cannot be worked out.
+        The time of the look-up could only reveal something about a digest, from which a key cannot be derived.
         """
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer":
@@ -99,13 +106,13 @@ class Accounts:
 
 
 class Tenants:
-    """Names tenants. A salt is a secret and a user may be a person: their names say nothing to those who see them."""
+    """Names tenants. A salt is a secret and a user may be a person: names contain only digests of both."""
 
     def __init__(self) -> None:
         self._digest = functools.lru_cache(_REMEMBERED)(functools.partial(_digest, secrets.token_bytes(16)))
 
     def name(self, account: Account | None, cache_salt: str, user: str) -> str:
-        """Return a request's tenant: whose API key it showed, else its cache salt, else its user; else all share one.
+        """Return a request's tenant: that of its API key, else of its cache salt, else of its user; else all share one.
 
         Args:
             account: The API key's holder; ``None``: there are no API keys.
@@ -127,7 +134,7 @@ def _account(entry: AccountEntry, secret: bytes, *, alone: bool) -> Account:
         max_in_flight=entry.max_in_flight,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
-        # A tenant that is alone has nothing to be kept from, unless its file says otherwise.
+        # A single tenant needs no protection from others, unless its file says otherwise.
         priority_floor=(_NO_FLOOR if alone else 0) if entry.priority_floor is None else entry.priority_floor,
         admin=alone if entry.admin is None else entry.admin,
         salt_key=key,
@@ -185,7 +192,7 @@ def entries_of_json(data: bytes) -> dict[bytes, AccountEntry]:
 def entries_of_lines(text: str) -> dict[bytes, AccountEntry]:
     """Read one key per line, each of a tenant of its own; empty lines and ``#`` comments don't count.
 
-    A tenant is called after its key, not after its line: else to take a line out would give caches to others.
+    A tenant is named after its key, not after its line: else removing a line would give caches to others.
 
     Raises:
         ConfigError: A key has characters that no header can carry.
@@ -224,7 +231,7 @@ def entries_of_tenants(value: Any) -> dict[bytes, AccountEntry]:
 
 
 def key_digest(key: str) -> bytes:
-    """Return what is kept of a key.
+    """Return the digest of a key.
 
     Raises:
         ConfigError: It has characters that no header can carry.
@@ -258,7 +265,7 @@ def _entry(name: str, values: Mapping[str, Any], where: str) -> AccountEntry:
 
 
 def _digests(values: Mapping[str, Any], where: str) -> list[bytes]:
-    found = []
+    digests = []
     for field in ("keys", "key_sha256"):
         items = values.get(field, [])
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
@@ -266,11 +273,240 @@ def _digests(values: Mapping[str, Any], where: str) -> list[bytes]:
         for item in items:
             if field == "key_sha256" and not _DIGEST.fullmatch(item.lower()):
                 raise _wrong(f"{where}.key_sha256 must be 64 hex digits")
-            found.append(bytes.fromhex(item) if field == "key_sha256" else key_digest(item))
-    if not found:
+            digests.append(bytes.fromhex(item) if field == "key_sha256" else key_digest(item))
+    if not digests:
         raise _wrong(f"{where} has no key: give keys or key_sha256")
-    return found
+    return digests
 
 
 def _wrong(message: str) -> ConfigError:
     return ConfigError(message, field=FIELD)
+
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+
+log = logging.getLogger(__name__)
+
+IN_REDIS = "redis"
+"""Value of ``--api-keys`` for keys in Redis."""
+INTERVAL_S = 2.0
+MIN_SECRET_BYTES = 16
+
+
+class FileAccounts:
+    """Accounts from a file.
+
+    Args:
+        path: The file.
+        secret_file: Has the secret of the salts; empty: a random one.
+        shared: Whether other routers serve the same tenants, and so need the same secret.
+
+    Raises:
+        ConfigError: A file cannot be read or makes no sense.
+    """
+
+    def __init__(self, path: str, secret_file: str, *, shared: bool) -> None:
+        self._path = Path(path)
+        self._seen = self._stamp()
+        entries = read_entries(self._path)
+        secret = required_secret(secret_file) if shared else read_secret(secret_file)
+        if secret is None:
+            if len({entry.tenant.id for entry in entries.values()}) > 1:
+                log.warning("no --tenant-secret-file: what tenants have cached is not found again after a restart")
+            secret = secrets.token_bytes(32)
+        self.accounts = Accounts(entries, secret)
+
+    async def start(self) -> None:
+        """Do nothing: the file was read when this was made."""
+
+    async def close(self) -> None:
+        """Do nothing: no connection is open."""
+
+    async def renew(self) -> bool:
+        """Read the file again if it changed; a broken one is reported and changes nothing. Blocks for a moment."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self.accounts.replace(read_entries(self._path))
+        except ConfigError as error:
+            log.error("API keys stay as they were: %s", error.message)
+            audit("keys_changed", source=str(self._path), taken="no")
+            return False
+        log.info("API keys were read again: %d tenants", len(self.accounts))
+        audit("keys_changed", source=str(self._path), taken="yes", tenants=len(self.accounts))
+        return True
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            info = self._path.stat()
+        except OSError:
+            return None
+        return info.st_mtime_ns, info.st_size, info.st_ino
+
+
+def read_secret(path: str) -> bytes | None:
+    """Read the secret that decides the tenants' salts; an empty path means none.
+
+    Raises:
+        ConfigError: It cannot be read, is open to others, or is too short.
+    """
+    if not path:
+        return None
+    secret = read_secret_file(path, "the tenants' secret", "tenant_secret_file").strip()
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"the tenants' secret in {path} has {len(secret)} bytes; {MIN_SECRET_BYTES} are the least",
+            field="tenant_secret_file",
+        )
+    return secret
+
+
+def required_secret(path: str) -> bytes:
+    """Read the secret of routers that serve the same tenants.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read, or is too short.
+    """
+    secret = read_secret(path)
+    if secret is None:
+        message = "several routers must agree on the salts of tenants: give all of them --tenant-secret-file"
+        raise ConfigError(message, field="tenant_secret_file")
+    return secret
+
+
+def accounts_key(prefix: str) -> str:
+    """Return the key of the API keys."""
+    return f"{prefix}:api-keys"
+
+
+class RedisAccounts:
+    """Accounts from Redis. While it is unreachable they do not change.
+
+    Args:
+        url: URL of Redis.
+        prefix: Prefix of the key.
+        secret_file: File with the secret of the salts.
+
+    Raises:
+        ConfigError: There is no secret, or the client is not installed.
+    """
+
+    def __init__(self, url: str, prefix: str, secret_file: str) -> None:
+        self.accounts = Accounts({}, required_secret(secret_file))
+        self._redis: Redis = open_redis(url)
+        self._key = accounts_key(prefix)
+        self._seen: bytes | None = None
+        self._absence = Absence(log, "API keys are read again from Redis")
+
+    async def start(self) -> None:
+        """Read them for the first time.
+
+        Raises:
+            ConfigError: Redis does not answer, or has none that make sense.
+        """
+        try:
+            data = await self._read()
+        except redis_errors() as error:
+            raise ConfigError(f"API keys cannot be read from Redis: {error}", field=FIELD) from error
+        if data is None:
+            raise ConfigError(f"Redis has no API keys: {self._key} is not there", field=FIELD)
+        self._apply(data)
+
+    async def renew(self) -> None:
+        """Read the accounts again; errors are logged and change nothing."""
+        try:
+            data = await self._read()
+            if data is None:
+                raise ConfigError(f"{self._key} is not there", field=FIELD)
+            if data != self._seen:
+                self._apply(data)
+                log.info("API keys were read again: %d tenants", len(self.accounts))
+                audit("keys_changed", source="redis", taken="yes", tenants=len(self.accounts))
+        except ConfigError as error:
+            self._complain(error.message)
+        except redis_errors() as error:
+            self._complain(str(error))
+        else:
+            self._absence.ended()
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _read(self) -> bytes | None:
+        if await self._redis.strlen(self._key) > MAX_FILE_BYTES:
+            raise ConfigError(f"{self._key} is longer than {MAX_FILE_BYTES} bytes", field=FIELD)
+        value = await self._redis.get(self._key)
+        return value.encode() if isinstance(value, str) else value
+
+    def _apply(self, data: bytes) -> None:
+        self.accounts.replace(entries_of_json(data))
+        self._seen = data
+
+    def _complain(self, why: str) -> None:
+        self._absence.failed("API keys stay as they were: %s", why, level=logging.ERROR)
+
+
+class CredentialReload:
+    """Reads keys and certificates again every :data:`INTERVAL_S` seconds.
+
+    Args:
+        accounts: API keys, if there are any.
+        tls: Certificates, if there are any.
+        https: Context of the HTTP server, if it speaks TLS.
+    """
+
+    def __init__(
+        self, accounts: FileAccounts | RedisAccounts | None, tls: Tls | None, https: ssl.SSLContext | None
+    ) -> None:
+        self._accounts = accounts
+        self._tls = tls
+        self._https = https
+        self._shown = tls.generation if tls is not None else 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin, in the running loop.
+
+        Raises:
+            ConfigError: API keys cannot be read.
+        """
+        if self._accounts is not None:
+            await self._accounts.start()
+        if self._accounts is not None or self._https is not None:
+            self._task = asyncio.create_task(self._run(), name="renewal")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._accounts is not None:
+            await self._accounts.close()
+
+    async def look(self) -> None:
+        """Apply changes; failures are logged, and retried by the next look."""
+        for renew in (self._renew_accounts, self._renew_certificates):
+            try:
+                await renew()
+            except Exception:  # a file in the middle of being replaced, say: it must not be the last look
+                log.exception("API keys or certificates could not be taken over")
+
+    async def _renew_accounts(self) -> None:
+        if self._accounts is not None:
+            await self._accounts.renew()
+
+    async def _renew_certificates(self) -> None:
+        if self._tls is not None and self._https is not None:
+            self._tls.refresh()
+            generation = self._tls.generation
+            if self._shown != generation:
+                self._tls.renew(self._https)
+                self._shown = generation
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self.look()

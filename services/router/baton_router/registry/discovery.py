@@ -1,8 +1,7 @@
-"""Instances behind a Kubernetes Service: its EndpointSlices, listed once and then watched.
+"""Finding instances: beside those on the command line and those that register here, in Redis or in Kubernetes.
 
-A watch begins where the list or the last event was (``resourceVersion``; bookmarks move it on while nothing happens). A
-stream that breaks is opened again from there; 410 Gone means that the server remembers no more, so everything is
-listed anew. While the API server is away, what is known stays.
+A source tells the registry which addresses there are (``Registry.set_discovered``). The monitor of each address asks
+the instance for its identity, and refuses one that does not fit.
 """
 
 from __future__ import annotations
@@ -10,21 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
 
 import grpc.aio
 import httpx
 import orjson
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
-from baton.config.router import RouterConfig
+from baton.config.router import RouterConfig, check_address
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
 from baton.rpc.errors import readable
 from baton.rpc.kubernetes_api import KubernetesApi
+from baton.rpc.redis import (
+    MAX_ANSWER_BYTES,
+    Registrations,
+    RegistrationWatch,
+    cancel_task,
+    instance_key,
+    news_key,
+    open_redis,
+)
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.types import Role
@@ -32,7 +42,96 @@ from baton_router.registry.registry import Registry
 
 log = logging.getLogger(__name__)
 
-SOURCE = "kubernetes"
+REDIS = "redis"
+KUBERNETES = "kubernetes"
+
+
+class Discovery(Protocol):
+    """A source of instances."""
+
+    def start(self) -> None:
+        """Begin to search; needs a running loop."""
+
+    async def close(self) -> None: ...
+
+
+def discoveries(config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None) -> list[Discovery]:
+    """Return the sources that ``config.discover`` names.
+
+    Raises:
+        ConfigError: A source is not usable; names the field.
+    """
+    sources: list[Discovery] = []
+    if REDIS in config.discover:
+        sources.append(RedisDiscovery(config, registry, token))
+    if KUBERNETES in config.discover:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
+        sources.append(KubernetesDiscovery(config, registry, token, tls))
+    return sources
+
+
+# --- Redis ---
+
+_ROUND_S = 0.8
+
+
+class RedisDiscovery:
+    """Follows the instances that registered in Redis; each keeps a key with a time to live.
+
+    Args:
+        config: URL and key prefix of Redis.
+        registry: Registry that gets the instances.
+        token: Shared token of the services; with one, registrations that it has not signed are skipped.
+        now: Monotonic clock, in seconds.
+
+    Attributes:
+        watch: Watch of the registrations.
+
+    Raises:
+        ConfigError: The URL cannot be read, or the client is not installed.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: Registry,
+        token: Token | None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._redis = open_redis(config.redis, most=MAX_ANSWER_BYTES)
+        key = instance_key(config.redis_prefix, "")
+        refused = partial(registry.refused_in_redis, "instance")
+        registrations = Registrations(self._redis, key, token, _parse, refused)
+        self.watch = RegistrationWatch(
+            registrations,
+            news_key(config.redis_prefix),
+            "instances",
+            round_s=_ROUND_S,
+            now=now,
+            on_failure=partial(registry.discovery_failed, REDIS),
+        )
+        self._registry = registry
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.watch.run(self._report), name="discovery redis")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await cancel_task(self._task)
+        await self._redis.aclose()
+
+    def _report(self, instances: Collection[tuple[str, Role]]) -> None:
+        self._registry.set_discovered(REDIS, dict(instances))
+
+
+def _parse(fields: Mapping[str, Any]) -> tuple[str, Role]:
+    check_address(fields["address"], field="address")
+    return fields["address"], Role(fields["role"])
+
+
+# --- Kubernetes ---
+
 _PAGE = 500
 _WATCH_S = 290
 _SILENCE_S = 310.0
@@ -40,26 +139,30 @@ _LONGEST_PAUSE_S = 5.0
 _GONE = 410
 _LONGEST_ROLE_PAUSE_S = 2.0
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, httpx.InvalidURL)
-"""What reading JSON of another shape than the API's raises; a version that fits into no URL makes none."""
+"""Errors of reading JSON of another shape than the API's, or of a version that fits into no URL."""
 UNANSWERED = (httpx.HTTPError, ConfigError, *UNREADABLE)
-"""What is raised where the API server gives no answer, or one that makes no sense."""
+"""Errors of requests that the API server does not answer, or not sensibly."""
 
 
 class GoneError(Exception):
-    """The server remembers no more what came after a resource version."""
+    """The server no longer has the changes after a resource version."""
 
 
 class KubernetesDiscovery:
-    """Watches EndpointSlices.
+    """Follows the instances behind a Kubernetes Service: its EndpointSlices, listed once and then watched.
+
+    A watch begins at the version of the list or the last event (``resourceVersion``; bookmarks advance it while nothing
+    happens). A broken stream is opened again from there; after 410 Gone everything is listed again. While the API
+    server is away, known instances are kept.
 
     Args:
-        config: Selector, port, namespace and where the API server is.
-        registry: Is told.
-        token: Shared token to show to instances.
-        tls: Certificates, if the services use some.
+        config: Selector, port, namespace and address of the API server.
+        registry: Registry that gets the instances.
+        token: Shared token to prove to instances.
+        tls: Certificates, if the services use TLS.
 
     Raises:
-        ConfigError: The service account's files are not there, or this is no pod and no API server was named.
+        ConfigError: The service account's files are missing, or this is no pod and no API server was named.
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, token: Token | None, tls: Tls | None = None) -> None:
@@ -68,12 +171,11 @@ class KubernetesDiscovery:
         self._selector = config.kubernetes_selector
         self._registry = registry
         self._slices = Slices(config.kubernetes_port)
-        self._roles = RoleFinder(SOURCE, registry, token, config.probe_timeout_s, tls)
+        self._roles = RoleFinder(KUBERNETES, registry, token, config.probe_timeout_s, tls)
         self._version = ""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to watch; needs a running loop."""
         self._task = asyncio.create_task(self._run(), name="discovery kubernetes")
 
     async def close(self) -> None:
@@ -94,14 +196,14 @@ class KubernetesDiscovery:
                 await self._watch(backoff)
                 absence.ended()
             except GoneError:
-                log.info("Kubernetes: too old a resource version, listing anew")
+                log.info("Kubernetes: too old a resource version, listing again")
                 self._version = ""
             except UNANSWERED as error:
                 if isinstance(error, UNREADABLE):
-                    self._version = ""  # half of it may have been taken
-                told = "Kubernetes does not answer, the instances found so far are kept: %s: %s"
-                absence.failed(told, type(error).__name__, error)
-                self._registry.discovery_failed(SOURCE)
+                    self._version = ""  # a part of it may have been applied
+                message = "Kubernetes does not answer, the instances found so far are kept: %s: %s"
+                absence.failed(message, type(error).__name__, error)
+                self._registry.discovery_failed(KUBERNETES)
             await asyncio.sleep(backoff.next_s())
 
     async def _list(self) -> None:
@@ -120,13 +222,13 @@ class KubernetesDiscovery:
             parameters["continue"] = more
         self._slices.replace(items)
         self._version = page["metadata"]["resourceVersion"]
-        self._roles.found(self._slices.addresses())
+        self._roles.set_addresses(self._slices.addresses())
 
     async def _watch(self, backoff: Backoff) -> None:
         """Follow changes until the stream ends.
 
         Raises:
-            GoneError: Everything has to be listed anew.
+            GoneError: Everything has to be listed again.
         """
         parameters = {
             "labelSelector": self._selector,
@@ -144,10 +246,10 @@ class KubernetesDiscovery:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line:
-                    self._take(orjson.loads(line))
+                    self._apply(orjson.loads(line))
                     backoff.reset()
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _apply(self, event: dict[str, Any]) -> None:
         kind = event["type"]
         item = event["object"]
         if kind == "ERROR":
@@ -157,14 +259,14 @@ class KubernetesDiscovery:
         self._version = item["metadata"]["resourceVersion"]
         if kind != "BOOKMARK":
             self._slices.apply(kind, item)
-            self._roles.found(self._slices.addresses())
+            self._roles.set_addresses(self._slices.addresses())
 
 
 class Slices:
-    """The EndpointSlices of one selector, as list and watch tell of them.
+    """The EndpointSlices of one selector, from list and watch.
 
     Args:
-        port: Name of the port to take.
+        port: Name of the instances' port.
     """
 
     def __init__(self, port: str) -> None:
@@ -175,14 +277,14 @@ class Slices:
         self._slices = {_slice_name(item): self._addresses(item) for item in items}
 
     def apply(self, kind: str, item: Mapping[str, Any]) -> None:
-        """Take a change: ``ADDED``, ``MODIFIED`` or ``DELETED``."""
+        """Apply a change: ``ADDED``, ``MODIFIED`` or ``DELETED``."""
         if kind == "DELETED":
             self._slices.pop(_slice_name(item), None)
         else:
             self._slices[_slice_name(item)] = self._addresses(item)
 
     def addresses(self) -> set[str]:
-        """Return every ``host:port`` that takes requests; a slice may repeat what another one has."""
+        """Return every ``host:port`` that accepts requests; slices may overlap."""
         return set[str]().union(*self._slices.values())
 
     def _addresses(self, item: Mapping[str, Any]) -> frozenset[str]:
@@ -203,14 +305,14 @@ def _slice_name(item: Mapping[str, Any]) -> str:
 
 
 class RoleFinder:
-    """Turns addresses into instances with a role, and tells the registry.
+    """Asks the instances at some addresses for their roles, and reports them to the registry.
 
     Args:
         source: Name of the source of discovery.
-        registry: Is told.
-        token: Shared token to show to instances.
-        tls: Certificates, if the services use some.
-        timeout_s: For one question.
+        registry: Registry that gets the instances.
+        token: Shared token to prove to instances.
+        timeout_s: Timeout of one question, in seconds.
+        tls: Certificates, if the services use TLS.
     """
 
     def __init__(
@@ -224,15 +326,15 @@ class RoleFinder:
         self._roles: dict[str, Role] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    def found(self, addresses: Iterable[str]) -> None:
-        """Take the addresses that there are now."""
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """Set the current addresses."""
         wanted = set(addresses)
         for address in [x for x in self._asking if x not in wanted]:
             self._asking.pop(address).cancel()
         self._roles = {address: role for address, role in self._roles.items() if address in wanted}
         for address in wanted - self._roles.keys() - self._asking.keys():
             self._asking[address] = asyncio.create_task(self._ask(address), name=f"role of {address}")
-        self._tell()
+        self._report()
 
     async def close(self) -> None:
         tasks = list(self._asking.values())
@@ -240,8 +342,8 @@ class RoleFinder:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _tell(self) -> None:
-        self._registry.found(self._source, self._roles)
+    def _report(self) -> None:
+        self._registry.set_discovered(self._source, self._roles)
 
     async def _ask(self, address: str) -> None:
         backoff = Backoff(_LONGEST_ROLE_PAUSE_S, random.Random())
@@ -260,4 +362,4 @@ class RoleFinder:
                     refused = denied
                 await asyncio.sleep(backoff.next_s())
         self._asking.pop(address, None)
-        self._tell()
+        self._report()
