@@ -1,4 +1,4 @@
-"""One instance's KV events on their way into the index: order, gaps, restarts, how far to trust them."""
+"""KV events of an instance or a KV store: their stream, and their order, gaps and restarts up to the index."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from baton_router.metrics import Counter
 
 DEVICE = "device"
 LOWER_TIERS = ("host", "disk", "remote")
-"""Nearest first. A block there must be loaded before it is used, so it is no match; see :attr:`EventApplier.tiers`."""
+"""Nearest first. Blocks there must be loaded before use, so they are no match; see :attr:`EventApplier.tiers`."""
 STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
-"""What the tiers of a KV store are called, seen from the instances that load from it."""
+"""Names of a KV store's tiers for the instances that load from it."""
 _KNOWN_TIERS = frozenset({"", DEVICE, *LOWER_TIERS})
 _MAX_NAMES = 16
-"""Names of unknown tiers that are remembered of one sender."""
+"""Maximum number of remembered names of unknown tiers per sender."""
 
 
 class IndexState(enum.StrEnum):
-    """How much the index knows of an instance."""
+    """How complete the index is for an instance."""
 
     EXACT = "exact"
     """Every event up to now was applied."""
     STALE = "stale"
-    """The event stream is broken or silent, or the index was full; what is known may be out of date."""
+    """The event stream is broken or silent, or the index was full; its content may be out of date."""
     OFF = "off"
     """Nothing is known; the router's own decisions stand in."""
 
 
 class Watcher(Protocol):
-    """Keeps what it knows of several parts of the index side by side.
+    """Caches several parts of the index as rows.
 
     Attributes:
-        changed: Positions of those that changed since it looked.
-        over: Another one watches one of them now.
+        changed: Positions of the parts that changed since they were read.
+        over: Whether another watcher has replaced it for one of them.
     """
 
     changed: set[int]
@@ -63,18 +63,18 @@ class EventGapError(Exception):
 
 
 class ApproxIndex:
-    """What an instance that sends no events probably holds: the latest prompts that this router sent there.
+    """Probable content of an instance that sends no events: the latest prompts that this router sent there.
 
-    An approximation: a prompt counts for a limited time, and the prompts sent longest ago go first when they would not
-    fit into the instance's memory any more. A prompt that is sent again counts anew.
+    An approximation: a prompt counts for a limited time, which starts again when it is sent again, and the prompts sent
+    longest ago are dropped first when they would not fit into the instance's memory any more.
 
     Args:
         index: The index.
         now: Monotonic clock, in seconds.
-        ttl_s: How long a prompt counts.
+        ttl_s: Seconds that a prompt counts.
 
     Attributes:
-        capacity: Blocks of the instance; 0: unknown, no limit.
+        capacity: Number of blocks of the instance; 0: unknown, no limit.
     """
 
     def __init__(self, index: PrefixIndex, *, now: Callable[[], float], ttl_s: float) -> None:
@@ -98,7 +98,7 @@ class ApproxIndex:
             self._drop_oldest()
 
     def expire(self) -> None:
-        """Let go of prompts whose time is up."""
+        """Drop prompts whose time is up."""
         while self._kept and self._kept[0][0] <= self._now():
             self._drop_oldest()
 
@@ -113,24 +113,24 @@ class ApproxIndex:
 class EventApplier:
     """Applies one instance's event batches to its slots of the index.
 
-    As long as the instance has told nothing, or nothing for too long, what the router itself has sent there counts as
-    cached for a while.
+    Before the instance has sent events, or when it has sent none for too long, the prompts that this router sent there
+    count as cached for a while.
 
     Args:
         index: The index.
         now: Monotonic clock, in seconds.
-        stale_limit_s: After so long without events a stale slot is not used any more.
-        decision_ttl_s: How long a prompt counts as cached that was sent to an instance without events.
-        settle_s: How long the chain of a request that ended counts on: longer than its last events may take.
+        stale_limit_s: Seconds without events after which a stale slot is not used any more.
+        decision_ttl_s: Seconds that a prompt sent to an instance without events counts as cached.
+        settle_s: Seconds that the chain of a request counts after its end: longer than its last events may take.
 
     Attributes:
         slot: The slot of the index that holds this instance's blocks; changes with every snapshot.
-        lower_slots: The slot of each lower tier that the instance has told of.
-        num_gaps: Gaps in its events.
-        num_heard: How often the instance was heard: batches and heartbeats.
-        num_events: Events applied.
-        num_unknown: Events of tiers that this router does not know: their blocks count nowhere.
-        unknown_tiers: What those tiers are called; the first ones.
+        lower_slots: The slot of each lower tier that the instance has reported.
+        num_gaps: Number of gaps in its events.
+        num_heard: Number of batches and heartbeats received.
+        num_events: Number of events applied.
+        num_unknown: Number of events of unknown tiers, which are ignored.
+        unknown_tiers: Names of the first unknown tiers.
     """
 
     def __init__(
@@ -168,26 +168,26 @@ class EventApplier:
 
     @property
     def tiers(self) -> tuple[tuple[str, int], ...]:
-        """Tiers that the instance has told of, nearest first, each with the slots of it and all nearer ones.
+        """Tiers that the instance has reported, nearest first, each with a mask of its slots and all nearer ones.
 
-        With :meth:`PrefixIndex.match_any` they tell how many leading blocks come from each tier or nearer.
+        With :meth:`PrefixIndex.match_any` they give the leading blocks in each tier or nearer.
         """
         slots = 1 << self.slot
-        found = [(DEVICE, 1 << self.slot)]
+        tiers = [(DEVICE, 1 << self.slot)]
         for tier in LOWER_TIERS:
             if tier in self.lower_slots:
                 slots |= 1 << self.lower_slots[tier]
-                found.append((tier, slots))
-        return tuple(found)
+                tiers.append((tier, slots))
+        return tuple(tiers)
 
     @property
     def num_lower_blocks(self) -> dict[str, int]:
-        """Blocks that the index holds of each lower tier that was told of."""
+        """Number of blocks in the index of each reported lower tier."""
         return {tier: self._index.num_blocks(slot) for tier, slot in self.lower_slots.items()}
 
     @property
     def state(self) -> IndexState:
-        """How far the slot can be trusted now."""
+        """How complete the slot is now."""
         if not self._known:
             return IndexState.OFF
         cut_at = self._cut_at
@@ -198,12 +198,12 @@ class EventApplier:
 
     @property
     def usable(self) -> bool:
-        """Whether a match on the slot may count: not if what is known is too old. An empty slot does no harm."""
+        """Whether a match on the slot may count: not if its content is too old. An empty slot does no harm."""
         return self._now() <= self.usable_until
 
     @property
     def usable_until(self) -> float:
-        """When the slot stops to be usable unless the instance is heard; ``-inf``: it is given back."""
+        """Time until which the slot is usable without another message; ``-inf``: it was released."""
         if self._closed:
             return -math.inf
         if not self._known:
@@ -214,7 +214,7 @@ class EventApplier:
 
     @property
     def owner(self) -> int:
-        """Who the slot belongs to, see :meth:`PrefixIndex.owner`; 0: it is given back."""
+        """Owner of the slot, see :meth:`PrefixIndex.owner`; 0: it was released."""
         return 0 if self._closed else self._index.owner(self.slot)
 
     @property
@@ -222,11 +222,11 @@ class EventApplier:
         return self._now
 
     def watch(self, watcher: Watcher, at: int) -> None:
-        """Have changes of slots and of :attr:`usable_until` told to somebody, and to nobody else any more.
+        """Report changes of slots and of :attr:`usable_until` to a watcher, which replaces an earlier one.
 
         Args:
-            watcher: Who is told.
-            at: As which position.
+            watcher: The watcher.
+            at: Position of this part in the watcher.
         """
         if self._watcher is not None:
             self._watcher.over = True
@@ -251,7 +251,7 @@ class EventApplier:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the index holds of this instance."""
+        """Number of blocks in the index of this instance."""
         return self._index.num_blocks(self.slot)
 
     @property
@@ -268,9 +268,9 @@ class EventApplier:
         return self._sequence if self._known and not self._partial and epoch == self._epoch else 0
 
     def restarted(self, epoch: Epoch, num_blocks: int = 0) -> bool:
-        """Tell which process is there now, and how many blocks it has; returns whether it is another one.
+        """Set the current process and its number of blocks; return whether it is another one than before.
 
-        Everything is forgotten of a process that was there before.
+        Everything from an earlier process is dropped.
         """
         self._decisions.capacity = num_blocks
         before = self._process
@@ -287,27 +287,27 @@ class EventApplier:
         return True
 
     def broken(self) -> None:
-        """Tell that the event stream ended."""
+        """Record that the event stream ended."""
         self._broken_at = self._now() if self._cut_at is None else self._cut_at
         self._changed()
 
     def stood_still(self, seconds: float) -> None:
-        """Tell that the router itself could hear nothing for a while: that is no silence of the instance."""
+        """Record that the router itself stood still: that is no silence of the instance."""
         self._heard_at += seconds
         self._changed()
 
     def tick(self) -> None:
-        """Let go of what is too old to be used."""
+        """Drop what is too old to be used."""
         self._decisions.expire()
         self._end_settling(self._now())
         if self._known and not self.usable:
             self._forget()
 
     def heartbeat(self, batch: events_pb2.KvEventBatch, silence_s: float) -> None:
-        """Take a sign of life; from now on, on later streams too, a silence of ``silence_s`` makes the index stale.
+        """Apply a heartbeat; from now on, also on later streams, a silence of ``silence_s`` makes the index stale.
 
         Raises:
-            EventGapError: The instance sent events that did not come here.
+            EventGapError: The instance sent events that did not arrive.
         """
         if not self._known or batch.epoch != self._epoch or batch.sequence != self._sequence:
             self._gap(Epoch(batch.epoch), f"batch {batch.sequence} did not come, the last was {self._sequence}")
@@ -356,7 +356,7 @@ class EventApplier:
         raise EventGapError(what)
 
     def _apply_alike(self, kind: str, tier: str, events: Sequence[events_pb2.KvEvent]) -> None:
-        """Apply neighbours of one kind and tier: the table takes their blocks in one call."""
+        """Apply consecutive events of one kind and tier, with one call of the table."""
         if tier not in _KNOWN_TIERS:
             self.num_unknown += len(events)
             if len(self.unknown_tiers) < _MAX_NAMES:
@@ -376,7 +376,7 @@ class EventApplier:
                 self._index.drop(self.lower_slots.pop(lower))
 
     def _slot_of(self, tier: str, *, make: bool = False) -> int | None:
-        """Return a tier's slot; ``None``: nothing is kept of it."""
+        """Return a tier's slot; ``None``: it has none."""
         if tier in ("", DEVICE):
             return self.slot
         if make and tier not in self.lower_slots:
@@ -384,13 +384,13 @@ class EventApplier:
         return self.lower_slots.get(tier)
 
     def lost(self) -> None:
-        """Tell that the process is gone, and with it everything that it told of."""
+        """Record that the process is gone, and its blocks with it."""
         self.broken()
         if self._known:
             self._forget()
 
     def _forget(self) -> None:
-        """Forget what the instance told; what is expected of it stays."""
+        """Drop the instance's reported blocks; pending ones are kept."""
         self.slot = self._index.replace(self.slot)
         for slot in self.lower_slots.values():
             self._index.drop(slot)
@@ -409,9 +409,9 @@ class EventApplier:
         return pending
 
     def settle(self, pending: PendingChain) -> None:
-        """Let the chain of a request that was computed here go once its events must have come.
+        """Release the chain of a request that was computed here, once its events must have arrived.
 
-        Until then nothing else says that its blocks are here: instances gather events, also beyond a request's end.
+        Until then only the chain shows its blocks: instances batch events, also beyond a request's end.
         """
         if self._settle_s and self._known:
             self._settling.append((self._now() + self._settle_s, pending))
@@ -423,7 +423,7 @@ class EventApplier:
             self._settling.popleft()[1].release()
 
     def close(self) -> None:
-        """Take this instance out of the index."""
+        """Remove this instance from the index."""
         self._decisions.clear()
         self._settle_s = 0.0
         self._closed = True
@@ -434,7 +434,7 @@ class EventApplier:
 
 
 def _hashes(events: Sequence[events_pb2.KvBlocksStored | events_pb2.KvBlocksRemoved]) -> HashChain:
-    """Hashes of the right length; anything else could not have come from the hash chain."""
+    """Return the hashes of the right length; others cannot be of a hash chain."""
     packed = [x.packed_hashes[: len(x.packed_hashes) // HASH_BYTES * HASH_BYTES] for x in events]
     raw = list(chain.from_iterable(x.block_hashes for x in events))
     if raw:
@@ -447,18 +447,18 @@ def _hashes(events: Sequence[events_pb2.KvBlocksStored | events_pb2.KvBlocksRemo
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 1.5
-"""Times between two heartbeats after which an event stream counts as cut, if nothing came."""
+"""Silence, in heartbeat intervals, after which an event stream counts as cut."""
 GATHER_BEATS = 0.95
-"""Such times that news may wait for more to come: then they come in the place of heartbeats."""
+"""Heartbeat intervals that events may be batched: then they take the place of heartbeats."""
 _LOST_BEATS = 8
-"""Such times before another stream is opened in its place."""
+"""Silence, in heartbeat intervals, after which the stream is opened again."""
 
 
 class IndexMetrics:
-    """Counts what event streams bring, per instance or KV store.
+    """Counts events and gaps, per instance or KV store.
 
     Args:
-        registry: Takes the metrics.
+        registry: Registry to add the metrics to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -490,8 +490,11 @@ class EventSubscriber:
 
     Args:
         events: The instance's part of the index.
-        metrics: Where events and gaps are counted.
-        beat_s: Seconds between the heartbeats that are asked for; 0: none are.
+        metrics: Counters of events and gaps.
+        beat_s: Seconds between requested heartbeats; 0: none.
+
+    Attributes:
+        heard: Whether the latest stream delivered anything.
     """
 
     def __init__(self, events: EventApplier, metrics: IndexMetrics, beat_s: float) -> None:
@@ -499,22 +502,20 @@ class EventSubscriber:
         self._metrics = metrics
         self._beat_s = beat_s
         self.heard = False
-        """Whether the latest stream brought anything."""
-        self._told: set[str] = set()
-        """Unknown tiers that the log has."""
+        self._logged_tiers: set[str] = set()
 
     async def follow(self, name: str, call: EventStream) -> bool:
-        """Follow one stream until it ends; ``False``: there is none to be had.
+        """Follow one stream until it ends; ``False``: the peer has no events.
 
         Args:
-            name: Whose, for log and metrics.
+            name: Name of the peer, for log and metrics.
             call: The stream, from :meth:`EventApplier.resume_from` on.
         """
         self.heard = False
         try:
             async with asyncio.timeout(None) as silence:
                 async for answer in call:
-                    self._take(name, readable(answer).batch, silence)
+                    self._apply(name, readable(answer).batch, silence)
                     self.heard = True
         except TimeoutError:
             log.warning("KV events of %s fell silent", name)
@@ -534,8 +535,8 @@ class EventSubscriber:
             self._events.broken()
         return True
 
-    def _take(self, name: str, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
-        """Put a batch into the index. Once heartbeats come, ``silence`` ends a stream that nothing comes from."""
+    def _apply(self, name: str, batch: events_pb2.KvEventBatch, silence: asyncio.Timeout) -> None:
+        """Apply a batch. Once there are heartbeats, ``silence`` ends a stream that delivers nothing."""
         if batch.heartbeat:
             self._events.heartbeat(batch, SILENT_BEATS * self._beat_s)
         else:
@@ -545,18 +546,18 @@ class EventSubscriber:
                 self._metrics.events.labels(name).inc(self._events.num_events - before)
             if self._events.num_unknown > unknown:
                 self._metrics.unknown.labels(name).inc(self._events.num_unknown - unknown)
-                self._tell_unknown(name)
+                self._log_unknown(name)
         end = silence.when()
         if batch.heartbeat or end is not None:
             later = asyncio.get_running_loop().time() + _LOST_BEATS * self._beat_s
             if end is None or later - end > self._beat_s:  # a new timer costs more than a beat is worth
                 silence.reschedule(later)
 
-    def _tell_unknown(self, name: str) -> None:
-        """Say once of each unknown tier that its blocks count nowhere."""
-        new = self._events.unknown_tiers - self._told
+    def _log_unknown(self, name: str) -> None:
+        """Log once for each unknown tier that its blocks are ignored."""
+        new = self._events.unknown_tiers - self._logged_tiers
         if new:
-            self._told |= new
+            self._logged_tiers |= new
             log.warning(
                 "KV events of %s are of tiers that this router does not know, their blocks count nowhere: %s",
                 name,

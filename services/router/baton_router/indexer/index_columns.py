@@ -1,4 +1,4 @@
-"""What the index holds of a prompt for many instances at once: their parts of the index side by side."""
+"""Matches of a prompt for many instances at once: their parts of the index as rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 
 _ROW = struct.Struct("4d")
-"""Slot, when it stops to be usable, format and tokens per block: ``struct index_row`` of ``native/block_table.c``."""
+"""Slot, time until which it is usable, format, tokens per block: ``struct index_row`` of ``native/block_table.c``."""
 
 
 class IndexColumns:
-    """Parts of the index, a row each: one that changes is read again, the others are not.
+    """Parts of the index as rows; only parts that changed are read again.
 
     Args:
-        appliers: Whose parts they are.
-        formats: Number of each one's block format.
+        appliers: Parts of the index, in the order of the rows.
+        formats: Number of each part's block format.
         block_sizes: Tokens per block of each format.
 
     Attributes:
-        changed: Rows that changed since they were read.
-        over: Others watch one of the parts now: make new columns.
-        lower: Rows of instances that told of slower tiers.
+        changed: Positions of parts that changed since they were read.
+        over: Whether later columns watch one of the parts, so that these are outdated.
+        lower: Positions of instances that have reported slower tiers.
     """
 
     def __init__(self, appliers: Sequence[EventApplier], formats: Sequence[int], block_sizes: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class IndexColumns:
 
         Args:
             index: The index.
-            chains: The prompt in the blocks of each format in question; instances of others hold nothing.
+            chains: Hash chains of the prompt, by format; instances of other formats hold nothing.
 
         Returns:
             float64, an entry per row.

@@ -57,7 +57,10 @@ class PendingChain(msgspec.Struct, eq=False):
     """A chain that counts as held by an owner until :meth:`release`, which must be called once.
 
     Attributes:
-        over: It was released.
+        tree: Tree that it is part of.
+        owner: Owner that it is pending for.
+        leaf: Node of its last block.
+        over: Whether it was released.
     """
 
     tree: PendingBlocks
@@ -66,7 +69,7 @@ class PendingChain(msgspec.Struct, eq=False):
     over: bool = False
 
     def release(self) -> None:
-        """Let the chain count no more; harmless if the owner's slot was dropped meanwhile."""
+        """Stop counting the chain; harmless if the owner's slot was dropped meanwhile."""
         self.over = True
         self.tree._remove(self.owner, self.leaf)
 
@@ -298,10 +301,10 @@ class BlockTable:
     def match(self, chain: bytes, slots: int) -> dict[int, int]:
         """Return how many leading blocks each of some slots holds, if any."""
         pairs = self._pairs
-        found = _match(self._table, chain, len(chain) // HASH_BYTES, self._set(slots), pairs)
-        if not found:
+        num_slots = _match(self._table, chain, len(chain) // HASH_BYTES, self._set(slots), pairs)
+        if not num_slots:
             return {}
-        flat = pairs[: 2 * found]
+        flat = pairs[: 2 * num_slots]
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def match_any(self, chain: bytes, groups: Sequence[int]) -> list[int]:
@@ -475,8 +478,8 @@ class PrefixIndex:
             out: Where a float64 per row is in memory.
         """
         pending = self._pending.match(chain)
-        found = array("q", map(place, pending, repeat(-1)))
-        self._table.match_rows(chain.data, rows, which, (found, array("q", pending.values())), out)
+        rows_of_owners = array("q", map(place, pending, repeat(-1)))
+        self._table.match_rows(chain.data, rows, which, (rows_of_owners, array("q", pending.values())), out)
 
     def add_pending(self, slot: int, hashes: Sequence[BlockHash]) -> PendingChain | None:
         """Count a whole chain as held until it is released; ``None`` if the slot is gone."""

@@ -49,7 +49,7 @@ class Store:
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Blocks that the index holds of each tier that the store has told of."""
+        """Number of blocks in the index of each tier that the store has reported."""
         return {STORE_TIERS[tier]: blocks for tier, blocks in self.events.num_lower_blocks.items()}
 
 
@@ -58,12 +58,12 @@ class Stores(Collector):
 
     Args:
         config: Addresses and intervals.
-        index: Where their blocks go.
-        metrics: Where events are counted.
+        index: Index of their blocks.
+        metrics: Counters of events.
         open_channel: Opens a channel to an address.
         now: Monotonic clock, in seconds.
-        token: The services', which signs registrations in Redis.
-        refused: Hears how many of them a look passed over.
+        token: Shared token of the services, which signs registrations in Redis.
+        refused: Called with the number of registrations that a read skipped.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class Stores(Collector):
             await membership.start(self, deadline=time.monotonic())
 
     def set(self, names: Iterable[str]) -> None:
-        """Take note of which stores there are."""
+        """Set the addresses of the stores."""
         wanted = set(names)
         for address in self._links.keys() - wanted:
             store, task = self._links.pop(address)
             log.info("the KV store %s left", store.name)
-            leave = asyncio.create_task(self._leave(store, task), name=f"close store {address}")
+            leave = asyncio.create_task(self._close_store(store, task), name=f"close store {address}")
             self._leaving.add(leave)
             leave.add_done_callback(self._leaving.discard)
         for address in sorted(wanted - self._links.keys()):
             store = Store(address, self._open(address), self.make_applier())
             self._links[address] = store, asyncio.create_task(self._run(store), name=f"store {address}")
 
-    async def _leave(self, store: Store, task: asyncio.Task[None]) -> None:
+    async def _close_store(self, store: Store, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         store.events.close()
@@ -141,12 +141,12 @@ class Stores(Collector):
         await asyncio.gather(*self._leaving)
 
     def tick(self) -> None:
-        """Let go of what is too old to be used."""
+        """Drop what is too old to be used."""
         for store in self:
             store.events.tick()
 
     def stood_still(self, seconds: float) -> None:
-        """Tell that the router itself could hear nothing for a while."""
+        """Record that the router itself stood still."""
         for store in self:
             store.events.stood_still(seconds)
 
@@ -167,7 +167,7 @@ class Stores(Collector):
         while True:
             epoch = await self._ask(store)
             if epoch is None:
-                # Gone: what lay in its memory is lost, and what is on its disk cannot be loaded now.
+                # Gone: blocks in its memory are lost, and those on its disk cannot be loaded now.
                 store.events.lost()
             elif not await self._follow(store, epoch, follower):
                 log.warning("the KV store %s tells no events: its blocks count nowhere", store.name)
@@ -177,7 +177,7 @@ class Stores(Collector):
             await asyncio.sleep(backoff.next_s())
 
     async def _ask(self, store: Store) -> Epoch | None:
-        """Return which process is there; ``None``: none."""
+        """Return the epoch of the store's process; ``None``: it does not answer."""
         try:
             info = readable(
                 await store.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s)
@@ -227,12 +227,12 @@ def _uses(configured: str, address: str) -> bool:
 def _tiers(appliers: Iterable[EventApplier]) -> tuple[tuple[str, int], ...]:
     """Join the tiers of several stores: a block may come from any of them."""
     usable: Sequence[dict[str, int]] = [dict(events.lower_slots) for events in appliers if events.usable]
-    found = []
+    tiers = []
     slots = 0
     for tier, name in STORE_TIERS.items():
         of_tier = [own[tier] for own in usable if tier in own]
         if of_tier:
             for slot in of_tier:
                 slots |= 1 << slot
-            found.append((name, slots))
-    return tuple(found)
+            tiers.append((name, slots))
+    return tuple(tiers)

@@ -1,1 +1,6 @@
-"""Every instance that the router knows: who it is, how busy, whether it lives."""
+"""The instances that the router knows: identity, load and liveness.
+
+- ``registry``: all instances and the leases of registered ones. ``discovery``: further sources of instances.
+- ``instance``, ``instance_monitor``: one instance, and the router's connection to it.
+- ``load``: the work in flight on an instance.
+"""

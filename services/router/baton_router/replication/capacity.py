@@ -39,7 +39,7 @@ class Peer:
         heard: Time of its latest entry by this process's clock, in seconds.
         sequence: Number of its latest entry.
         count: Number of replicas that it knew, itself included.
-        totals: Its work and units by instance.
+        totals: Work and units of the replica, by instance.
         registered: Instances that registered with it.
         silent: Whether it has not been heard lately.
     """
