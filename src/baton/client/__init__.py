@@ -8,21 +8,21 @@
             for chunk in stream:
                 print(chunk.text, end="")
 
-Whatever goes wrong is a :class:`baton.errors.BatonError`; the ones that a caller meets are
+All errors are :class:`baton.errors.BatonError`. Callers meet
 
 ::
 
     BatonError
-    ├── InvalidRequestError     the request is wrong; ``.field`` says where (often found before anything is sent)
-    ├── NotFoundError           no such model
-    ├── QueueFullError          every instance is full; ``.retry_after_s`` says when to come back
-    ├── UnavailableError        no router or no instance is there; was tried again ``retries`` times
-    ├── DeadlineError           it took longer than ``timeout``
-    ├── CancelledError          the server gave the request up
-    ├── UnauthenticatedError    the token is wrong
-    └── InternalError           Baton is at fault
+    ├── InvalidRequestError     an argument is invalid; ``.field`` names it (often before anything is sent)
+    ├── NotFoundError           there is no such model, request or instance
+    ├── QueueFullError          all instances are full; ``.retry_after_s`` says when to retry
+    ├── UnavailableError        no router or instance is available, after ``retries`` retries
+    ├── DeadlineError           the call took longer than ``timeout``
+    ├── CancelledError          the server cancelled the request
+    ├── UnauthenticatedError    the API key or token is invalid
+    └── InternalError           a fault in Baton
 
-A call is repeated only if it failed with UNAVAILABLE and no token of it had come.
+A call is retried only if it failed with UNAVAILABLE before its first token.
 """
 
 from baton.client.async_client import AsyncClient

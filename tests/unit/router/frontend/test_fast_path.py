@@ -18,8 +18,12 @@ from baton.api.v1 import worker_pb2
 from baton.rpc.http2.message_stream import StreamEnded
 from baton.rpc.multiplex import Call, CallEnded, CallStream, TokenWriter
 from baton.tokenizer import IncrementalDetokenizer
+from baton_router.frontend.anthropic import message_formatter, parse_message
 from baton_router.frontend.openai.answer import EventStream, EventWriter
 from baton_router.frontend.openai.openai_request import parse_chat
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.responses import parse_response
+from baton_router.frontend.openai.responses_answer import response_formatter
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextChunk, TextDelta
 
@@ -73,6 +77,21 @@ async def test_a_writers_events_are_those_of_chunks(body: dict[str, Any]) -> Non
     assert len(written) == 2, "one write per turn, one when it is left"
     assert registry.get_sample_value("baton_request_itl_seconds_count") == len(taken)
     assert registry.get_sample_value("baton_request_generated_tokens_total") == clock.generated == 1 + len(taken)
+
+
+async def test_events_of_other_forms_have_no_writer() -> None:
+    text = pipeline(ScriptedDispatcher())
+    chat = {"model": "baton-tiny", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+    responses = parse_response({"model": "baton-tiny", "stream": True, "input": "x"}, None, ResponseStore())
+    clock = GenerationClock(GenerationMetrics(CollectorRegistry()), 0.0)
+    for request, formatter in (
+        (parse_message({**chat, "max_tokens": 9}, None), message_formatter),
+        (responses, response_formatter),
+    ):
+        prepared = [await text.prepare(item) for item in request.requests]
+        form = formatter(request, prepared)(request, prepared, "id", 1700000000)
+        assert isinstance(form, EventStream)
+        assert form.token_writer([].append, [5], clock, [].append) is None
 
 
 def test_special_tokens_and_unknown_ones_go_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
