@@ -307,14 +307,14 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         """Read layers as they are computed, those that are there by now at once; see the class above."""
         if any(len(each.reads) > each.reads.blocks_per_request for each in reads):
             raise InvalidRequestError("the reads have too many blocks to be followed", field="reads")
-        connection = self._take(wait)
+        connection = self._acquire(wait)
         source = _SourceProgress(connection.stream, wait)
         try:
             valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
         except BaseException:
             self._drop(connection)
             raise
-        self._give(connection)
+        self._release(connection)
         return valid, source.waited_s
 
     def _follow(

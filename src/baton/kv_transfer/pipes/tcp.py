@@ -167,7 +167,7 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
 
     def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
         """Follow over one connection of so many that share the reads."""
-        connection = self._take(wait)
+        connection = self._acquire(wait)
         stream, valid, waited_s = connection.stream, list[Valid](), 0.0
         ahead: deque[tuple[LayerRead, int]] = deque()
         coming, under_way = iter(reads), 0
@@ -186,7 +186,7 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         except BaseException:
             self._drop(connection)  # answers may be under way
             raise
-        self._give(connection)
+        self._release(connection)
         return valid, waited_s
 
     def _num_shares(self, most: int, num_blocks: int, num_bytes: int) -> int:
