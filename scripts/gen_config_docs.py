@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import chat, config, demo, drain, explain, generate, health, kvstore, scale, status, up
-from baton.cli.fleet import command as autoscale
+from baton.cli import autoscale, chat, config, demo, explain, generate, instances, kvstore, status, up
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.flags import flag_fields
@@ -40,11 +39,11 @@ COMMANDS = {
     "status": status.add_parser,
     "chat": chat.add_parser,
     "generate": generate.add_parser,
-    "drain": drain.add_parser,
-    "scale": scale.add_parser,
+    "drain": instances.add_drain_parser,
+    "scale": instances.add_scale_parser,
     "autoscale": autoscale.add_parser,
     "demo": demo.add_parser,
-    "health": health.add_parser,
+    "health": instances.add_health_parser,
     "explain": explain.add_parser,
     "storetenants": kvstore.add_tenants_parser,
     "storeclear": kvstore.add_clear_parser,

@@ -28,8 +28,8 @@ from unittest.mock import patch
 import numpy as np
 
 from baton.autoscale.controller import Controller
+from baton.autoscale.fleets import RoleFleet
 from baton.autoscale.policy import Action, Decision
-from baton.autoscale.roles import RoleFleet
 from baton.autoscale.signals import ROLES, Observation
 from baton.client import AsyncClient
 from baton.config import EngineConfig
@@ -206,7 +206,7 @@ async def run(load: list[Sent], config: AutoscaleConfig | None) -> dict[str, Any
 
         # Without a controller one that may not do anything looks on, for the trace.
         watching = config or dataclasses.replace(CONTROLLER, scale_dry_run=True)
-        controller = Controller(watching, client, RoleFleet(client, 30.0), print_line, on_look=looked)
+        controller = Controller(watching, client, RoleFleet(client, 30.0), print_line, on_observation=looked)
         looking = asyncio.create_task(controller.run())
         await asyncio.gather(*(send(client, each, began) for each in load))
         looking.cancel()

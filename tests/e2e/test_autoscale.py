@@ -16,7 +16,7 @@ from tests.support.servers.supervised import supervised
 from tests.support.servers.up import start, stop
 
 from baton import AsyncClient
-from baton.cli.fleet.processes import ProcessFleet
+from baton.cli.autoscale import ProcessFleet
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import Supervisor
 from baton.errors import ConfigError

@@ -24,7 +24,7 @@ from tests.support.kube.controllers import Controllers, PaperNodes
 from tests.unit.autoscale.test_controller import CONFIG, World, run
 
 from baton.autoscale.controller import Controller
-from baton.autoscale.kubernetes import KubernetesFleet
+from baton.autoscale.fleets import KubernetesFleet
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.kubernetes_api import KubernetesApi
 from baton.testing import FakeRouter

@@ -1,1 +1,1 @@
-"""The controller of the ratio: looks at how pressed prefill and decode are, and changes how many there are of each."""
+"""Autoscaling: a controller that keeps the ratio of prefill to decode instances within targets of load and latency."""

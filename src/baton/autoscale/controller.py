@@ -1,57 +1,97 @@
-"""The controller: looks, decides, and has it done."""
+"""The controller: observes the router, decides by the policy, and changes the fleet."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.autoscale.metrics import AutoscaleMetrics
+from prometheus_client import Counter, Gauge
+
 from baton.autoscale.policy import Action, Decision, Policy
-from baton.autoscale.signals import Observation, look
+from baton.autoscale.signals import ROLES, Observation, observe
 from baton.client import Instance, Stats
 from baton.config.autoscale import AutoscaleConfig
 from baton.errors import BatonError
 from baton.types import Role
+from baton.worker.process import ServiceMetrics
+
+
+class AutoscaleMetrics:
+    """Metrics of one controller.
+
+    Attributes:
+        registry: Registry of the metrics.
+        failures: Counter of failed observations.
+    """
+
+    def __init__(self) -> None:
+        self.registry = ServiceMetrics("autoscale")
+        self._instances = Gauge(
+            "baton_autoscale_instances", "Instances that take requests", ["role"], registry=self.registry
+        )
+        self._pressure = Gauge(
+            "baton_autoscale_pressure", "Signals as shares of their targets", ["role", "signal"], registry=self.registry
+        )
+        self._holding = Gauge("baton_autoscale_holding", "1: nothing is to be changed now", registry=self.registry)
+        self._changes = Counter(
+            "baton_autoscale_changes", "Changes by what became of them", ["action", "role", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.failures = Counter("baton_autoscale_failures", "What went wrong", ["what"], registry=self.registry)
+
+    def export(self, observation: Observation, decision: Decision) -> None:
+        """Export an observation and the decision that follows from it."""
+        for role in ROLES:
+            self._instances.labels(role.value).set(observation.count(role))
+        for role, pressure in decision.pressures.items():
+            for signal, value in pressure.signals.items():
+                self._pressure.labels(role.value, signal).set(value)
+        self._holding.set(decision.action is Action.HOLD)
+
+    def count_change(self, decision: Decision, outcome: str) -> None:
+        """Count a change: ``done``, ``failed`` or ``dry_run``."""
+        self._changes.labels(decision.action.value, decision.role or "", outcome).inc()
 
 
 class Router(Protocol):
-    """What is asked of a client."""
+    """The part of a router's client that the controller uses."""
 
     async def list_instances(self) -> list[Instance]:
         """Return every instance that the router knows."""
 
     async def stats(self, *, window: float = ...) -> Stats:
-        """Return how requests fared."""
+        """Return statistics of the requests in the last ``window`` seconds."""
 
 
 class Fleet(Protocol):
-    """What can change how many instances there are of each role."""
+    """Changes the number of instances of each role."""
 
     async def switch(self, role: Role) -> str:
-        """Make an instance of the other role one of ``role``; returns what was done, in words."""
+        """Turn an instance of the other role into one of ``role``; returns a description of the change."""
 
     async def add(self, role: Role) -> str:
-        """Start an instance."""
+        """Start an instance of a role; returns a description of the change."""
 
     async def remove(self, role: Role) -> str:
-        """End an instance, once its requests have ended or gone on elsewhere."""
+        """Drain and end an instance of a role; returns a description of the change."""
 
     async def pending(self) -> str:
-        """Say what is still under way of earlier changes; empty: nothing."""
+        """Describe earlier changes that are not complete yet; empty: none."""
 
 
 class Controller:
-    """Runs until it is cancelled.
+    """Controls the ratio of prefill to decode instances.
 
     Args:
         config: Targets and bounds.
-        router: Is asked.
-        fleet: Does what is decided.
-        tell: Gets a line for every change, and for what keeps it from one.
-        metrics: What it counts.
-        on_look: Gets each look with what followed from it.
+        router: Client of the router.
+        fleet: Carries out the changes.
+        report: Called with a line for every change, and for reasons not to make one.
+        metrics: Metrics of the controller; ``None``: unregistered ones.
+        on_observation: Called with each observation and the decision that follows from it.
         now: Monotonic clock, in seconds.
     """
 
@@ -60,72 +100,76 @@ class Controller:
         config: AutoscaleConfig,
         router: Router,
         fleet: Fleet,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         metrics: AutoscaleMetrics | None = None,
-        on_look: Callable[[Observation, Decision], None] | None = None,
+        on_observation: Callable[[Observation, Decision], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._router, self._fleet, self._tell, self._now = config, router, fleet, tell, now
+        self._config = config
+        self._router = router
+        self._fleet = fleet
+        self._report = report
+        self._now = now
         self._policy = Policy(config)
         self._metrics = metrics or AutoscaleMetrics()
-        self._on_look = on_look
-        self._said = ""
+        self._on_observation = on_observation
+        self._last_reason = ""
 
     async def run(self) -> None:
-        """Look again and again; what fails is told and tried again at the next look."""
+        """Observe and act until cancelled; failures are reported, and retried with the next observation."""
         while True:
-            begun = self._now()
+            started = self._now()
             await self.step()
-            await asyncio.sleep(max(0.0, self._config.scale_interval_s - (self._now() - begun)))
+            await asyncio.sleep(max(0.0, self._config.scale_interval_s - (self._now() - started)))
 
     async def step(self) -> Decision | None:
-        """Look once, and do what follows from it; returns that, or ``None`` where the router does not answer."""
+        """Observe once and act; returns the decision, or ``None`` if the router or the fleet does not answer."""
         try:
             instances = await self._router.list_instances()
             stats = await self._router.stats(window=self._config.scale_window_s)
             pending = await self._fleet.pending()
         except BatonError as error:
             self._metrics.failures.labels("look").inc()
-            self._say(f"cannot look: {error.message}", key="cannot look")
+            self._report_once(f"cannot look: {error.message}", key="cannot look")
             return None
-        seen = look(instances, stats, self._now())
+        observation = observe(instances, stats, self._now())
         if pending:
-            seen = Observation(seen.at, seen.loads, seen.stats, (*seen.unsettled, pending))
-        decision = self._policy.decide(seen)
-        self._metrics.saw(seen, decision)
-        if self._on_look is not None:
-            self._on_look(seen, decision)
+            observation = dataclasses.replace(observation, unsettled=(*observation.unsettled, pending))
+        decision = self._policy.decide(observation)
+        self._metrics.export(observation, decision)
+        if self._on_observation is not None:
+            self._on_observation(observation, decision)
         if decision.action is Action.HOLD:
             key = decision.why if not decision.pressures else "hold" if "but" not in decision.why else "cannot"
-            self._say(str(decision), key=key)
+            self._report_once(str(decision), key=key)
         else:
-            await self._do(decision)
+            await self._act(decision)
         return decision
 
-    async def _do(self, decision: Decision) -> None:
+    async def _act(self, decision: Decision) -> None:
         role = decision.role
         assert role is not None
         if self._config.scale_dry_run:
-            self._tell(f"would be done: {decision}")
-            self._metrics.did(decision, "dry_run")
-            self._policy.acted(self._now())
+            self._report(f"would be done: {decision}")
+            self._metrics.count_change(decision, "dry_run")
+            self._policy.start_cooldown(self._now())
             return
-        self._tell(str(decision))
+        self._report(str(decision))
         actions = {Action.SWITCH: self._fleet.switch, Action.ADD: self._fleet.add, Action.REMOVE: self._fleet.remove}
         try:
             done = await actions[decision.action](role)
         except BatonError as error:
-            self._tell(f"not done: {error.message}")
-            self._metrics.did(decision, "failed")
+            self._report(f"not done: {error.message}")
+            self._metrics.count_change(decision, "failed")
         else:
-            self._tell(f"done: {done}")
-            self._metrics.did(decision, "done")
-        self._policy.acted(self._now())
-        self._said = ""
+            self._report(f"done: {done}")
+            self._metrics.count_change(decision, "done")
+        self._policy.start_cooldown(self._now())
+        self._last_reason = ""
 
-    def _say(self, line: str, *, key: str) -> None:
-        """Tell what holds it, once for as long as it is the same."""
-        if key != self._said:
-            self._said = key
-            self._tell(line)
+    def _report_once(self, line: str, *, key: str) -> None:
+        """Report a reason to hold, once for as long as ``key`` stays the same."""
+        if key != self._last_reason:
+            self._last_reason = key
+            self._report(line)

@@ -1,4 +1,4 @@
-"""What the controller looks at: one look at a router, and how pressed a role was over several of them."""
+"""Signals of the controller: an observation of the router, and the pressure on a role over several of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from baton.types import Role
 
 ROLES = (Role.PREFILL, Role.DECODE)
 _NEARLY_FULL = 0.75
-"""Share of decode's targets, or of its batches, from which what waits in the router is taken to wait for decode."""
-_MOST_BY_WORK = 0.99
-"""What a role's being at work counts at most: that alone makes no role pressed, it only keeps instances there."""
+"""Share of decode's targets or batches, from which requests waiting in the router are counted as decode's."""
+_MAX_WORK_PRESSURE = 0.99
+"""Largest pressure of the working time: below 1, so it only keeps instances in a role and never adds one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """What the instances of a role have to do; sums over those that take requests.
+    """Load of a role: sums over its instances that accept requests.
 
     Attributes:
-        instances: How many.
-        waiting_tokens: Prompt tokens not computed yet.
-        tokens_per_s: How fast they compute prompts; 0: unknown.
-        waiting: Requests that wait.
-        running: Sequences in their batches.
-        slots: Sequences that their batches can have; 0: unknown.
+        instances: Number of instances.
+        waiting_tokens: Number of prompt tokens not computed yet.
+        tokens_per_s: Prompt tokens computed per second; 0: unknown.
+        waiting: Number of waiting requests.
+        running: Number of sequences in the batches.
+        slots: Largest number of sequences in the batches; 0: unknown.
         kv: Share of the KV blocks in use, from 0 to 1.
-        working: Share of the instances that have something to do.
+        working: Share of the instances that have work, from 0 to 1.
     """
 
     instances: int
@@ -43,13 +43,13 @@ class RoleLoad:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look.
+    """Load and latencies at one moment.
 
     Attributes:
-        at: Monotonic seconds.
-        loads: By role.
-        stats: How requests fared over the window.
-        unsettled: Instances that are not ready: they come, go or drain.
+        at: Time of the observation, in monotonic seconds.
+        loads: Load by role.
+        stats: Statistics of the requests in the window.
+        unsettled: Names of instances that are starting, ending or draining.
     """
 
     at: float
@@ -58,19 +58,19 @@ class Observation:
     unsettled: tuple[str, ...] = ()
 
     def count(self, role: Role) -> int:
-        """Return the instances of a role."""
+        """Return the number of instances of a role."""
         return self.loads[role].instances
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How pressed a role is.
+    """Pressure on a role.
 
     Attributes:
-        role: Which.
-        signals: By name, each as a share of its target: above 1 is too much.
-        facts: By name, the signal in words.
-        growth: By name, which part of the signal grows as the work of each instance does, from 0 to 1; not named: all.
+        role: The role.
+        signals: Signals by name, each as a share of its target; above 1 the role needs instances.
+        facts: Descriptions of the signals, by name.
+        growth: Share of a signal that grows with the work of each instance, from 0 to 1, by name; default 1.
     """
 
     role: Role
@@ -80,16 +80,20 @@ class Pressure:
 
     @property
     def name(self) -> str:
-        """The strongest signal."""
+        """Name of the strongest signal."""
         return max(self.signals, key=lambda name: self.signals[name])
 
     @property
     def value(self) -> float:
-        """The strongest signal's share of its target."""
+        """Strongest signal, as a share of its target."""
         return self.signals[self.name]
 
     def without_one(self, instances: int) -> float:
-        """Return what it would be with one instance fewer and the same work."""
+        """Return the pressure with one instance fewer and the same work.
+
+        Args:
+            instances: Current number of instances of the role.
+        """
         if instances < 2:
             return float("inf") if self.value > 0 else 0.0
         return max(x * (1 + self.growth.get(name, 1.0) / (instances - 1)) for name, x in self.signals.items())
@@ -98,13 +102,13 @@ class Pressure:
         return f"{self.role} {self.value:.2f} ({self.facts[self.name]})"
 
 
-def look(instances: Sequence[Instance], stats: Stats, now: float) -> Observation:
-    """Read a look off what a router knows.
+def observe(instances: Sequence[Instance], stats: Stats, now: float) -> Observation:
+    """Return an observation of a router's state.
 
     Args:
-        instances: All of them.
-        stats: How requests fared.
-        now: Monotonic seconds.
+        instances: All instances that the router knows.
+        stats: Statistics of the requests in the window.
+        now: Current time in monotonic seconds.
     """
     known = [each for each in instances if each.role in ROLES and not each.refused]
     ready = [each for each in known if each.healthy and not each.load.draining]
@@ -130,32 +134,34 @@ def _role_load(instances: Sequence[Instance]) -> RoleLoad:
 
 
 def running_per_decode(window: Sequence[Observation]) -> float:
-    """Return the sequences per decode instance."""
+    """Return the mean number of sequences per decode instance."""
     return sum(x.loads[Role.DECODE].running / max(1, x.count(Role.DECODE)) for x in window) / len(window)
 
 
 def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth: float = 1.0) -> dict[Role, Pressure]:
-    """Return how pressed the roles were.
+    """Return the pressure on each role.
 
-    Some signals are of whoever is to blame. Where requests wait on decode instances, a late first token is decode's
-    doing; where prompts wait and decode instances compute some by themselves, slow tokens are prefill's. What waits in
-    the router waits for decode where decode's KV, batches or queues are nearly full, else for prefill.
+    Latency signals count for the role that causes them. While requests wait on decode instances, a late first token
+    counts for decode; while prompts wait and decode instances compute some themselves, slow tokens count for prefill.
+    Requests that wait in the router count for decode if decode's KV, batches or queues are nearly full, else for
+    prefill.
 
     Args:
-        window: Looks, the latest last; at least one.
-        config: Has the targets.
-        itl_growth: Which part of the time between tokens grows with the sequences per instance, from 0 to 1.
+        window: Observations, the latest last; at least one.
+        config: Targets.
+        itl_growth: Share of the time between tokens that grows with the sequences per instance, from 0 to 1.
     """
 
     def mean(of: Callable[[Observation], float]) -> float:
         return sum(map(of, window)) / len(window)
 
     prefill, decode = ROLES
-    kv, own = mean(lambda x: x.loads[decode].kv), mean(lambda x: x.loads[decode].waiting / max(1, x.count(decode)))
+    kv = mean(lambda x: x.loads[decode].kv)
+    own_waiting = mean(lambda x: x.loads[decode].waiting / max(1, x.count(decode)))
     slots = mean(lambda x: x.loads[decode].running / max(1, x.loads[decode].slots) if x.loads[decode].slots else 0.0)
-    full = max(kv / config.scale_kv, own / config.scale_decode_queue, slots) >= _NEARLY_FULL
+    full = max(kv / config.scale_kv, own_waiting / config.scale_decode_queue, slots) >= _NEARLY_FULL
     queue_s = mean(lambda x: _queue_s(x, in_router=not full))
-    waiting = own + mean(lambda x: x.stats.num_waiting / max(1, x.count(decode)) if full else 0.0)
+    waiting = own_waiting + mean(lambda x: x.stats.num_waiting / max(1, x.count(decode)) if full else 0.0)
     p = {"queue": queue_s / config.scale_prefill_queue_s}
     d = {"kv": kv / config.scale_kv, "queue": waiting / config.scale_decode_queue}
     p_facts = {"queue": f"{queue_s:.2g} s of prompts wait, {config.scale_prefill_queue_s:g} are wanted"}
@@ -175,9 +181,9 @@ def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth
         signals["itl"] = stats.itl_ms.p90 / config.scale_itl_ms
         facts["itl"] = f"{stats.itl_ms.p90:.0f} ms between tokens, {config.scale_itl_ms:g} are wanted"
     working = mean(lambda x: x.loads[prefill].working)
-    p["work"] = _MOST_BY_WORK * working
+    p["work"] = _MAX_WORK_PRESSURE * working
     p_facts["work"] = f"at work {working:.0%} of the time"
-    # A first token takes its prompt's time, however many instances there are, and what it waits, which work makes.
+    # A first token takes its prompt's time, however many instances there are, and a wait that grows with their work.
     return {
         prefill: Pressure(prefill, p, p_facts, {"ttft": working}),
         decode: Pressure(decode, d, d_facts, {"itl": itl_growth}),
@@ -185,7 +191,7 @@ def pressures(window: Sequence[Observation], config: AutoscaleConfig, itl_growth
 
 
 def _queue_s(x: Observation, *, in_router: bool) -> float:
-    """Seconds of prompts that wait, on instances or in the router; without prefill instances decode's compute them."""
+    """Return the seconds of waiting prompts; without prefill instances, decode instances compute them."""
     load = x.loads[Role.PREFILL if x.count(Role.PREFILL) else Role.DECODE]
     waiting = load.waiting_tokens + (x.stats.waiting_prompt_tokens if in_router else 0)
     return waiting / load.tokens_per_s if load.tokens_per_s > 0 else 0.0

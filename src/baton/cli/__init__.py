@@ -1,1 +1,1 @@
-"""The ``baton`` command."""
+"""The command line ``baton``; ``baton.cli.main`` is its entry point."""

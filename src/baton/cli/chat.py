@@ -14,20 +14,19 @@ from typing import Any
 from rich.console import Console
 
 from baton.cli.generate import add_sampling_flags, sampling_of
-from baton.cli.router_grpc import add_grpc_flags, open_client
+from baton.cli.router import add_grpc_flags, open_client
 from baton.client import Client
 from baton.errors import BatonError, ConfigError
 
 _HELP = """/reset       forget the conversation
 /undo        forget the last question and its answer
-/system TEXT begin anew under this instruction
-/save FILE   write the conversation as JSON; --load FILE goes on with it
+/system TEXT start over with this instruction
+/save FILE   write the conversation as JSON; --load FILE continues it
 /quit        end, as Ctrl-D does; Ctrl-C ends an answer"""
-_MOST_INPUT = 1 << 20
+_MAX_INPUT_CHARS = 1 << 20
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("chat", help="talk to the model; it remembers the conversation")
     parser.add_argument("--system", default="", metavar="TEXT", help="instruction that the conversation begins with")
     parser.add_argument("--load", default="", metavar="FILE", help="go on with a conversation that /save wrote")
@@ -38,56 +37,57 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends; returns the exit status.
+    """Chat until the input ends; returns the exit status.
 
     Raises:
-        ConfigError: The arguments cannot work.
+        ConfigError: An argument is invalid.
         BatonError: The router does not answer.
     """
-    talk = Conversation(Console(highlight=False, soft_wrap=True), args)
+    conversation = Conversation(Console(highlight=False, soft_wrap=True), args)
     if args.load:
-        talk.load(Path(args.load))
+        conversation.load(Path(args.load))
     interactive = sys.stdin.isatty()
     if interactive:
-        with contextlib.suppress(ImportError):  # lines can be edited and are remembered where Python has it
+        with contextlib.suppress(ImportError):  # line editing and history, where Python has them
             importlib.import_module("readline")
     with open_client(args) as client:
         model = args.model or next((each.name for each in client.models()), "")
         if interactive:
-            talk.console.print(f"{model}; /help lists commands, Ctrl-D ends", style="dim", markup=False)
+            conversation.console.print(f"{model}; /help lists commands, Ctrl-D ends", style="dim", markup=False)
         while (line := _read(interactive)) is not None:
             if not line.strip():
                 continue
             try:
-                if not talk.take(client, line.strip()):
+                if not conversation.run_line(client, line.strip()):
                     break
             except BatonError as error:
                 if not interactive:
                     raise
-                talk.console.print(error.message, style="red", markup=False)
+                conversation.console.print(error.message, style="red", markup=False)
     return 0
 
 
 def _read(interactive: bool) -> str | None:
-    """Return the next line; ``None``: there is none."""
+    """Return the next line; ``None``: end of input."""
     try:
         if interactive:
             return input("> ")
-        return sys.stdin.readline(_MOST_INPUT) or None
+        return sys.stdin.readline(_MAX_INPUT_CHARS) or None
     except EOFError:
         return None
 
 
 class Conversation:
-    """What was said.
+    """A conversation with a model.
 
     Args:
-        console: Where answers are printed.
-        args: The command's.
+        console: Console that answers are printed to.
+        args: Arguments of the command.
     """
 
     def __init__(self, console: Console, args: argparse.Namespace) -> None:
-        self.console, self._args = console, args
+        self.console = console
+        self._args = args
         self.messages: list[dict[str, str]] = []
         self._system = args.system
         self._begin()
@@ -95,11 +95,11 @@ class Conversation:
     def _begin(self) -> None:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def take(self, client: Client, line: str) -> bool:
-        """Answer a line, or do what it says; returns whether the conversation goes on.
+    def run_line(self, client: Client, line: str) -> bool:
+        """Answer a line or run its command; returns whether the conversation continues.
 
         Raises:
-            BatonError: The router refuses or does not answer; the line is forgotten.
+            BatonError: The router refuses or does not answer; the line is not kept.
         """
         if not line.startswith("/"):
             self._answer(client, line)
@@ -123,18 +123,22 @@ class Conversation:
         return True
 
     def _answer(self, client: Client, line: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": line}]
-        text, first, started, tokens = "", 0.0, time.perf_counter(), 0
-        with client.generate(asked, model=self._args.model, stream=True, **sampling_of(self._args)) as stream:
+        messages = [*self.messages, {"role": "user", "content": line}]
+        text = ""
+        tokens = 0
+        first = 0.0
+        started = time.perf_counter()
+        with client.generate(messages, model=self._args.model, stream=True, **sampling_of(self._args)) as stream:
             try:
                 for chunk in stream:
                     first = first or time.perf_counter()
-                    text, tokens = text + chunk.text, tokens + len(chunk.token_ids)
+                    text += chunk.text
+                    tokens += len(chunk.token_ids)
                     self.console.print(chunk.text, end="", markup=False)
-            except KeyboardInterrupt:  # what came stays part of the conversation
+            except KeyboardInterrupt:  # the text so far stays part of the conversation
                 stream.cancel()
         self.console.print()
-        self.messages = [*asked, {"role": "assistant", "content": text}]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
         if self._args.stats:
             self._print_stats(tokens, first - started, time.perf_counter() - first, stream.trace)
 
@@ -146,10 +150,10 @@ class Conversation:
         self.console.print(", ".join(filter(None, facts)), style="dim", markup=False)
 
     def save(self, path: Path) -> None:
-        """Write the conversation.
+        """Write the conversation to a file.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The file cannot be written.
         """
         try:
             path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -157,23 +161,23 @@ class Conversation:
             raise ConfigError(f"cannot write {path}: {error.strerror}", field="save") from error
 
     def load(self, path: Path) -> None:
-        """Go on with a conversation that was written.
+        """Continue a conversation from a file.
 
         Raises:
-            ConfigError: It cannot be read, or is none.
+            ConfigError: The file cannot be read, or is no conversation.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            messages = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", field="load") from error
         except ValueError as error:
             raise ConfigError(f"{path} is no JSON: {error}", field="load") from error
-        fine = isinstance(found, list) and all(
+        valid = isinstance(messages, list) and all(
             isinstance(item, dict)
             and set(item) == {"role", "content"}
             and all(isinstance(x, str) for x in item.values())
-            for item in found
+            for item in messages
         )
-        if not fine:
+        if not valid:
             raise ConfigError(f"{path} is no list of messages with role and content", field="load")
-        self.messages = found
+        self.messages = messages

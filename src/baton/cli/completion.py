@@ -1,7 +1,7 @@
-"""``baton completion``: what a shell completes of the command line.
+"""``baton completion``: a script that completes commands and flags in a shell.
 
-The script knows all commands and flags when it is made; completing by asking this program would take its start-up time,
-a second, at every press of the key.
+The script contains all commands and flags; asking this program at every key press would take its start-up time, about a
+second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = re.compile(r"[\w./:+,-]+")
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command: its place, such as ``baton/bench/kv``, the words it takes, and those that flags of it take."""
+    """A command: its path, such as ``baton/bench/kv``, the words that may follow, and the values of its flags."""
 
     path: str
     words: tuple[str, ...]
@@ -51,8 +51,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], wh
     """Declare the command.
 
     Args:
-        commands: All commands.
-        whole: The parser that has them.
+        commands: Subparsers to which the command is added.
+        whole: Parser of the whole command line.
     """
     parser = commands.add_parser(
         "completion",
@@ -73,14 +73,14 @@ def _print(parser: argparse.ArgumentParser, shell: str) -> int:
 
 def script(parser: argparse.ArgumentParser) -> str:
     """Return a shell function that completes the commands and flags of a parser."""
-    found = list(_walk(parser, "baton"))
-    paths = [each.path for each in found if each.path != "baton"]
+    all_commands = list(_walk(parser, "baton"))
+    paths = [each.path for each in all_commands if each.path != "baton"]
     choices = [
         f"        {shlex.quote(f'{each.path} {flag}')}) words={shlex.quote(' '.join(values))};;"
-        for each in found
+        for each in all_commands
         for flag, values in each.choices
     ]
-    flags = [f"            {each.path}) words={shlex.quote(' '.join(each.words))};;" for each in found]
+    flags = [f"            {each.path}) words={shlex.quote(' '.join(each.words))};;" for each in all_commands]
     return _FUNCTION.format(paths="|".join(paths), choices="\n".join(choices), flags="\n".join(flags))
 
 

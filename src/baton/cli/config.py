@@ -1,4 +1,4 @@
-"""``baton config``: what a deployment's services are told and by whom, and what its file may say."""
+"""``baton config``: the effective configuration of a deployment's services, and the schema of its file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _EPILOG = """sources:
   baton up        set by baton up, so that the services find each other
   BATON_...       a variable of the environment
   FILE:LINE       the file that --config names
-  default         nobody says anything (with --all)
+  default         set nowhere (with --all)
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """A value that a service gets."""
+    """Effective value of a flag, and its source."""
 
     service: str
     name: str
@@ -44,7 +44,6 @@ class Effective:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the commands."""
     parser = commands.add_parser("config", help="effective configuration of baton up, and the schema of its file")
     what = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="what")
     add_show_parser(what)
@@ -52,7 +51,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_show_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``show``."""
     parser = commands.add_parser(
         "show",
         help="what baton up with the same flags would tell each service, and where each value is from",
@@ -69,7 +67,6 @@ def add_show_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def add_schema_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``schema``."""
     parser = commands.add_parser("schema", help="JSON Schema of the file that baton up -f reads")
     parser.set_defaults(run=schema)
 
@@ -81,10 +78,10 @@ def schema(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print what services are told; returns the exit status.
+    """Print the effective configuration; returns the exit status.
 
     Raises:
-        ConfigError: Something cannot work, or there is no such service.
+        ConfigError: A value is invalid, or there is no such service.
     """
     file = read_file(args)
     plan = plan_from(args, file)
@@ -96,12 +93,13 @@ def show(args: argparse.Namespace) -> int:
     known = [*specs, *(["autoscale"] if autoscale else [])]
     if args.service and args.service not in known:
         raise ConfigError(f"--service must be one of {', '.join(known)}, got {args.service!r}", field="service")
-    found = [each for name, spec in specs.items() if args.service in ("", name) for each in effective(name, spec, file)]
+    rows = [each for name, spec in specs.items() if args.service in ("", name) for each in effective(name, spec, file)]
     if autoscale and args.service in ("", "autoscale"):
         resolved = resolve(AutoscaleConfig, args, file=None if file is None else file.values("autoscale"))
-        rows = [(name.replace("_", "-"), each.value, each.source) for name, each in resolved.items()]
-        found += [Effective("autoscale", *row) for row in rows]
-    chosen = [each for each in found if args.all or each.source != "default"]
+        rows += [
+            Effective("autoscale", name.replace("_", "-"), each.value, each.source) for name, each in resolved.items()
+        ]
+    chosen = [each for each in rows if args.all or each.source != "default"]
     if args.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(each) for each in chosen], indent=2) + "\n")
     else:
@@ -110,12 +108,12 @@ def show(args: argparse.Namespace) -> int:
 
 
 def effective(name: str, spec: ProcessSpec, file: ClusterFile | None) -> list[Effective]:
-    """Return what a process gets.
+    """Return the effective configuration of a process.
 
     Args:
-        name: ``router``, ``kvstore`` or the pool.
-        spec: How it would be started.
-        file: The configuration file.
+        name: ``router``, ``kvstore`` or the name of the pool.
+        spec: How the process would be started.
+        file: The cluster file; ``None``: there is none.
     """
     configs: Sequence[type] = service_configs()["worker" if spec.role in ROLES else spec.role]
     parser = argparse.ArgumentParser(add_help=False)
@@ -126,7 +124,7 @@ def effective(name: str, spec: ProcessSpec, file: ClusterFile | None) -> list[Ef
     args = parser.parse_args(spec.args)
     env: Mapping[str, str] = {**os.environ, **dict(spec.env)}
     values = None if file is None else file.values(name)
-    found = []
+    rows = []
     for config in configs:
         items = {item.name: item for item in dataclasses.fields(config)}
         for field, each in resolve(config, args, env=env, file=values).items():
@@ -136,19 +134,19 @@ def effective(name: str, spec: ProcessSpec, file: ClusterFile | None) -> list[Ef
             value = each.value
             if items[field].metadata.get("secret") and isinstance(value, str) and not value.startswith("@"):
                 value = shown_url(value) if "://" in value or ":" in value else "..." if value else ""
-            found.append(
+            rows.append(
                 Effective(name, field.replace("_", "-"), list(value) if isinstance(value, tuple) else value, source)
             )
-    return found
+    return rows
 
 
-def _print(found: Sequence[Effective]) -> None:
+def _print(rows: Sequence[Effective]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
     table = Table("service", "flag", "value", "from")
     service = ""
-    for each in found:
+    for each in rows:
         if service and each.service != service:
             table.add_section()
         service = each.service

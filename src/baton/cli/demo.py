@@ -30,7 +30,7 @@ PROMPT = "Write a function `read_config` that reads a configuration file and ret
 
 @dataclass
 class Answer:
-    """What the deployment answered."""
+    """Answer of the deployment."""
 
     token_ids: list[int] = field(default_factory=list)
     ttft_s: float = 0.0
@@ -39,7 +39,6 @@ class Answer:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("demo", help="start 1P1D, stream a chat answer, compare it with Hugging Face")
     parser.add_argument("--model", default="", help="model (default: the demo model models/baton-tiny)")
     parser.add_argument("--prompt", default=PROMPT, help="what to say to it")
@@ -111,12 +110,13 @@ async def _demo(args: argparse.Namespace) -> int:
 
 
 def _drafting(args: argparse.Namespace, model: str) -> tuple[str, ...]:
-    """Return the instances' flags of speculative decoding.
+    """Return the instances' flags for speculative decoding.
 
     Raises:
-        ConfigError: They are wrong, or the method needs weights that did not come with Baton.
+        ConfigError: A flag is invalid, or the method needs weights that Baton does not include.
     """
-    method, drafter = args.speculative, args.speculative_model
+    method = args.speculative
+    drafter = args.speculative_model
     if method in DEMO_DRAFTS and not drafter:
         if args.model:
             raise ConfigError(f"speculative {method} for {model} needs --speculative-model", field="speculative_model")

@@ -1,4 +1,4 @@
-"""What ``baton up`` was told, by its flags and by a file, and the plan that follows from it."""
+"""The flags and file of ``baton up``, and the deployment plan made from them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _OWNED = {
     "router": ("host", "port", "grpc-port", *_ACCESS),
     **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", *_ACCESS)),
 }
-"""Flags that are given to services here, so that they find each other."""
+"""Flags that ``baton up`` sets, so that the services find each other."""
 T = TypeVar("T")
-DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
+DEFAULT_PORT = 8000
+DEFAULT_GRPC_PORT = 8001
 
 
 def service_configs() -> dict[str, tuple[type, ...]]:
@@ -47,10 +48,10 @@ def service_configs() -> dict[str, tuple[type, ...]]:
 
 
 def read_file(args: argparse.Namespace) -> ClusterFile | None:
-    """Read the file that ``--config`` names, if it does.
+    """Read the file that ``--config`` names; ``None``: the flag is not given.
 
     Raises:
-        ConfigError: It cannot be read, or something in it is wrong; says path and line.
+        ConfigError: The file cannot be read or is invalid; says path and line.
     """
     if not args.config:
         return None
@@ -63,7 +64,7 @@ def read_file(args: argparse.Namespace) -> ClusterFile | None:
 
 
 def own_flags(role: str) -> frozenset[str]:
-    """Return the fields that ``baton up`` sets for a service, so that services find each other."""
+    """Return the names of the fields that ``baton up`` sets for a service."""
     names = (*_OWNED["decode" if role == "kvstore" else role], "model", "kvstore")
     return frozenset(name.replace("-", "_") for name in names if name not in _ACCESS)
 
@@ -76,12 +77,13 @@ def _reasons(role: str) -> dict[str, str]:
 
 
 def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> DeploymentPlan:
-    """Make the plan that flags and file describe.
+    """Return the plan that flags and file describe.
 
     Raises:
-        ConfigError: Something cannot work.
+        ConfigError: A value is invalid.
     """
-    port, grpc_port = _port(args, file, "port", DEFAULT_PORT), _port(args, file, "grpc_port", DEFAULT_GRPC_PORT)
+    port = _port(args, file, "port", DEFAULT_PORT)
+    grpc_port = _port(args, file, "grpc_port", DEFAULT_GRPC_PORT)
     workers = worker_config(args, file)
     engines = {role: _engine(args, file, role) for role in ROLES}
     model = engines["decode"].model if engines["decode"].model != EngineConfig.model else default_model()
@@ -110,15 +112,15 @@ def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> Depl
 
 
 def restarts(args: argparse.Namespace, file: ClusterFile | None) -> bool:
-    """Whether processes that die are started again."""
+    """Whether processes that die are restarted."""
     return bool(_setting(None if args.no_restart is None else not args.no_restart, file, "restart", default=True))
 
 
 def autoscale_config(args: argparse.Namespace, file: ClusterFile | None) -> AutoscaleConfig | None:
-    """Return what the controller of the ratio is told; ``None``: there is to be none.
+    """Return the configuration of the autoscaler; ``None``: it is disabled.
 
     Raises:
-        ConfigError: A value cannot work.
+        ConfigError: A value is invalid.
     """
     if not _setting(args.autoscale, file, "autoscale.enabled", default=False):
         return None
@@ -150,7 +152,7 @@ def _ratio(args: argparse.Namespace, file: ClusterFile | None) -> Ratio:
 
 
 def _placed(placed: Placed, make: Callable[[], T]) -> T:
-    """Make something of a file's value, whose errors say where it stands."""
+    """Call ``make``; its errors get the value's place in the file."""
     try:
         return make()
     except ConfigError as error:
@@ -163,10 +165,10 @@ def _engine(args: argparse.Namespace, file: ClusterFile | None, pool: str) -> En
 
 @contextlib.contextmanager
 def own_token(args: argparse.Namespace, file: ClusterFile | None = None) -> Iterator[None]:
-    """Give services a token of their own while the router wants API keys and nobody named a token file.
+    """Give the services a new token if the router requires API keys and no token file is set.
 
-    Without one, keys would protect the router's calls alone: others on this machine could read tenants' KV and register
-    instances. The file is for this user alone, and goes at the end.
+    Without a token, API keys would protect only the router's calls: other users of this machine could read tenants' KV
+    and register instances. The file is readable by this user only, and is removed at the end.
     """
     keys = any(word.partition("=")[0] == "--api-keys" for word in _role_args(args, "router"))
     keys = keys or bool(os.environ.get("BATON_API_KEYS")) or (file is not None and "api_keys" in file.values("router"))
@@ -198,10 +200,10 @@ def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:
 
 
 def worker_config(args: argparse.Namespace, file: ClusterFile | None = None) -> WorkerConfig:
-    """Check, before anything starts, what every service will be told.
+    """Check the configuration of every instance before anything starts; returns that of the first pool.
 
     Raises:
-        ConfigError: A flag or variable, or a value of the file, cannot work.
+        ConfigError: A flag, a variable or a value of the file is invalid.
     """
     known = argparse.Namespace()
     if args.pipe is not None:
@@ -211,8 +213,8 @@ def worker_config(args: argparse.Namespace, file: ClusterFile | None = None) -> 
             setattr(known, name, getattr(args, name))
     if file is None:
         return from_flags(WorkerConfig, known)
-    found = [from_flags(WorkerConfig, known, file=file.values(pool.name)) for pool in file.pools]
-    return found[0]
+    configs = [from_flags(WorkerConfig, known, file=file.values(pool.name)) for pool in file.pools]
+    return configs[0]
 
 
 def _access_flags(config: WorkerConfig) -> list[str]:
@@ -225,10 +227,10 @@ def _access_flags(config: WorkerConfig) -> list[str]:
 
 
 def rank_flags(args: argparse.Namespace, engine: EngineConfig, role: str) -> list[str]:
-    """Return the flags for the ranks of a role's instances, where they differ from the other's.
+    """Return the parallelism flags of a role's instances, if they are given for this role.
 
     Raises:
-        ConfigError: They cannot work.
+        ConfigError: A size is invalid.
     """
     given = {size: getattr(args, f"{role}_{size}") for size in ("tp", "pp")}
     sizes = {size: count for size, count in given.items() if count is not None}
@@ -245,7 +247,8 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     for item in dataclasses.fields(EngineConfig):
         if item.name == "model" or not hasattr(args, item.name):
             continue
-        value, flag = getattr(args, item.name), item.name.replace("_", "-")
+        flag = item.name.replace("_", "-")
+        value = getattr(args, item.name)
         value = ",".join(value) if isinstance(value, tuple) else value
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags

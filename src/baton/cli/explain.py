@@ -1,4 +1,4 @@
-"""``baton explain``: why a request went where it went, as its router remembers it."""
+"""``baton explain``: the router's record of why a request was placed on its instances."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.router_http import HINT, NOTHING, add_http_flags, http_asker, plain
+from baton.cli.router import HTTP_HINT, NOTHING, add_http_flags, http_asker, plain
 from baton.errors import ConfigError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("explain", help="why a request went where it went; without an id: the latest requests")
     text = "the answer's id, its x-request-id, or the id in the instances' logs"
     parser.add_argument("request_id", metavar="REQUEST_ID", nargs="?", default="", help=text)
     add_http_flags(parser)
     parser.add_argument("--limit", type=int, default=20, help="requests to list at most (default: 20)")
     parser.add_argument("--json", action="store_true", help="print what the router answers")
-    parser.set_defaults(run=run, hint=HINT)
+    parser.set_defaults(run=run, hint=HTTP_HINT)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and print; returns the exit status.
+    """Get the explanation and print it; returns the exit status.
 
     Raises:
-        ConfigError: The arguments cannot work.
-        BatonError: No such request, or no answer.
+        ConfigError: An argument is invalid.
+        BatonError: The request is unknown, or the router does not answer.
     """
     if not 1 <= args.limit <= 500:
         raise ConfigError(f"--limit must be between 1 and 500, got {args.limit}", field="limit")
@@ -56,16 +55,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_list(answer: dict[str, Any]) -> None:
-    """Print requests in one line each, however narrow the terminal: the last column is for copying."""
+    """Print one line per request, however narrow the terminal: the last column is for copying."""
     if not answer["decisions"]:
         print("no requests yet")
         return
     rows = [["time", "prefill", "decode", "path", "match", "TTFT", "KV", "outcome", "request"]]
     for x in answer["decisions"]:
-        came = datetime.fromtimestamp(x["time"]).strftime("%H:%M:%S")
+        arrived = datetime.fromtimestamp(x["time"]).strftime("%H:%M:%S")
         numbers = (_percent(x["match_rate"]), _ms(x["ttft_ms"]), _bytes(x["kv_bytes"]))
         rows.append(
-            [plain(v) for v in (came, x["prefill"], x["decode"], x["path"], *numbers, x["outcome"], _name(x["id"]))]
+            [plain(v) for v in (arrived, x["prefill"], x["decode"], x["path"], *numbers, x["outcome"], _name(x["id"]))]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -73,13 +72,13 @@ def print_list(answer: dict[str, Any]) -> None:
 
 
 def _name(request_id: str) -> str:
-    """Return what the client knows a request by; ``baton explain`` takes it, too."""
+    """Return the request id that the client knows; ``baton explain`` accepts it, too."""
     head, _, tail = request_id.rpartition("-")
     return head if re.fullmatch("[0-9a-f]{32}", tail) else request_id
 
 
 def print_explanation(console: Console, x: dict[str, Any]) -> None:
-    """Print everything that is known of a request."""
+    """Print the explanation of one request."""
     console.print(_cell(x["id"]), style="bold", soft_wrap=True)
     console.print(f"{plain(x['time_iso'])}, {plain(x['outcome'])}\n", markup=False)
     for line in x["why"]:
@@ -120,7 +119,7 @@ def _candidates(at: int, placement: dict[str, Any], role: str, rows: list[dict[s
 def _facts(x: dict[str, Any]) -> Table:
     trace = x["trace"] or {}
     table = Table(show_header=False)
-    came = f"{trace.get('cached_tokens', 0)} cached, {trace.get('transferred_tokens', 0)} transferred, "
+    sources = f"{trace.get('cached_tokens', 0)} cached, {trace.get('transferred_tokens', 0)} transferred, "
     moved = f"{_bytes(trace['kv_bytes'])} in {_ms(trace['transfer_ms'])}" if trace.get("kv_bytes") else "none"
     for name, value in (
         ("TTFT / whole time", f"{_ms(x['ttft_ms'])} / {_ms(x['duration_ms'])}"),
@@ -130,10 +129,10 @@ def _facts(x: dict[str, Any]) -> Table:
         ("KV moved", moved),
         ("transfer added to TTFT", _ms(trace.get("exposed_ms"))),
         ("queue on decode", _ms(trace.get("queue_ms"))),
-        ("prompt tokens", f"{x['prompt_tokens']}: {came}{trace.get('recomputed_tokens', 0)} computed on decode"),
+        ("prompt tokens", f"{x['prompt_tokens']}: {sources}{trace.get('recomputed_tokens', 0)} computed on decode"),
         ("generated tokens", str(x["generated_tokens"])),
         ("migrations / preemptions", f"{trace.get('migrations', 0)} / {trace.get('preemptions', 0)}"),
-        ("prefills tried in vain", ", ".join(trace.get("failed_prefills", ())) or "none"),
+        ("failed prefill candidates", ", ".join(trace.get("failed_prefills", ())) or "none"),
     ):
         table.add_row(name, _cell(value))
     return table

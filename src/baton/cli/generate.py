@@ -1,4 +1,4 @@
-"""``baton generate``: one prompt, its answer as it comes."""
+"""``baton generate``: streams the answer to one prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from baton.cli.router_grpc import add_grpc_flags, open_client
+from baton.cli.router import add_grpc_flags, open_client
 from baton.client import Generation
 from baton.errors import ConfigError
 
@@ -18,11 +18,11 @@ SAMPLING = {
     "top_p": (float, "X", "draw from the most likely tokens that have so much of the probability"),
     "seed": (int, "N", "seed of what is drawn"),
 }
-"""Flags that become the SDK's keywords of the same names."""
+"""Flags that are passed to the SDK as keywords of the same name."""
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how tokens are chosen."""
+    """Add the sampling flags."""
     for name, (kind, metavar, text) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=text)
@@ -30,12 +30,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keywords that were given."""
+    """Return the given sampling flags as keywords of the SDK."""
     return {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("generate", help="let a prompt be continued; the text comes as it is made")
     parser.add_argument("prompt", metavar="PROMPT", help="the text; -: from standard input")
     add_sampling_flags(parser)
@@ -46,10 +45,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and print; returns the exit status.
+    """Generate and print the answer; returns the exit status.
 
     Raises:
-        ConfigError: The arguments cannot work.
+        ConfigError: An argument is invalid.
         BatonError: The router refuses or does not answer.
     """
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(answer: Generation) -> dict[str, Any]:
-    """Return an answer as JSON has it."""
+    """Return an answer as JSON fields."""
     return {
         "request_id": answer.request_id,
         "text": answer.text,

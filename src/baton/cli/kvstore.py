@@ -1,4 +1,4 @@
-"""``baton kvstore``: what tenants have in a KV store, and forgetting what a tenant or a kind of KV has there."""
+"""``baton kvstore``: lists the blocks of tenants in a KV store, and deletes those of a tenant or a kind of KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _HINT = "is a baton-kvstore running there?"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the commands."""
     parser = commands.add_parser("kvstore", help="what tenants have in a KV store; forget it")
     what = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_tenants_parser(what)
@@ -35,13 +34,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_tenants_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``tenants``."""
     parser = commands.add_parser("tenants", help="list what each tenant has in memory")
-    _finish(parser, list_tenants)
+    _add_common_flags(parser, list_tenants)
 
 
 def add_clear_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``clear``."""
     clear = commands.add_parser("clear", help="forget a tenant's blocks, or all of one kind of KV, in every tier")
     which = clear.add_mutually_exclusive_group(required=True)
     which.add_argument("--tenant", default="", metavar="ID", help="forget everything of this tenant")
@@ -51,10 +48,10 @@ def add_clear_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="HOST:PORT",
         help="forget all KV of the kind that this instance has",
     )
-    _finish(clear, clear_blocks)
+    _add_common_flags(clear, clear_blocks)
 
 
-def _finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, AccessConfig], Any]) -> None:
+def _add_common_flags(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, AccessConfig], Any]) -> None:
     parser.add_argument("stores", nargs="+", metavar="HOST:PORT", help="gRPC addresses of the store's nodes")
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
     add_flags(parser, AccessConfig)
@@ -67,37 +64,37 @@ def _run(args: argparse.Namespace, run: Any) -> int:
 
 
 async def list_tenants(args: argparse.Namespace, access: AccessConfig) -> None:
-    """Print what each tenant has, node by node."""
-    found: list[tuple[str, kvstore_pb2.TenantUse]] = []
+    """Print the blocks of each tenant, node by node."""
+    uses: list[tuple[str, kvstore_pb2.TenantUse]] = []
     for store in args.stores:
-        answer = await _ask(store, access, "ListTenants", kvstore_pb2.ListTenantsRequest())
-        found += [(store, use) for use in answer.tenants]
+        answer = await _call_store(store, access, "ListTenants", kvstore_pb2.ListTenantsRequest())
+        uses += [(store, use) for use in answer.tenants]
     if args.json:
         fields = [field.name for field in kvstore_pb2.TenantUse.DESCRIPTOR.fields]
-        rows = [{"node": node} | {name: getattr(use, name) for name in fields} for node, use in found]
+        rows = [{"node": node} | {name: getattr(use, name) for name in fields} for node, use in uses]
         print(json.dumps(rows, indent=2))
         return
     table = Table()
     for column in ("node", "tenant", "blocks", "bytes", "quota", "pinned", "evicted"):
         table.add_column(column, justify="left" if column in ("node", "tenant") else "right")
-    for node, use in found:
+    for node, use in uses:
         numbers = (use.num_blocks, use.used_bytes, use.quota_bytes or "-", use.pinned_bytes, use.num_evictions)
-        table.add_row(node, use.tenant or "(nobody's)", *map(str, numbers))
+        table.add_row(node, use.tenant or "(no tenant)", *map(str, numbers))
     Console().print(table)
 
 
 async def clear_blocks(args: argparse.Namespace, access: AccessConfig) -> None:
-    """Forget blocks, node by node."""
+    """Delete blocks, node by node."""
     request = kvstore_pb2.DeleteRequest(tenant=args.tenant)
     if args.like:
         request = kvstore_pb2.DeleteRequest(fingerprint=await _fingerprint(args.like, access), all=True)
-    forgotten: dict[str, int] = {}
+    deleted: dict[str, int] = {}
     for store in args.stores:
-        forgotten[store] = (await _ask(store, access, "Delete", request)).num_deleted
+        deleted[store] = (await _call_store(store, access, "Delete", request)).num_deleted
         if not args.json:
-            print(f"{store}: {forgotten[store]} blocks forgotten")
+            print(f"{store}: {deleted[store]} blocks forgotten")
     if args.json:
-        print(json.dumps(forgotten, indent=2))
+        print(json.dumps(deleted, indent=2))
 
 
 async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerprint:
@@ -111,7 +108,7 @@ async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerp
     return fingerprint
 
 
-async def _ask(address: str, access: AccessConfig, method: str, request: Any) -> Any:
+async def _call_store(address: str, access: AccessConfig, method: str, request: Any) -> Any:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{address!r} is not HOST:PORT", field="stores")

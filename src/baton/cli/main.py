@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.cli import chat, completion, config, demo, drain, explain, generate, health, kvstore, scale, status, up
-from baton.cli.fleet import command as autoscale
+from baton.cli import autoscale, chat, completion, config, demo, explain, generate, instances, kvstore, status, up
 from baton.cli.parser import CommandParser
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.plugins import installed_plugins
@@ -33,11 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     up.add_parser(commands)
     demo.add_parser(commands)
-    health.add_parser(commands)
+    instances.add_health_parser(commands)
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
-    for command in (status, chat, generate, drain, scale, autoscale, quantize):
+    for command in (status, chat, generate):
+        command.add_parser(commands)
+    instances.add_drain_parser(commands)
+    instances.add_scale_parser(commands)
+    for command in (autoscale, quantize):
         command.add_parser(commands)
     _add_installed_commands(commands)
     completion.add_parser(commands, parser)

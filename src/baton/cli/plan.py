@@ -1,4 +1,4 @@
-"""Lays out the processes of a deployment on this machine: who listens where, and with which flags."""
+"""Plans the processes of a deployment on this machine: their addresses and flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 MAX_INSTANCES = 64
 
 _URLS = frozenset({"--redis", "--kvstore"})
-"""Flags of services that may have passwords in their values."""
+"""Flags whose values may contain passwords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Ratio:
 
     @classmethod
     def parse(cls, text: str) -> Ratio:
-        """Read ``2P3D``.
+        """Parse a ratio such as ``2P3D``.
 
         Raises:
-            ConfigError: Not of that form, or no decode instance.
+            ConfigError: The text is malformed, or has no decode instance or too many instances.
         """
         match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", text)
         if match is None:
@@ -51,7 +51,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class ExtraArgs:
-    """More command line for some of the processes."""
+    """Additional flags of some processes."""
 
     worker: tuple[str, ...] = ()
     """For every instance."""
@@ -74,19 +74,19 @@ def make_plan(
     access: Sequence[str] = (),
     extra: ExtraArgs | None = None,
 ) -> DeploymentPlan:
-    """Lay out a deployment on loopback.
+    """Plan a deployment on loopback.
 
     Args:
-        ratio: How many instances.
+        ratio: Number of prefill and decode instances.
         port: HTTP port of the router; 0 takes a free one.
         grpc_port: gRPC port of the router; 0 takes a free one.
-        pipes: Comma-separated kinds, in order of preference; empty: as services decide without the flag.
+        pipes: Comma-separated kinds of pipe, in order of preference; empty: the services' default.
         kvstore: Whether a KV store runs too, used by all instances.
-        access: Flags of token and certificates, the same for all services.
-        extra: More flags.
+        access: Flags for token and certificates of all services.
+        extra: Additional flags.
 
     Raises:
-        ConfigError: What engines need is not installed.
+        ConfigError: torch is not installed, or there are too many instances.
     """
     if find_spec("torch") is None:
         raise ConfigError("prefill and decode instances need torch: pip install 'baton-serve[engine]'", field="ratio")
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
-    """Return a service that takes requests on the first port and shows its metrics on the second."""
+    """Return the specification of a service with a gRPC port and a metrics port."""
     port, metrics_port = ports
     own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
     address = f"{HOST}:{port}"
@@ -148,12 +148,13 @@ def _ports(spec: ProcessSpec) -> tuple[int, int]:
 
 
 def _without_passwords(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Take URLs with passwords out of a command line, which everybody on the host can read.
+    """Move URLs with passwords from a command line, which all users of the host can read, to the environment.
 
     Returns:
-        What is left of it, and the variables that say the same.
+        The remaining words, and the variables with the URLs.
     """
-    words, env = list(args), dict[str, str]()
+    words = list(args)
+    env: dict[str, str] = {}
     hidden = set(flags_with_passwords(args)) & _URLS
     for at in reversed(range(len(words))):
         flag, equals, value = words[at].partition("=")

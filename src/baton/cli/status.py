@@ -1,4 +1,4 @@
-"""``baton status``: the instances, what they have to do, and what comes out of it."""
+"""``baton status``: the instances, their load, and the throughput and latency of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.router_http import HINT, NOTHING, add_http_flags, http_asker, plain
+from baton.cli.router import HTTP_HINT, NOTHING, add_http_flags, http_asker, plain
 from baton.errors import BatonError, ConfigError, UnavailableError
 
 _FILE_WIDTH = 140
@@ -20,7 +20,6 @@ _BAR = 10
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("status", help="instances, load, KV, hit rate and queues, as a router sees them")
     parser.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C")
     parser.add_argument(
@@ -28,56 +27,56 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--json", action="store_true", help="what the router answers; with --watch a line per look")
     add_http_flags(parser)
-    parser.set_defaults(run=run, hint=HINT)
+    parser.set_defaults(run=run, hint=HTTP_HINT)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it; returns the exit status: 1 if an instance is not healthy.
+    """Show the status; returns the exit status: 1 if an instance is not healthy.
 
     Raises:
-        ConfigError: The arguments cannot work.
-        BatonError: No answer; with ``--watch`` only of the first look.
+        ConfigError: An argument is invalid.
+        BatonError: The router does not answer; with ``--watch``, only for the first call.
     """
     if not 0.1 <= args.interval_s <= 3600:
         raise ConfigError("--interval-s must be between 0.1 and 3600", field="interval_s")
     ask = http_asker(args)
-    found = ask("/debug/console")
+    state = ask("/debug/console")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     if args.watch:
-        _watch(args, ask, found, console)
+        _watch(args, ask, state, console)
     elif args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(state, indent=2))
     else:
-        console.print(render(found))
-    return int(any(each["status"] != "ready" for each in found["instances"]) or not found["instances"])
+        console.print(render(state))
+    return int(any(each["status"] != "ready" for each in state["instances"]) or not state["instances"])
 
 
-def _watch(args: argparse.Namespace, ask: Any, found: dict[str, Any], console: Console) -> None:
+def _watch(args: argparse.Namespace, ask: Any, state: dict[str, Any], console: Console) -> None:
     if args.json:
         while True:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(state), flush=True)
             time.sleep(args.interval_s)
-            found = ask("/debug/console")
-    with Live(render(found), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            state = ask("/debug/console")
+    with Live(render(state), console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             time.sleep(args.interval_s)
             try:
                 live.update(render(ask("/debug/console")), refresh=True)
-            except UnavailableError as error:  # a router that starts again is shown when it is back
-                live.update(Group(render(found), Text(plain(error.message), style="red")), refresh=True)
+            except UnavailableError as error:  # a restarted router is shown when it is back
+                live.update(Group(render(state), Text(plain(error.message), style="red")), refresh=True)
             except BatonError:
                 raise
 
 
-def render(found: dict[str, Any]) -> Group:
-    """Return what is shown of a look."""
-    now = found["now"]
+def render(state: dict[str, Any]) -> Group:
+    """Return the table of a router's state."""
+    now = state["now"]
     hit = now["hit_rate"]
     facts = (
-        f"{plain(found['model'])}, policy {plain(found['policy'])}",
-        f"{found['running']} running, {found['queued']} queued, {found['seen']} seen",
+        f"{plain(state['model'])}, policy {plain(state['policy'])}",
+        f"{state['running']} running, {state['queued']} queued, {state['seen']} seen",
         f"{_rate(now['requests_per_s'])} requests/s, {_rate(now['tokens_per_s'])} tokens/s",
         f"hit rate {NOTHING if hit is None else f'{hit:.0%}'}",
         f"TTFT {_times(now['ttft_ms'])}, ITL {_times(now['itl_ms'])}",
@@ -98,16 +97,16 @@ def render(found: dict[str, Any]) -> Group:
         "index",
     ):
         table.add_column(name, justify="left" if name in ("instance", "role", "status", "index", "") else "right")
-    for each in sorted(found["instances"], key=lambda each: (each["role"] != "prefill", each["id"])):
+    for each in sorted(state["instances"], key=lambda each: (each["role"] != "prefill", each["id"])):
         total = each["blocks_total"] or 1
         used = each["blocks_active"] / total
-        state = "draining" if each["draining"] else each["status"]
-        colour = {"ready": "green", "draining": "yellow"}.get(state, "red")
+        status = "draining" if each["draining"] else each["status"]
+        colour = {"ready": "green", "draining": "yellow"}.get(status, "red")
         reason = f" ({plain(each['reason'])})" if each["reason"] else ""
         table.add_row(
             plain(each["id"]),
             each["role"],
-            Text(plain(state) + reason, style=colour),
+            Text(plain(status) + reason, style=colour),
             *(str(each[name]) for name in ("running", "waiting", "loading", "in_flight")),
             f"{used:.0%}",
             _bar(used),

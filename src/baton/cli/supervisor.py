@@ -1,4 +1,4 @@
-"""Starts a deployment's processes in order, restarts what dies, ends everything it started."""
+"""Starts a deployment's processes in order, restarts those that die, and ends them all."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from baton.rpc.errors import readable
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 15.0
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 15.0
 STABLE_S = 60.0
-"""A process that ran this long begins again with the first back-off."""
+"""Seconds after which a running process is stable: its next restart waits only ``FIRST_BACKOFF_S``."""
 HEALTH_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run.
+    """A process to run.
 
     Attributes:
-        name: In front of each log line.
-        module: Python module with a ``main``.
-        args: Its command line.
-        health_address: gRPC address whose health check tells that it is ready.
-        role: Word for the table: ``router``, ``prefill``, ``decode``, ``kvstore``.
-        listens: What listens where, for the table.
-        env: Variables of its own: what others should not see in its command line.
+        name: Name of the process, the prefix of its log lines.
+        module: Python module to run.
+        args: Command line.
+        health_address: gRPC address of the health check that shows that the process is ready.
+        role: ``router``, ``prefill``, ``decode`` or ``kvstore``.
+        listens: Addresses by kind, for the table.
+        env: Additional environment variables, for values that must not be seen in the command line.
     """
 
     name: str
@@ -54,7 +55,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """The processes in the order of their start: every group is ready before the next one begins."""
+    """Processes of a deployment in the order of their start: each group is ready before the next one starts."""
 
     kvstore: ProcessSpec | None
     router: ProcessSpec
@@ -62,9 +63,9 @@ class DeploymentPlan:
     http_address: str
     grpc_address: str
     scheme: str = "http"
-    """Of the OpenAI API: ``http`` or ``https``."""
+    """Scheme of the OpenAI API: ``http`` or ``https``."""
     worker: Callable[[str, str, ProcessSpec | None], ProcessSpec] | None = None
-    """Lays out one instance more, of a role and under a name; in the place of another one it has its ports."""
+    """Returns the specification of a further instance by role and name; it reuses the ports of the one it replaces."""
 
     @property
     def groups(self) -> list[tuple[ProcessSpec, ...]]:
@@ -86,7 +87,7 @@ class ManagedProcess:
     """A supervised process.
 
     Args:
-        spec: What to run.
+        spec: Specification of the process.
         emit: Called with ``(name, line)`` for each line of the process's output.
         tls: Certificates, if the services use them.
         start: Starts the process.
@@ -108,7 +109,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Id of the process."""
         return self._started().pid
 
     @property
@@ -177,17 +178,17 @@ class ManagedProcess:
 
 
 class Supervisor:
-    """Runs a plan.
+    """Runs a deployment plan.
 
     Args:
-        plan: The processes.
-        emit: Gets ``(name, line)`` for each log line.
-        restart: Whether a process that dies after it was ready is started again; else the whole ends.
+        plan: Plan of the processes.
+        emit: Called with ``(name, line)`` for each log line.
+        restart: Whether a process that dies after it was ready is restarted; else :meth:`wait` returns.
         token: Shared token, if the services use one.
-        tls: Certificates, if they use some.
-        ready_timeout_s: How long a process may take to become ready.
-        grace_s: How long a process may take to drain.
-        backoff_s: Pause before the first restart of a process, and the longest pause when it dies again and again.
+        tls: Certificates, if the services use them.
+        ready_timeout_s: Longest time in seconds until a process is ready.
+        grace_s: Longest time in seconds that a process may drain.
+        backoff_s: Seconds before the first restart of a process, and longest pause if it dies repeatedly.
 
     Attributes:
         spawn: Starts a process; may be replaced before :meth:`start`.
@@ -211,8 +212,11 @@ class Supervisor:
         self.spawn: StartProcess = start_process
         self.on_state: Callable[[str, str], None] = lambda name, state: None
         self._emit = emit
-        self._restart, self._token, self._tls = restart, token, tls
-        self._ready_timeout_s, self._grace_s = ready_timeout_s, grace_s
+        self._restart = restart
+        self._token = token
+        self._tls = tls
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
         self._first_backoff_s, self._last_backoff_s = backoff_s
         self._env = dict(os.environ)
         self.processes: dict[str, ManagedProcess] = {}
@@ -253,11 +257,11 @@ class Supervisor:
             self._watchers[name] = asyncio.create_task(self._watch(name))
 
     async def wait(self) -> str:
-        """Wait until a process died that is not restarted; returns why."""
+        """Wait until a process has died and is not restarted; returns the reason."""
         return await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
-        """End the router first so that nothing new comes in, then decode, prefill, store."""
+        """End the router first so that no new requests arrive, then decode, prefill and store."""
         for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
@@ -266,10 +270,10 @@ class Supervisor:
             await asyncio.gather(*(member.end(self._grace_s) for member in members))
 
     async def add(self, spec: ProcessSpec) -> None:
-        """Start a process beside those of the plan, and watch it like them.
+        """Start a further process, and watch it like those of the plan.
 
         Raises:
-            UnavailableError: It ended, or was not ready in time; nothing of it is left.
+            UnavailableError: The process ended, or was not ready in time; it is removed again.
         """
         await self._launch(spec)
         process = self.processes[spec.name]
@@ -282,11 +286,11 @@ class Supervisor:
         self._watchers[spec.name] = asyncio.create_task(self._watch(spec.name))
 
     def redefine(self, spec: ProcessSpec) -> None:
-        """Have a process that runs be started by another specification, should it die."""
+        """Set the specification by which a running process is restarted if it dies."""
         self.processes[spec.name].spec = spec
 
     async def remove(self, name: str) -> None:
-        """Have a process drain and end, for good."""
+        """Drain and end a process for good."""
         watcher = self._watchers.pop(name)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
@@ -294,7 +298,7 @@ class Supervisor:
         del self.processes[name]
 
     def hurry(self) -> None:
-        """SIGKILL everything: whoever waits for :meth:`stop` wants no drain any more."""
+        """SIGKILL all processes, so that :meth:`stop` does not wait for their drain."""
         for process in self.processes.values():
             process.send(signal.SIGKILL)
 
@@ -323,7 +327,7 @@ class Supervisor:
             ):
                 stub = router_pb2_grpc.RouterServiceStub(channel)
                 while not expected <= seen:
-                    # No time of its own: on a machine on which everything begins at once an answer may take seconds.
+                    # No timeout per call: while everything starts on one machine, an answer may take seconds.
                     answer = readable(await stub.ListInstances(router_pb2.ListInstancesRequest()))
                     for item in answer.instances:
                         if item.refused:
@@ -337,7 +341,7 @@ class Supervisor:
             raise UnavailableError(f"the router does not see {missing}: {why}") from None
 
     async def _try_text(self) -> None:
-        """Have the router load tokenizer and chat template now: one that cannot be read shall not wait for a request.
+        """Have the router load tokenizer and chat template now, so that an unreadable one fails the start.
 
         Raises:
             UnavailableError: They cannot be loaded.
@@ -352,7 +356,7 @@ class Supervisor:
                 raise UnavailableError(f"the router cannot tokenize: {error.details()}") from None
 
     async def _watch(self, name: str) -> None:
-        """Restart a process as often as it dies, more slowly each time."""
+        """Restart a process each time it dies, with growing pauses."""
         backoff = self._first_backoff_s
         while True:
             process = self.processes[name]
@@ -377,7 +381,7 @@ class Supervisor:
 
 
 def _require_free_ports(plan: DeploymentPlan) -> None:
-    """Refuse ports that somebody has: another deployment on them would answer our health checks as if it were ours.
+    """Refuse ports in use: another deployment on them would answer the health checks.
 
     Raises:
         ConfigError: Names the process and the address.

@@ -1,4 +1,4 @@
-"""``baton up``: a whole deployment on this machine with one command."""
+"""``baton up``: a whole deployment on this machine with one command, and its output as text or JSON."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from baton.autoscale.controller import Controller
-from baton.autoscale.metrics import AutoscaleMetrics
+from baton.autoscale.controller import AutoscaleMetrics, Controller
+from baton.cli.autoscale import ProcessFleet
 from baton.cli.deployment import autoscale_config, own_token, plan_from, read_file, restarts, worker_config
-from baton.cli.fleet.output import AUTOSCALE, JsonOutput, Output, TextOutput
-from baton.cli.fleet.processes import ProcessFleet
 from baton.cli.plan import HOST
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
 from baton.client import AsyncClient
 from baton.config import EngineConfig, add_flags
 from baton.config.autoscale import AutoscaleConfig
@@ -32,12 +35,132 @@ from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 from baton.worker.process import serve_metrics
 
+AUTOSCALE = "autoscale"
+_COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta", AUTOSCALE: "blue"}
+_STATES = {"waits": 0, "starts": 1, "ready": 2}
+"""States of a process during the start of the deployment, in order; a starting instance loads its model."""
+
+
+class Output(Protocol):
+    """Output of ``baton up``."""
+
+    def line(self, name: str, text: str) -> None:
+        """Show a line of a process's log."""
+
+    def starting(self, plan: DeploymentPlan) -> contextlib.AbstractContextManager[None]:
+        """Show the progress of the start while the context is open."""
+
+    def state(self, name: str, state: str) -> None:
+        """Show that a process ``starts`` or is ``ready``."""
+
+    def up(self, plan: DeploymentPlan, processes: dict[str, ManagedProcess], own: dict[str, str]) -> None:
+        """Show that everything is up; ``own``: addresses of this process, by kind."""
+
+    def show_event(self, event: str, text: str, *, style: str = "") -> None:
+        """Show another event."""
+
+
+class TextOutput:
+    """Text output.
+
+    Args:
+        console: Console to print to; bars are shown on terminals only.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def line(self, name: str, text: str) -> None:
+        colour = _COLOURS.get(name.split("-")[0], "white")
+        self._console.print(f"[{colour}]{name:>10} |[/{colour}] ", end="")
+        self._console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def starting(self, plan: DeploymentPlan) -> Iterator[None]:
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:>10}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+        )
+        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as self._bars:
+            for spec in (spec for group in plan.groups for spec in group):
+                task = self._bars.add_task(spec.name, start=False, total=_STATES["ready"], state="waits")
+                self._tasks[spec.name] = task
+            try:
+                yield
+            finally:
+                self._bars = None
+
+    def state(self, name: str, state: str) -> None:
+        if self._bars is None or name not in self._tasks:
+            return
+        task = self._tasks[name]
+        if state == "starts":
+            self._bars.start_task(task)
+        loads = state == "starts" and name.split("-")[0] in ("prefill", "decode")
+        self._bars.update(task, completed=_STATES[state], state="loads the model" if loads else state)
+        if state == "ready":
+            self._bars.stop_task(task)
+
+    def up(self, plan: DeploymentPlan, processes: dict[str, ManagedProcess], own: dict[str, str]) -> None:
+        """Print a table of processes and their addresses."""
+        table = Table(title="Baton is up")
+        for column in ("process", "pid", "listens"):
+            table.add_column(column)
+        rows = [(name, process.pid, dict(process.spec.listens)) for name, process in processes.items()]
+        rows += [(AUTOSCALE, os.getpid(), own)] if own else []
+        for name, pid, listens in sorted(rows):
+            table.add_row(name, str(pid), "  ".join(f"{kind} {address}" for kind, address in listens.items()))
+        self._console.print(table)
+        self._console.print(
+            f"OpenAI API: {plan.scheme}://{plan.http_address}/v1   gRPC: {plan.grpc_address}   Ctrl-C ends everything"
+        )
+
+    def show_event(self, event: str, text: str, *, style: str = "") -> None:
+        self._console.print(text, style=style or None, markup=False)
+
+
+class JsonOutput:
+    """JSON output: an object per line, with an ``event``."""
+
+    def line(self, name: str, text: str) -> None:
+        self._print("log", process=name, line=text)
+
+    @contextlib.contextmanager
+    def starting(self, plan: DeploymentPlan) -> Iterator[None]:
+        self._print("starting", processes=[spec.name for group in plan.groups for spec in group])
+        yield
+
+    def state(self, name: str, state: str) -> None:
+        self._print("process", process=name, state=state)
+
+    def up(self, plan: DeploymentPlan, processes: dict[str, ManagedProcess], own: dict[str, str]) -> None:
+        rows = {
+            name: {"pid": process.pid, "role": process.spec.role, **dict(process.spec.listens)}
+            for name, process in processes.items()
+        }
+        if own:
+            rows[AUTOSCALE] = {"pid": os.getpid(), "role": AUTOSCALE, **own}
+        self._print("up", openai=f"{plan.scheme}://{plan.http_address}/v1", grpc=plan.grpc_address, processes=rows)
+
+    def show_event(self, event: str, text: str, *, style: str = "") -> None:
+        self._print(event, text=text)
+
+    def _print(self, event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), flush=True)
+
+
 _FILE_HELP = "the deployment in one file (YAML); the environment and flags go before it"
-_LOOK_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 10.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
     parser = commands.add_parser("up", help="run router, prefill and decode instances and a KV store here")
     parser.add_argument("--json", action="store_true", help="a JSON object per line instead of text")
     add_deployment_flags(parser)
@@ -75,10 +198,10 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until interrupted; returns the exit status.
+    """Run the deployment until interrupted; returns the exit status.
 
     Raises:
-        ConfigError: A flag cannot work, or a port is in use.
+        ConfigError: A flag is invalid, or a port is in use.
         UnavailableError: A process ended or was not ready in time.
     """
     file = read_file(args)
@@ -87,11 +210,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
-    plan, workers, scaling = plan_from(args, file), worker_config(args, file), autoscale_config(args, file)
+    plan = plan_from(args, file)
+    workers = worker_config(args, file)
+    scaling = autoscale_config(args, file)
     output: Output = JsonOutput() if args.json else TextOutput(Console(highlight=False, soft_wrap=True))
     for flag in flags_with_passwords(sys.argv[1:]):
-        text = f"everybody on this host can read the password in {flag} (ps): write @FILE there"
-        output.say("warning", text, style="yellow")
+        text = f"all users of this host can read the password in {flag} (ps): write @FILE there"
+        output.show_event("warning", text, style="yellow")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(
@@ -123,10 +248,10 @@ async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
             ended = asyncio.ensure_future(supervisor.wait())
             await asyncio.wait([ended, interrupted], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            output.say("failed", f"{ended.result()}: ending the whole (--no-restart)", style="red")
+            output.show_event("failed", f"{ended.result()}: ending the whole (--no-restart)", style="red")
             return 1
         ended.cancel()
-        output.say("draining", "draining ... (Ctrl-C again kills)")
+        output.show_event("draining", "draining ... (Ctrl-C again kills)")
         return 0
     finally:
         starting.cancel()
@@ -139,26 +264,27 @@ async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
 async def autoscaled(
     config: AutoscaleConfig | None, supervisor: Supervisor, access: WorkerConfig, output: Output
 ) -> AsyncIterator[dict[str, str]]:
-    """Run the controller of the ratio beside the processes, if there is to be one.
+    """Run the autoscaler beside the processes, if it is enabled.
 
     Args:
-        config: What it is told; ``None``: there is none.
-        supervisor: Whose processes it starts, changes and ends.
+        config: Configuration of the autoscaler; ``None``: it is disabled.
+        supervisor: Supervisor whose processes the autoscaler starts, changes and ends.
         access: Token and certificates.
-        output: Where it says what it does.
+        output: Output for the autoscaler's log.
 
     Yields:
-        What listens for it, by kind.
+        Addresses of the autoscaler, by kind.
     """
     if config is None:
         yield {}
         return
-    plan, metrics = supervisor.plan, AutoscaleMetrics()
+    plan = supervisor.plan
+    metrics = AutoscaleMetrics()
     (port,) = free_ports(1)
     end_scrapes = serve_metrics(HOST, port, metrics.registry)
     try:
         async with AsyncClient(
-            plan.grpc_address, token_file=access.token_file, tls=read_tls(access), timeout=_LOOK_TIMEOUT_S
+            plan.grpc_address, token_file=access.token_file, tls=read_tls(access), timeout=_CALL_TIMEOUT_S
         ) as client:
             fleet = ProcessFleet(client, supervisor, config.scale_drain_s)
             controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)

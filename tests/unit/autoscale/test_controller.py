@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from baton.autoscale.controller import Controller
-from baton.autoscale.metrics import AutoscaleMetrics
+from baton.autoscale.controller import AutoscaleMetrics, Controller
 from baton.client import Instance, Load, Stats
 from baton.config.autoscale import AutoscaleConfig
 from baton.errors import BusyError, UnavailableError

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.autoscale.policy import Action, Decision, Policy
-from baton.autoscale.signals import Observation, RoleLoad, look, pressures
-from baton.autoscale.step_time import StepTime
+from baton.autoscale.policy import Action, Decision, Policy, StepTime
+from baton.autoscale.signals import Observation, RoleLoad, observe, pressures
 from baton.client import Instance, Load, Quantiles, Stats
 from baton.config.autoscale import AutoscaleConfig
 from baton.errors import ConfigError
@@ -66,7 +65,7 @@ def test_nobody_is_taken_from_a_role_that_would_miss_it() -> None:
 def test_after_a_change_it_rests_and_looks_anew() -> None:
     policy = Policy(CONFIG)
     assert list(looks(policy, 0.0, 12, 1, 3, queue_s=3.0))[-1].action is Action.SWITCH
-    policy.acted(11.0)
+    policy.start_cooldown(11.0)
     found = list(looks(policy, 12.0, 40, 2, 2, queue_s=3.0))
     begun = next(at for at, each in enumerate(found) if each.action is Action.SWITCH)
     assert 12.0 + begun >= 11.0 + CONFIG.scale_cooldown_s
@@ -138,11 +137,11 @@ def test_what_does_not_grow_with_the_work_keeps_nobody() -> None:
 def test_a_steps_growing_share_is_learnt_from_looks() -> None:
     learnt = StepTime()
     for _ in range(30):
-        learnt.see(5.0, 30.0)
+        learnt.add_sample(5.0, 30.0)
         assert learnt.growing_share(5.0, 30.0) == 1.0, "always the same"
     for batch in (1, 2, 4, 8, 16, 24):
         for _ in range(5):
-            learnt.see(float(batch), 20.0 + 2.0 * batch)
+            learnt.add_sample(float(batch), 20.0 + 2.0 * batch)
     assert learnt.growing_share(5.0, 30.0) == pytest.approx(10 / 30, rel=0.01)
     assert learnt.growing_share(100.0, 30.0) == 1.0
 
@@ -150,7 +149,7 @@ def test_a_steps_growing_share_is_learnt_from_looks() -> None:
 def test_a_look_counts_those_that_take_requests() -> None:
     load = Load(1, 2, 0, 100, 30, 0, 500, 250.0, 0.0, 0, False)
     base = Instance("p0", "h:1", P, True, "exact", load, 0, 0, max_num_seqs=32)
-    found = look(
+    found = observe(
         [
             base,
             replace(base, instance_id="p1", load=replace(load, draining=True)),
@@ -190,7 +189,7 @@ def test_constant_load_ends_in_peace_within_the_bounds(
         done.append((at, decision.action, decision.role))
         counts[decision.role] += -1 if decision.action is Action.REMOVE else 1
         counts[other] -= decision.action is Action.SWITCH
-        policy.acted(float(at))
+        policy.start_cooldown(float(at))
         assert counts[P] >= config.scale_min_prefill
         assert counts[D] >= config.scale_min_decode
         assert decision.action is not Action.ADD or sum(counts.values()) <= most

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from baton.cli.instances import parse_targets
 from baton.cli.main import main
-from baton.cli.scale import parse_targets
 from baton.client import Instance, Load, Switch
 from baton.client.scaling import plan_switches
 from baton.errors import ConfigError

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli.fleet.output import JsonOutput, Output, TextOutput
 from baton.cli.plan import Ratio, make_plan
 from baton.cli.supervisor import DeploymentPlan
+from baton.cli.up import JsonOutput, Output, TextOutput
 
 
 class Process:
@@ -29,7 +29,7 @@ def play(output: Output) -> DeploymentPlan:
         output.state("prefill-0", "starts")
     processes: Any = {spec.name: Process(spec, 70 + at) for at, spec in enumerate([plan.router, *plan.workers])}
     output.up(plan, processes, {"metrics": "127.0.0.1:1/metrics"})
-    output.say("draining", "draining ...")
+    output.show_event("draining", "draining ...")
     return plan
 
 

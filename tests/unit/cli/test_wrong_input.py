@@ -45,7 +45,7 @@ ADDRESS = ["--address", "127.0.0.1:9"]
         (["drain", "d", "--wait-s", "-1"], "--wait-s must be between 0 and 86400"),
         (["scale", "prefill=x"], "targets look like prefill=3 decode=1"),
         (["autoscale", "--scale-kv", "2"], "scale_kv must be above 0 and at most 1, got 2.0"),
-        (["autoscale", "--scale-max-instances", "4"], "nobody here can start instances"),
+        (["autoscale", "--scale-max-instances", "4"], "instances cannot be started"),
         (["autoscale", "--kubernetes-prefill", "x"], "give --kubernetes-decode, too"),
         (["autoscale", "-f", "{folder}/auto.yaml"], "auto.yaml:3: scale_kv"),
         (["autoscale", *ADDRESS], "start one with baton up"),

@@ -21,7 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, openmetrics
 
 from baton.api.v1 import common_pb2
-from baton.autoscale.metrics import AutoscaleMetrics
+from baton.autoscale.controller import AutoscaleMetrics
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.engine.executor.base import Quality

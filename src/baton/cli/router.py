@@ -1,4 +1,4 @@
-"""Asking a router over HTTP: its address, key and certificate, as flags; and text that came from it, made plain."""
+"""Access to a router over HTTP or gRPC: its address, key and certificates as flags."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from email.message import Message
 from pathlib import Path
 from typing import IO, Any
 
+from baton.client import AsyncClient, Client
+from baton.config import add_flags, from_flags
+from baton.config.flags import AccessConfig
 from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, NotFoundError, UnauthenticatedError, UnavailableError
+from baton.rpc.service_token import Token, read_token
+from baton.rpc.tls import Tls, read_tls
 
 NOTHING = "-"
-HINT = "is one running there? start one with baton up, or name another with --url"
+HTTP_HINT = "is one running there? start one with baton up, or name another with --url"
 _MAX_ANSWER_BYTES = 32 * 2**20
 
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say where a router is."""
+    """Add the flags for the HTTP address of a router."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: http://127.0.0.1:8000)")
     parser.add_argument("--api-key-file", default="", help="file whose first line is an API key of the router")
     parser.add_argument("--tls-ca", default="", help="authority of the router's certificate; default: the system's")
@@ -34,31 +39,30 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nobody: the API key is for the router that was named."""
+    """Follows no redirects: the API key is for the given router only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message[str, str], newurl: str
     ) -> None:
-        """Refuse."""
+        """Override: no redirect is followed."""
 
 
 class _NamedHost(urllib.request.HTTPSHandler):
-    """Dials the host of the URL, and wants a certificate for ``name``, if one is given."""
+    """Connects to the host of the URL, and requires a certificate for ``name``, if one is given."""
 
     def __init__(self, context: ssl.SSLContext, name: str) -> None:
         super().__init__(context=context)
-        self._tls, self._name = context, name
+        self._tls = context
+        self._name = name
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Open a connection."""
-
-        def connection(host: str, **options: Any) -> http.client.HTTPSConnection:
-            made = http.client.HTTPSConnection(host, context=self._tls, **options)
+        def open_connection(host: str, **options: Any) -> http.client.HTTPSConnection:
+            connection = http.client.HTTPSConnection(host, context=self._tls, **options)
             if self._name:
-                made.connect = lambda: self._connect(made)  # type: ignore[method-assign]
-            return made
+                connection.connect = lambda: self._connect(connection)  # type: ignore[method-assign]
+            return connection
 
-        return self.do_open(connection, req)
+        return self.do_open(open_connection, req)
 
     def _connect(self, connection: http.client.HTTPSConnection) -> None:
         http.client.HTTPConnection.connect(connection)
@@ -66,15 +70,15 @@ class _NamedHost(urllib.request.HTTPSHandler):
 
 
 def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
-    """Return what asks a router for a path and returns the JSON that it answers.
+    """Return a function that gets a path of the router and returns the parsed JSON.
 
     Raises:
-        ConfigError: The arguments cannot work.
+        ConfigError: An argument is invalid.
     """
     try:
         url = urllib.parse.urlsplit(args.url)
         usable = url.scheme in {"http", "https"} and bool(url.hostname) and not (url.query or url.fragment)
-        usable = usable and url.port != 0  # looks whether it is one
+        usable = usable and url.port != 0  # raises if the port is no number
     except ValueError:
         usable = False
     if not usable:
@@ -111,10 +115,10 @@ def _context(authority: str) -> ssl.SSLContext:
 
 
 def read_api_key(path: str) -> str:
-    """Return the first line of a file that is no comment.
+    """Return the API key in a file: the first line that is no comment.
 
     Raises:
-        ConfigError: It cannot be read, or has none.
+        ConfigError: The file cannot be read, or has no usable key.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -137,7 +141,56 @@ def _refused(error: urllib.error.HTTPError, url: str) -> BatonError:
 
 
 def plain(value: object) -> str:
-    """Text that came over the network, without what a terminal would obey."""
+    """Return text from the network without control characters."""
     if value in (None, ""):
         return NOTHING
     return "".join(char if char.isprintable() else "\ufffd" for char in str(value))
+
+
+GRPC_HINT = "is one running there? start one with baton up, or name another with --address"
+
+
+def add_grpc_flags(parser: argparse.ArgumentParser, *, timeout_s: float = 600.0) -> None:
+    """Add the flags for the gRPC address of a router."""
+    parser.add_argument(
+        "--address", default="127.0.0.1:8001", metavar="HOST:PORT", help="the router (default: 127.0.0.1:8001)"
+    )
+    parser.add_argument("--api-key-file", default="", help="file whose first line is an API key of the router")
+    text = f"seconds that a call may take (default: {timeout_s:g})"
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help=text)
+    add_flags(parser, AccessConfig)
+    parser.set_defaults(hint=GRPC_HINT)
+
+
+def access(args: argparse.Namespace) -> tuple[Token | None, Tls | None]:
+    """Return the services' token and certificates from the flags.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    config = from_flags(AccessConfig, args)
+    return read_token(config.token_file), read_tls(config)
+
+
+def open_client(args: argparse.Namespace) -> Client:
+    """Return a client of the router.
+
+    Raises:
+        ConfigError: A file cannot be read.
+        InvalidRequestError: The address or the timeout is invalid.
+    """
+    return Client(args.address, **_options(args))
+
+
+def open_async_client(args: argparse.Namespace) -> AsyncClient:
+    """Return a client of the router, for an event loop; raises as :func:`open_client` does."""
+    return AsyncClient(args.address, **_options(args))
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    config = from_flags(AccessConfig, args)
+    key = read_api_key(args.api_key_file) if args.api_key_file else None
+    if key is not None and "token_file" in args:
+        raise ConfigError("give --api-key-file or --token-file", field="api_key_file")
+    token_file = "" if key is not None else config.token_file
+    return {"token": key, "token_file": token_file, "timeout": args.timeout_s, "tls": read_tls(config)}

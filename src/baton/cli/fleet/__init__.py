@@ -1,1 +1,0 @@
-"""The controller of the ratio on the command line: ``baton autoscale``, and ``baton up --autoscale``."""
