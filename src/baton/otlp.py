@@ -46,11 +46,11 @@ class OtlpExporter:
     """A :class:`~baton.tracing.SpanExporter` to a collector. Its sampler follows the caller where that has decided.
 
     Args:
-        endpoint: Of the collector, as ``http://host:4317``; ``https://``: with TLS.
-        service: What traces call this service, unless OpenTelemetry's variables name it.
-        instance: Which of its processes this is.
-        sample_rate: Share of the traces that begin here; ``None``: as OpenTelemetry's variables say.
-        count: Told of each span's fate: ``exported``, ``failed`` or ``dropped``, and how many.
+        endpoint: URL of the collector, such as ``http://host:4317``; ``https://``: with TLS.
+        service: Name of the service in traces, unless OpenTelemetry's variables name it.
+        instance: Name of the process.
+        sample_rate: Share of the traces started here that are sampled, 0 to 1; ``None``: by OpenTelemetry's variables.
+        count: Called with an outcome (``exported``, ``failed`` or ``dropped``) and a number of spans.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class OtlpExporter:
         """Queue a span; one for which there is no room is dropped."""
         if span.context is None:
             return
-        if not self._on_way.take(_QUEUE):
+        if not self._on_way.try_add(_QUEUE):
             self._count("dropped", 1)
             return
         self._batches.on_end(self._readable(span, span.context))
@@ -123,7 +123,7 @@ def _sdk_context(context: TraceContext, *, remote: bool) -> SpanContext:
 
 
 class _EpochClock:
-    """Turns monotonic times into times since 1970; the same for all spans until somebody sets the clock."""
+    """Turns monotonic times into times since 1970; the same for all spans until the clock is set."""
 
     def __init__(self) -> None:
         self._offset = time.time_ns() - time.perf_counter_ns()
@@ -140,9 +140,10 @@ class _OnWay:
     """Counts the spans that are queued or being sent."""
 
     def __init__(self) -> None:
-        self._lock, self._count = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._count = 0
 
-    def take(self, most: int) -> bool:
+    def try_add(self, most: int) -> bool:
         """Count one more, if there is room."""
         with self._lock:
             if self._count >= most:

@@ -44,8 +44,8 @@ def unpack_ids(data: bytes, *, field: str = "prompt_token_ids") -> TokenIds:
     """Return the ids that a message carries.
 
     Args:
-        data: What :func:`pack_ids` returned.
-        field: Of the message, for the error.
+        data: Packed ids, as :func:`pack_ids` returns them.
+        field: Name of the message's field, for the error.
 
     Raises:
         InvalidRequestError: The bytes end within an id.

@@ -67,41 +67,50 @@ class Event(NamedTuple):
 
 
 class SpanExporter(Protocol):
-    """Takes spans that have ended."""
+    """Exports spans that have ended."""
 
     def samples(self, trace_id: str, parent: TraceContext | None) -> bool:
         """Whether a request is to be traced.
 
         Args:
-            trace_id: Of its trace.
+            trace_id: Trace id, 32 hexadecimal digits.
             parent: The caller's span; ``None``: the trace begins here.
         """
 
     def export(self, span: Span) -> None:
-        """Take a span; called in the event loop, must not block or raise."""
+        """Export a span; called in the event loop, must not block or raise."""
 
 
 class Span:
     """One piece of work, e.g. a request in the router.
 
     Args:
-        name: What it is.
-        parent: The span that it is part of, if there is one.
-        exporter: Takes it at its end.
-        start_ns: When it began; 0: now.
-        kind: Of a span as OpenTelemetry has them.
-        context: Its place, where that is decided.
+        name: Name of the span.
+        parent: Context of the parent span, if there is one.
+        exporter: Exporter that gets the span at its end; ``None``: it is not recorded.
+        start_ns: Start, in nanoseconds of the performance counter; 0: now.
+        kind: Kind of span, as in OpenTelemetry.
+        context: Context of this span; ``None``: a new one below the parent.
 
     Attributes:
-        context: Its place; ``None``: it has no parent and no exporter.
-        events: In order; none without an exporter.
-        attributes: What there is to say of it; to be filled where it is :attr:`recording`.
-        status: How it ended: ``ok`` or an error's code; empty: not yet, or there is no exporter.
-        end_ns: When it ended.
+        context: Context of this span; ``None``: it has no parent and no exporter.
+        events: Events in order; empty without an exporter.
+        attributes: Attributes; fill them only while :attr:`recording`.
+        status: ``ok`` or an error's code; empty: not ended, or there is no exporter.
+        end_ns: End, in nanoseconds of the performance counter; 0: not ended.
     """
 
     __slots__ = (
-        *("_exporter", "attributes", "context", "end_ns", "events", "kind", "name", "parent", "start_ns", "status"),
+        "_exporter",
+        "attributes",
+        "context",
+        "end_ns",
+        "events",
+        "kind",
+        "name",
+        "parent",
+        "start_ns",
+        "status",
     )
 
     def __init__(
@@ -114,57 +123,62 @@ class Span:
         kind: Kind = "server",
         context: TraceContext | None = None,
     ) -> None:
-        self.name, self.parent, self.kind, self._exporter = name, parent, kind, exporter
+        self.name = name
+        self.parent = parent
+        self.kind = kind
+        self._exporter = exporter
         self.start_ns = start_ns or time.perf_counter_ns()
-        self.end_ns, self.status = 0, ""
+        self.end_ns = 0
+        self.status = ""
         self.events: list[Event] = []
         self.attributes: dict[str, Attribute] = {}
         self.context = parent if exporter is None else context or TraceContext.below(parent)
 
     @property
     def recording(self) -> bool:
-        """Whether what is noted goes anywhere."""
+        """Whether events and attributes are recorded."""
         return self._exporter is not None
 
     @property
     def traceparent(self) -> str:
-        """What those are told that do a part of it; empty: nothing."""
+        """The ``traceparent`` for calls made within this span; empty: none."""
         return "" if self.context is None else str(self.context)
 
     def event(self, name: str, detail: str = "", at_ns: int = 0) -> None:
-        """Note that something happened, now if it does not say when."""
+        """Record an event; ``at_ns`` 0: now."""
         if self._exporter is not None:
             self.events.append(Event(name, at_ns or time.perf_counter_ns(), detail))
 
     def part(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Attribute]) -> None:
-        """Export a part of it that has ended, and in which it waited for another process."""
+        """Export a child span that has ended, in which this span waited for another process."""
         if self._exporter is not None:
             part = Span(name, self.context, self._exporter, start_ns, kind="client")
             part.attributes.update(attributes)
             part.end(end_ns=end_ns)
 
     def end(self, status: str = "ok", *, end_ns: int = 0) -> None:
-        """Note the end, once, now if it does not say when, and hand the span to the exporter."""
+        """End the span and export it; only the first call has an effect. ``end_ns`` 0: now."""
         if self._exporter is not None and not self.status:
-            self.end_ns, self.status = end_ns or time.perf_counter_ns(), status
+            self.end_ns = end_ns or time.perf_counter_ns()
+            self.status = status
             self._exporter.export(self)
 
 
 UNTRACED = Span("request")
-"""Stands for the span of every request that is traced neither here nor by its caller."""
+"""Span of every request that is traced neither here nor by its caller."""
 
 
 def begin_span(
     name: str, traceparent: str, exporter: SpanExporter | None, *, start_ns: int = 0, kind: Kind = "server"
 ) -> Span:
-    """Begin the span of a request where it enters: the caller's trace goes on, or one begins, if it is sampled.
+    """Start the span of a request at its entry: it continues the caller's trace, or starts one, if it is sampled.
 
     Args:
-        name: What it is.
-        traceparent: The caller's; empty: none.
-        exporter: Takes it; ``None``: nothing is noted.
-        start_ns: When it began; 0: now.
-        kind: Of span.
+        name: Name of the span.
+        traceparent: ``traceparent`` of the caller; empty: none.
+        exporter: Exporter of spans; ``None``: nothing is recorded.
+        start_ns: Start, in nanoseconds of the performance counter; 0: now.
+        kind: Kind of span.
     """
     parent = parse_traceparent(traceparent) if traceparent else None
     if exporter is not None:
@@ -175,13 +189,13 @@ def begin_span(
 
 
 def continue_span(name: str, traceparent: str, exporter: SpanExporter | None, *, kind: Kind = "server") -> Span:
-    """Begin the span of what is part of a request: it is traced where that is, and no trace begins here.
+    """Start the span of a part of a request: it is traced if the request is, and starts no trace of its own.
 
     Args:
-        name: What it is.
-        traceparent: What the request's owner says; empty: it is not traced.
-        exporter: Takes it; ``None``: nothing is noted.
-        kind: Of span.
+        name: Name of the span.
+        traceparent: ``traceparent`` of the request; empty: it is not traced.
+        exporter: Exporter of spans; ``None``: nothing is recorded.
+        kind: Kind of span.
     """
     parent = parse_traceparent(traceparent) if traceparent else None
     if parent is None:
