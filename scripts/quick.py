@@ -19,8 +19,8 @@ OWNERS = {
     "services/router/baton_router": UNIT / "router",
     "services/kvstore/baton_kvstore": UNIT / "kvstore",
     "kernels/baton_kernels": Path("tests/kernels"),
+    "src/baton_bench": UNIT / "bench",
     "src/baton": UNIT,
-    "bench/baton_bench": UNIT / "bench",
 }
 """By folder of code the folder that its tests are in, each package's in one of its name."""
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+Step = Callable[[str, int], None]
+"""Called with the name of each step and the number of steps left."""
+
 
 def format_bytes(size: int) -> str:
     """Return a size with its unit, such as ``1.5 MiB``."""
@@ -18,8 +21,8 @@ def format_bytes(size: int) -> str:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar on standard error, on a terminal; yields ``step(name, num_left)``, to be called per step."""
+def progress() -> Iterator[Step]:
+    """Show a progress bar on standard error, on a terminal; yields what to call per step."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

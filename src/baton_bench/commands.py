@@ -134,11 +134,11 @@ def _measure_kv(args: argparse.Namespace) -> int:
         with progress() as step:
             return Driver(options, report, step).run()
 
-    return run_and_show(args, measure, print_tables, draw, 132)
+    return run_and_show(args, measure, print_tables, draw, width=132)
 
 
 def _serve_kv_sources(args: argparse.Namespace) -> int:
-    from baton.errors import ConfigError, PipeClosedError
+    from baton.errors import PipeClosedError
     from baton.kv_transfer.streams import split_address
     from baton.rpc.service_token import read_token
     from baton_bench.agents import Listener
@@ -217,7 +217,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from baton_bench.serve.run import Benchmark
 
     if args.compare:
-        show_document(compare(*map(Path, args.compare)), print_comparison, 120, as_json=args.json)
+        show_document(compare(*map(Path, args.compare)), print_comparison, width=120, as_json=args.json)
         return 0
     options = from_flags(ServeOptions, args, env={})
     access = from_flags(AccessConfig, args)
@@ -228,7 +228,9 @@ def run_serve(args: argparse.Namespace) -> int:
         with progress() as step:
             return benchmark.run(report, step)
 
-    return run_and_show(args, measure, print_report, lambda records, path: draw(records, benchmark.samples, path), 120)
+    return run_and_show(
+        args, measure, print_report, lambda records, path: draw(records, benchmark.samples, path), width=120
+    )
 
 
 # --- offline ---
@@ -294,7 +296,7 @@ def run_offline(args: argparse.Namespace) -> int:
         with progress() as step:
             return measure(engine, options, report, step)
 
-    return run_and_show(args, measured, print_tables, draw, 100)
+    return run_and_show(args, measured, print_tables, draw, width=100)
 
 
 # --- quality ---
@@ -370,7 +372,7 @@ def run_quality(args: argparse.Namespace) -> int:
         with progress() as step:
             return measure(configs, options, report, step)
 
-    return run_and_show(args, measured, print_tables, draw, 150)
+    return run_and_show(args, measured, print_tables, draw, width=150)
 
 
 def parse_row_config(args: argparse.Namespace, text: str) -> EngineConfig:
@@ -601,7 +603,7 @@ def _measure_store(args: argparse.Namespace) -> int:
         with Console(stderr=True).status("starting") as status:
             return Driver(options, report, status.update).run()
 
-    return run_and_show(args, measure, print_tables, draw, 160)
+    return run_and_show(args, measure, print_tables, draw, width=160)
 
 
 # --- planner ---
@@ -789,7 +791,7 @@ def run_plan(args: argparse.Namespace) -> int:
         write_cluster(Path(args.output), text)
     if args.plot:
         draw(plan, Path(args.plot))
-    show_document(plan.document(), print_plan, 150, as_json=args.json)
+    show_document(plan.document(), print_plan, width=150, as_json=args.json)
     return 0 if plan.succeeded else 3
 
 

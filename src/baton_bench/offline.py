@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from baton.config import EngineConfig
 from baton.engine import LLM, SamplingParams
 from baton.engine.llm import RequestOutput
 from baton.errors import ConfigError
+from baton.terminal import Step
 from baton_bench.report import (
     EXIT_OK,
     Record,
@@ -28,8 +29,6 @@ from baton_bench.report import (
     run_with_result,
     warn_if_busy,
 )
-
-Step = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from baton.engine.quantization.modules import return_free_memory
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.shards import shard_layout
-from baton.terminal import format_bytes
+from baton.terminal import Step, format_bytes
 from baton.tokenizer import Tokenizer
 from baton.tokenizer.model_files import check_model_path
 from baton_bench.report import (
@@ -223,7 +223,6 @@ def _decode(size: int, done: int, block_size: int) -> ForwardBatch:
     )
 
 
-Step = Callable[[str, int], None]
 _LEAST_TOKENS = 16
 
 

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import BatonError, ConfigError, PipeClosedError
 from baton.rpc.service_token import read_token
+from baton.terminal import Step
 from baton.version import __version__
 from baton_bench.agents import Agent, Fields, ask_all, connect_agent, start_agent
 from baton_bench.kv.memory import device_of
@@ -540,8 +541,6 @@ OVERLAP_ROUNDS = 5
 SAMPLES = 2000
 SAMPLE_S = 0.4
 """Longest time (seconds) for the small exchanges of one kind and size."""
-Step = Callable[[str, int], None]
-"""Called with the name of each step and the number of steps left."""
 
 
 class Driver:

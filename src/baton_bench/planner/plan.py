@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.errors import ConfigError
+from baton.terminal import Step
 from baton_bench.planner.search import (
     CandidateResult,
     Goal,
@@ -33,7 +34,6 @@ from baton_bench.simulator.simulation import Deployment, Outcome
 
 _CURVE = (0.3, 0.5, 0.7, 0.85, 1.0, 1.1, 1.25, 1.5)
 """Rates of the plot, as shares of a deployment's goodput."""
-Step = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)

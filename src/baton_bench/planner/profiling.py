@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest
 from baton.errors import ConfigError, UnavailableError, shown
 from baton.kv_cache.layout import FLOAT_BYTES
+from baton.terminal import Step
 from baton.types import RequestId, SamplingParams
 from baton_bench.geometries import model_geometry, named_geometry
 from baton_bench.kv.driver import Driver
@@ -115,7 +116,6 @@ def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatAr
     return best
 
 
-Step = Callable[[str, int], None]
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _DECODE_STEPS = 12
 _WARM_UP = 3

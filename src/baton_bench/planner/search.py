@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.engine.step_budget import SLO_SHARE
 from baton.errors import ConfigError
+from baton.terminal import Step
 from baton_bench.planner.workload import Workload
 from baton_bench.serve.run import find_knee
 from baton_bench.simulator.engine import Speculation
@@ -148,7 +149,6 @@ _IDLE_SHARE = 0.02
 _IDLE_REQUESTS = 40
 _BEYOND_BOUND = 1.1
 """Share of a bound above which no rate is tried: a few requests at once keep the targets at any rate."""
-Step = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)

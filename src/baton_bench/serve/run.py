@@ -13,6 +13,7 @@ import uvloop
 
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
+from baton.terminal import Step
 from baton_bench.report import EXIT_FAILED, EXIT_OK, Report, machine_facts, run_with_result
 from baton_bench.serve.options import ServeOptions
 from baton_bench.serve.prompts import PlannedRequest, PromptSource
@@ -154,8 +155,6 @@ async def put_load(
 
 
 T = TypeVar("T")
-Step = Callable[[str, int], None]
-"""Called with the name of each step and the number of steps left."""
 
 
 class Benchmark:
