@@ -25,6 +25,12 @@ PATHS = {
     "tests/integration/router/test_replicas.py": RANDOM,
     "tests/integration/client/test_several_routers.py": RANDOM,
     "tests/unit/kvstore/test_kvstore_disk_crash.py": RANDOM,
+    "tests/e2e/test_sdk.py::test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed": RANDOM,
+    "tests/contract/test_store_cluster.py::test_a_node_killed_in_mid_load_costs_blocks_and_never_wrong_ones": RANDOM,
+    "tests/contract/test_store_cluster.py::test_a_node_that_hangs_in_mid_load_costs_bounded_time": WAITS,
+    "tests/e2e/test_up.py::test_a_second_ctrl_c_kills": WAITS,
+    "tests/e2e/test_up.py::test_a_role_that_the_router_refuses_ends_the_start_with_the_reason": WAITS,
+    "tests/e2e/test_up.py::test_a_process_that_cannot_start_ends_the_whole_with_its_error": WAITS,
     "tests/fuzz/test_fuzz.py": EMULATED,
     "tests/kernels/emulated": EMULATED,
     "tests/kernels/gpu/test_attention.py": EMULATED,
@@ -46,7 +52,7 @@ PATHS = {
     "tests/e2e/test_tools_model.py": MANY,
     "tests/e2e/test_thinking_budget.py": MANY,
 }
-"""Files and folders, each with the reason."""
+"""Files, folders and tests, each with the reason."""
 
 ARCHITECTURES = "tests/integration/test_architectures.py::test_equal_in_every_way_or_refused_with_the_reason"
 QUICK_ARCHITECTURES = frozenset(
@@ -58,8 +64,7 @@ QUICK_ARCHITECTURES = frozenset(
 
 def is_thorough(item: pytest.Item) -> bool:
     """Whether a test is left to ``make test-all``."""
-    path = item.nodeid.split("::", 1)[0]
-    if any(path == each or path.startswith(f"{each}/") for each in PATHS):
+    if any(item.nodeid == each or item.nodeid.startswith((f"{each}/", f"{each}::", f"{each}[")) for each in PATHS):
         return True
     parameters = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
     if item.nodeid.startswith(ARCHITECTURES):
