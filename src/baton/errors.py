@@ -9,7 +9,7 @@
     ├── QueueFullError             no room now, try again later                429  RESOURCE_EXHAUSTED
     ├── BusyError                  it wants an idle instance                   409  FAILED_PRECONDITION
     ├── UnavailableError           no instance that could do it is there       503  UNAVAILABLE
-    │   └── OverloadedError        somebody is there, but it would take longer than is wanted
+    │   └── OverloadedError        an instance is there, but it would take longer than is allowed
     │       └── SloError           ... than the request itself wants; names ttft_ms or itl_ms
     ├── DeadlineError              it took longer than was allowed             504  DEADLINE_EXCEEDED
     ├── CancelledError             the caller went away                        499  CANCELLED
@@ -187,16 +187,16 @@ class InternalError(BatonError):
 
 def all_errors() -> dict[str, type[BatonError]]:
     """Return every error class by its code, the base class under ``internal`` left to ``InternalError``."""
-    found: dict[str, type[BatonError]] = {}
+    classes: dict[str, type[BatonError]] = {}
     todo = list(BatonError.__subclasses__())
     while todo:
         cls = todo.pop()
         if "code" in vars(cls):  # not one that has its parent's
-            found[cls.code] = cls
+            classes[cls.code] = cls
         todo.extend(cls.__subclasses__())
-    return found
+    return classes
 
 
 def shown(value: object) -> str:
-    """Return a value that somebody sent as an error message shows it: short and on one line, however long or deep."""
+    """Return a received value as an error message shows it: short and on one line, however long or deep."""
     return _SHORT.repr(value)

@@ -19,7 +19,7 @@ class LogStyle(NamedTuple):
     """How a process logs.
 
     Attributes:
-        name: What it is called in every line.
+        name: Name of the process in every line.
         form: ``text``, or ``json``: an object per line.
     """
 
@@ -38,7 +38,7 @@ def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
-        name: What to call this process in every line.
+        name: Name of this process in every line.
         form: ``text``, or ``json``: an object per line.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -51,10 +51,10 @@ def set_up_logging(level: str, name: str, *, form: str = "text") -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keep out of the log what transformers imports on its way to a model.
+    """Keep warnings of transformers' imports out of the log.
 
-    torchao, where it is installed, tells of each of its libraries that is for another device, and PyTorch of what
-    torchao registers.
+    Where torchao is installed, it warns about each of its libraries that is for another device, and PyTorch about
+    what torchao registers.
     """
     loggers = [logging.getLogger(name) for name in _NOISY_IMPORTS]
     levels = [logger.level for logger in loggers]
@@ -68,25 +68,25 @@ def quiet_imports() -> Iterator[None]:
 
 
 class Absence:
-    """Says in the log when something goes away and when it is back: a line each, however often it is tried meanwhile.
+    """Logs one line when a peer goes away and one when it is back, however often it is tried in between.
 
     Args:
-        log: Takes the lines.
-        back: The line for the end.
-        *args: Of that line.
+        log: Logger of both lines.
+        back: Format of the line that says that the peer is back.
+        *args: Values for ``back``.
     """
 
     def __init__(self, log: logging.Logger, back: str, *args: object) -> None:
         self._log, self._back, self._args = log, back, args
         self._lasts = False
 
-    def failed(self, message: str, *args: object, level: int = logging.WARNING) -> None:
-        """Take note of a failure, the first of them with a line."""
+    def record_failure(self, message: str, *args: object, level: int = logging.WARNING) -> None:
+        """Log the first failure at ``level``, those that follow it as debug messages."""
         self._log.log(logging.DEBUG if self._lasts else level, message, *args)
         self._lasts = True
 
-    def ended(self) -> None:
-        """Take note that it works."""
+    def record_return(self) -> None:
+        """Log that the peer is back, if it was away."""
         if self._lasts:
             self._log.warning(self._back, *self._args)
         self._lasts = False

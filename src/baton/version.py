@@ -5,16 +5,16 @@ import re
 __version__ = "0.1.0"
 
 
-def works_with(theirs: str, ours: str = __version__) -> bool:
-    """Whether a service of another version can be spoken with: of the same minor release, or the one before or after.
+def works_with(peer: str, own: str = __version__) -> bool:
+    """Whether services of two versions work together: their minor releases are the same or adjacent.
 
     Args:
-        theirs: Its version; empty: it does not say.
-        ours: This one's.
+        peer: Version of the peer; empty if the peer does not report one, which is accepted.
+        own: Version of this process.
     """
-    if not theirs:
+    if not peer:
         return True
-    parts = [re.match(r"(\d+)\.(\d+)", version) for version in (theirs, ours)]
+    parts = [re.match(r"(\d+)\.(\d+)", version) for version in (peer, own)]
     numbers = [(int(part[1]), int(part[2])) for part in parts if part is not None]
     if len(numbers) < 2:
         return False

@@ -431,7 +431,7 @@ class RedisAccounts:
         except redis_errors() as error:
             self._complain(str(error))
         else:
-            self._absence.ended()
+            self._absence.record_return()
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -447,7 +447,7 @@ class RedisAccounts:
         self._seen = data
 
     def _complain(self, why: str) -> None:
-        self._absence.failed("API keys stay as they were: %s", why, level=logging.ERROR)
+        self._absence.record_failure("API keys stay as they were: %s", why, level=logging.ERROR)
 
 
 class CredentialReload:

@@ -117,7 +117,7 @@ class Policy:
         window = self._window
         if observation.unsettled:
             window.clear()
-            return self._hold(f"not all is settled: {', '.join(observation.unsettled)}")
+            return self._keep_ratio(f"not all is settled: {', '.join(observation.unsettled)}")
         counts = {role: observation.count(role) for role in ROLES}
         if window and any(window[-1].count(role) != counts[role] for role in ROLES):
             window.clear()  # observations of another ratio do not apply to this one
@@ -125,9 +125,9 @@ class Policy:
         while len(window) > 1 and window[1].at <= observation.at - config.scale_window_s:
             window.popleft()  # the last one before the window's begin stays, so that the window remains full
         if not counts[Role.DECODE]:
-            return self._hold("there is no decode instance")
+            return self._keep_ratio("there is no decode instance")
         if len(window) < _MIN_OBSERVATIONS or observation.at - window[0].at < config.scale_window_s:
-            return self._hold("watching")
+            return self._keep_ratio("watching")
         growth = 1.0
         itl = observation.stats.itl_ms
         if itl is not None:
@@ -136,7 +136,7 @@ class Policy:
             growth = self._step_time.growing_share(batch, itl.p90)
         by_role = pressures(window, config, growth)
         if observation.at < self._cooldown_until:
-            return self._hold("resting after the last change", by_role)
+            return self._keep_ratio("resting after the last change", by_role)
         return self._decide(by_role, counts)
 
     def start_cooldown(self, now: float) -> None:
@@ -159,16 +159,16 @@ class Policy:
             if total < max_instances:
                 return Decision(Action.ADD, most, f"{by_role[most]}; {total} of {max_instances} instances run", by_role)
             rest = f"would be at {spare:.2f} without one ({fact})" if gives else "has none to give"
-            return self._hold(f"{by_role[most]}, but {least} {rest}", by_role)
+            return self._keep_ratio(f"{by_role[most]}, but {least} {rest}", by_role)
         if max_instances and total > self._min(Role.PREFILL) + self._min(Role.DECODE):
             left = {role: by_role[role].without_one(counts[role]) for role in ROLES if counts[role] > self._min(role)}
             role = min(left, key=lambda role: left[role])
             if left[role] <= config.scale_idle:
                 return Decision(Action.REMOVE, role, f"{by_role[role]}; {left[role]:.2f} without one", by_role)
-        return self._hold(f"{by_role[Role.PREFILL]}, {by_role[Role.DECODE]}", by_role)
+        return self._keep_ratio(f"{by_role[Role.PREFILL]}, {by_role[Role.DECODE]}", by_role)
 
     def _min(self, role: Role) -> int:
         return self._config.scale_min_prefill if role is Role.PREFILL else self._config.scale_min_decode
 
-    def _hold(self, why: str, by_role: Mapping[Role, Pressure] | None = None) -> Decision:
+    def _keep_ratio(self, why: str, by_role: Mapping[Role, Pressure] | None = None) -> Decision:
         return Decision(Action.HOLD, None, why, by_role or {})

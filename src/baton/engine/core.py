@@ -223,6 +223,9 @@ class EngineCore:
         """
         self._scheduler.step_budget = step_budget(self._config, bounded=bounded)
 
+    bound_steps = limit_step_time
+    """Earlier name."""
+
     # State
 
     def has_work(self) -> bool:

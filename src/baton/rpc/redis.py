@@ -351,11 +351,11 @@ class RedisPresence:
                 if before is None:
                     await self._announce("came")
                     log.info("registered with Redis")
-                absence.ended()
+                absence.record_return()
                 self._registered = True
                 pause_s = LEASE_TTL_S / 3
             except redis_errors() as error:
-                absence.failed("Redis is away: %s", error)
+                absence.record_failure("Redis is away: %s", error)
                 pause_s = _RETRY_S
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.0))
 
@@ -599,11 +599,11 @@ class RegistrationWatch(Generic[_Item]):
                         is_new = True
                     if is_new:
                         on_members([item for item, _ in self._seen.values()])
-                    absence.ended()
+                    absence.record_return()
                     backoff.reset()
                     is_new = await self._read_news(next_round - time.monotonic())
             except redis_errors() as error:
-                absence.failed("Redis is away, the %s found so far are kept: %s", self._what, error)
+                absence.record_failure("Redis is away, the %s found so far are kept: %s", self._what, error)
                 self._on_failure()
             await asyncio.sleep(backoff.next_s())
 

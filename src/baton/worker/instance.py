@@ -420,10 +420,10 @@ class Registration:
             while True:
                 try:
                     interval = await self._renew(stub)
-                    absence.ended()
+                    absence.record_return()
                     backoff = FIRST_BACKOFF_S
                 except grpc.aio.AioRpcError as error:
-                    absence.failed("router %s is away: %s %s", self._router, error.code().name, error.details())
+                    absence.record_failure("router %s is away: %s %s", self._router, error.code().name, error.details())
                     interval = backoff
                     backoff = min(2 * backoff, LAST_BACKOFF_S)
                 # Jitter: instances must not call all at once after a router's restart.

@@ -192,9 +192,9 @@ class KubernetesDiscovery:
             try:
                 if not self._version:
                     await self._list()
-                    absence.ended()
+                    absence.record_return()
                 await self._watch(backoff)
-                absence.ended()
+                absence.record_return()
             except GoneError:
                 log.info("Kubernetes: too old a resource version, listing again")
                 self._version = ""
@@ -202,7 +202,7 @@ class KubernetesDiscovery:
                 if isinstance(error, UNREADABLE):
                     self._version = ""  # a part of it may have been applied
                 message = "Kubernetes does not answer, the instances found so far are kept: %s: %s"
-                absence.failed(message, type(error).__name__, error)
+                absence.record_failure(message, type(error).__name__, error)
                 self._registry.discovery_failed(KUBERNETES)
             await asyncio.sleep(backoff.next_s())
 

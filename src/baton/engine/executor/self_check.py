@@ -339,7 +339,7 @@ class Counter:
 
 The first people to measure the speed of light did so by watching the moons of Jupiter. When the Earth was far away the
 eclipses came late, and when it was near they came early; the difference, about sixteen minutes, is the time that light
-needs to cross the Earth's orbit. In 1676 nobody knew how wide that orbit was, so that the result was a time and not yet
+needs to cross the Earth's orbit. In 1676 no one knew how wide that orbit was, so that the result was a time and not yet
 a speed. Questions for the reader: 1. Why is the difference not exactly 1,000 seconds? 2. What else moves?
 """
 """Read by every model; of most it is some 400 tokens."""
