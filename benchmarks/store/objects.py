@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import encode_header
-from baton_kvstore.tiers.remote.object_backend import ObjectBackend
+from baton_kvstore.tiers.object_backend import ObjectBackend
+from baton_kvstore.tiers.remote import encode_header
 from baton_kvstore.types import KvFormat
 
 

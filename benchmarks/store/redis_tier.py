@@ -30,8 +30,8 @@ from tests.support.servers.redis_server import RedisServer
 from baton.types import BlockHash
 from baton_kvstore.tiers.chain import copies_of
 from baton_kvstore.tiers.open import REDIS_BATCH_BYTES
-from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
-from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.tiers.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from baton_kvstore.types import KvFormat
 
 

@@ -24,11 +24,11 @@ BUILT_IN_TIERS: Mapping[str, str] = MappingProxyType(
 
 EVICTION_POLICIES: Mapping[str, str] = MappingProxyType(
     {
-        "lru": "baton_kvstore.memory.eviction.lru:Lru",
-        "s3fifo": "baton_kvstore.memory.eviction.s3fifo:S3Fifo",
+        "lru": "baton_kvstore.memory.eviction:Lru",
+        "s3fifo": "baton_kvstore.memory.eviction:S3Fifo",
     }
 )
-"""Eviction policies by their ``--eviction`` names; a new policy is a file and a line here."""
+"""Eviction policies by their ``--eviction`` names; a new policy is a class and a line here."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_bench.report import make_table, numbers, show_document, words
 from baton_bench.traces import best_hit_rate, read_lines, whole_numbers
-from baton_kvstore.memory.eviction import POLICIES, Eviction
-from baton_kvstore.memory.eviction.s3fifo import S3Fifo
+from baton_kvstore.memory.eviction import POLICIES, Eviction, S3Fifo
 from baton_kvstore.memory.pool import Entry
 from baton_kvstore.memory.store import BlockStore
 

@@ -22,7 +22,7 @@ from baton.kv_transfer.connector.store.files import BlockFolder, BlockFormat
 from baton_kvstore.tiers.disk.directory import decode_checkpoint, encode_store
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.segment import VERSION
-from baton_kvstore.tiers.remote.backend import decode_block, decode_kind, encode_header
+from baton_kvstore.tiers.remote import decode_block, decode_kind, encode_header
 from baton_kvstore.types import KvFormat
 
 _KIND = KvFormat(b"k" * 32, b"c" * 32, 600)

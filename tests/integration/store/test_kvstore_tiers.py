@@ -29,7 +29,7 @@ from baton.rpc.convert import fingerprint_to_pb
 from baton.rpc.server import free_port
 from baton_kvstore.main import main
 from baton_kvstore.server import KVStoreServer
-from baton_kvstore.tiers.remote.tier import RemoteTier
+from baton_kvstore.tiers.remote import RemoteTier
 
 LOOKUPS: dict[str, Any] = {"lookup_again_s": 0.0, "lookup_timeout_s": WAIT_S, "redis_timeout_s": WAIT_S}
 """A tier that is slow, as all is on a busy machine, is none that has nothing."""

@@ -17,10 +17,9 @@ from tests.support.servers.redis_server import RedisServer, missing_redis
 from tests.support.transport.named_blocks import buffers, content, names
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import encode_header
-from baton_kvstore.tiers.remote.object_backend import ObjectBackend
-from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
-from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.tiers.object_backend import ObjectBackend
+from baton_kvstore.tiers.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote import RemoteOptions, RemoteTier, encode_header
 from baton_kvstore.types import KvFormat
 
 BLOCK = 5000

@@ -23,9 +23,9 @@ from baton.types import BlockHash
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.remote.object_backend import ObjectBackend
-from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
-from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.tiers.object_backend import ObjectBackend
+from baton_kvstore.tiers.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote import RemoteOptions, RemoteTier
 from baton_kvstore.tiers.tier import LowerTier
 from baton_kvstore.types import KvFormat
 

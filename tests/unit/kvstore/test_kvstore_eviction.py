@@ -14,9 +14,7 @@ from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
-from baton_kvstore.memory.eviction import POLICIES, Eviction, make_policy
-from baton_kvstore.memory.eviction.lru import Lru
-from baton_kvstore.memory.eviction.s3fifo import MAX_USES, S3Fifo
+from baton_kvstore.memory.eviction import MAX_USES, POLICIES, Eviction, Lru, S3Fifo, make_policy
 from baton_kvstore.memory.pool import Entry, Pool
 from baton_kvstore.memory.store import BlockStore
 

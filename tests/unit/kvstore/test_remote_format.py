@@ -10,8 +10,7 @@ from tests.support.transport.named_blocks import content, name_of, names
 from tests.support.transport.remote_tiers import BLOCK, KIND, OTHER, value_of
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES, decode_block, decode_kind
-from baton_kvstore.tiers.remote.tier import RemoteIndex
+from baton_kvstore.tiers.remote import HEADER_BYTES, RemoteIndex, decode_block, decode_kind
 from baton_kvstore.types import KvFormat
 
 

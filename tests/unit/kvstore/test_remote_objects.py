@@ -13,9 +13,9 @@ from tests.support.transport.named_blocks import name_of, names
 from tests.support.transport.remote_tiers import BLOCK, KIND, WAIT_S, Place, place_of, value_of, write
 
 from baton.errors import ConfigError
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES
-from baton_kvstore.tiers.remote.object_backend import ObjectBackend
-from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.object_backend import ObjectBackend
+from baton_kvstore.tiers.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote import HEADER_BYTES
 
 
 async def test_objects_are_whole_or_not_there(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from tests.support.transport.remote_tiers import (
 )
 
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError
-from baton_kvstore.tiers.remote.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.redis_backend import RedisBackend, RedisOptions
+from baton_kvstore.tiers.remote import HEADER_BYTES, RemoteError
 from baton_kvstore.types import KvFormat
 
 PLACES = [

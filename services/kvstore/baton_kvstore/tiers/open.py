@@ -6,7 +6,7 @@ A package registers a factory in the entry point group ``baton.store_tiers``::
     tape = "my_package.tape:open_tier"
 
 and a store started with ``--tiers disk,tape`` calls it once with a :class:`TierContext`. Most return
-:func:`remote_link` of a :class:`~baton_kvstore.tiers.remote.backend.Backend` of their own.
+:func:`remote_link` of a :class:`~baton_kvstore.tiers.remote.Backend` of their own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from baton.plugins import PluginGroup
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES, Backend
-from baton_kvstore.tiers.remote.tier import RemoteOptions, RemoteTier
+from baton_kvstore.tiers.remote import HEADER_BYTES, Backend, RemoteOptions, RemoteTier
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ def remote_link(
         durable: Whether what it took survives a loss of power.
         batch_bytes: Of blocks that are written or read with one call.
         write_all: Every block goes there, not only those that leave memory.
-        more: Further fields of :class:`~baton_kvstore.tiers.remote.tier.RemoteOptions`.
+        more: Further fields of :class:`~baton_kvstore.tiers.remote.RemoteOptions`.
     """
     options = RemoteOptions(
         name,
@@ -162,7 +161,7 @@ def open_redis(context: TierContext) -> Link | None:
     config = context.config
     if not config.redis_url:
         return None
-    from baton_kvstore.tiers.remote.redis_backend import MAX_VALUE_BYTES, RedisBackend, RedisOptions
+    from baton_kvstore.tiers.redis_backend import MAX_VALUE_BYTES, RedisBackend, RedisOptions
 
     backend = RedisBackend(
         RedisOptions(
@@ -195,7 +194,7 @@ def open_objects(context: TierContext) -> Link | None:
     config = context.config
     if not config.object_url:
         return None
-    from baton_kvstore.tiers.remote.object_backend import ObjectBackend
+    from baton_kvstore.tiers.object_backend import ObjectBackend
 
     backend = ObjectBackend(
         config.object_url,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from baton.config.secrets import shown_url
 from baton.errors import ConfigError
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
+from baton_kvstore.tiers.remote import HEADER_BYTES, RemoteError, decode_kind
 from baton_kvstore.types import KvFormat
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _PROBES = 4
 
 
 class ObjectBackend:
-    """See :class:`baton_kvstore.tiers.remote.backend.Backend`.
+    """See :class:`baton_kvstore.tiers.remote.Backend`.
 
     Args:
         url: As fsspec understands it: ``s3://bucket/folder``, ``gs://…``, ``file:///…``, ``memory://…``.

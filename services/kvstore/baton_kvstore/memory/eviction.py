@@ -1,19 +1,178 @@
-"""S3-FIFO (Yang et al., SOSP 2023): a small queue for newcomers, a main queue for what was used again, and ghosts.
-
-Two of its numbers differ from the paper's: the small queue has 60 % of the bytes instead of 10 %, and one use in it is
-enough for the main queue, not two. A prompt's blocks come back minutes later, with the conversation's next turn, not at
-once as hot objects do: of the paper's small queue they would be gone by then. docs/benchmarks.md has both on a trace.
-"""
+"""Eviction policies: which block leaves memory next. ``EVICTION_POLICIES`` in ``baton.config.kvstore`` lists them."""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 
+from baton.config.kvstore import EVICTION_POLICIES
+from baton.plugins import import_object
 from baton.types import BlockHash
-from baton_kvstore.memory.eviction import Eviction, insert_by_age, is_in_order
 from baton_kvstore.memory.pool import Entry
+
+POLICIES = tuple(EVICTION_POLICIES)
+"""The names that ``--eviction`` takes."""
+
+
+def make_policy(name: str, *, behind: bool) -> Eviction:
+    """Make one of :data:`POLICIES`; ``behind``: there is a tier behind, which blocks must reach first."""
+    policy: Eviction = import_object(EVICTION_POLICIES[name])(behind=behind)
+    return policy
+
+
+class Eviction(ABC):
+    """The order in which unpinned blocks would be evicted. Every call takes constant time.
+
+    The store tells of every pin and of the last unpin. An entry is evictable from its last unpin on until it is
+    pinned, discarded or popped. A chain is unpinned from its end to its head: of blocks that are otherwise alike the
+    tail, worthless without the head, is evicted first.
+
+    With a tier behind, only saved entries are evicted; :attr:`unsaved` says what should be saved next.
+
+    Attributes:
+        saved_bytes: Of evictable entries that are saved.
+    """
+
+    saved_bytes: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Evictable entries."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Entry]:
+        """Evictable entries, in no promised order."""
+
+    @abstractmethod
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether an entry is evictable."""
+
+    @property
+    @abstractmethod
+    def unsaved(self) -> Collection[Entry]:
+        """Evictable entries that would be lost if they were evicted; the one to be saved next comes first."""
+
+    @property
+    @abstractmethod
+    def in_order(self) -> bool:
+        """Whether what would be evicted next is what the policy wants gone, not just what is saved."""
+
+    def pin(self, entry: Entry) -> None:
+        """An entry is needed: it is not evictable any more, if it was. A policy may keep its place."""
+        self.discard(entry)
+
+    @abstractmethod
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Take note that an entry is evictable; ``used``: it was read or written."""
+
+    @abstractmethod
+    def touch(self, entry: Entry) -> None:
+        """Note that an entry was used that others still need."""
+
+    @abstractmethod
+    def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
+        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
+
+    @abstractmethod
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry, if it is known: it is deleted."""
+
+    @abstractmethod
+    def pop(self) -> Entry | None:
+        """Take out what is to be evicted next; ``None``: nothing may be."""
+
+
+def insert_by_age(queue: OrderedDict[Entry, None], entry: Entry) -> None:
+    """Put an entry at a queue's end, or at its beginning if it is older than what is there."""
+    first = next(iter(queue), None)
+    queue[entry] = None
+    if first is not None and entry.stamp < first.stamp:
+        queue.move_to_end(entry, last=False)
+
+
+def is_in_order(saved: OrderedDict[Entry, None], unsaved: OrderedDict[Entry, None]) -> bool:
+    """Whether the oldest saved entry is older than every unsaved one."""
+    first, waiting = next(iter(saved), None), next(iter(unsaved), None)
+    return waiting is None or (first is not None and first.stamp <= waiting.stamp)
+
+
+class Lru(Eviction):
+    """Evictable entries, the one unused for longest first; those that the tier behind has are kept apart.
+
+    An entry that was saved without having been used meanwhile keeps its age.
+
+    Args:
+        behind: Whether there is a tier behind.
+    """
+
+    def __init__(self, *, behind: bool = False) -> None:
+        self._behind = behind
+        self._saved: OrderedDict[Entry, None] = OrderedDict()
+        self._unsaved: OrderedDict[Entry, None] = OrderedDict()
+        self._now = 0
+        self.saved_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._saved) + len(self._unsaved)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self._saved
+        yield from self._unsaved
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._saved or entry in self._unsaved
+
+    @property
+    def unsaved(self) -> Collection[Entry]:
+        """Entries to be saved, the one unused for longest first."""
+        return self._unsaved.keys()
+
+    @property
+    def in_order(self) -> bool:
+        """Whether what would be evicted next is really what was unused for longest."""
+        return is_in_order(self._saved, self._unsaved)
+
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Make an entry evictable: the last one, or, if it was not used, at about its age."""
+        if used:
+            self.touch(entry)
+        insert_by_age(self._saved if entry.saved else self._unsaved, entry)
+        if entry.saved:
+            self.saved_bytes += entry.pool.block_bytes
+
+    def touch(self, entry: Entry) -> None:
+        """Note that an entry was used."""
+        self._now += 1
+        entry.stamp = self._now
+
+    def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
+        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
+        lost = [entry for entry in itertools.islice(self._saved, count) if not still(entry)]
+        for entry in reversed(lost):
+            self.discard(entry)
+            entry.saved = False
+            self.unpin(entry, used=False)
+
+    def discard(self, entry: Entry) -> None:
+        """Take an entry out, if it is in."""
+        if entry in self._saved:
+            del self._saved[entry]
+            self.saved_bytes -= entry.pool.block_bytes
+        else:
+            self._unsaved.pop(entry, None)
+
+    def pop(self) -> Entry | None:
+        """Take out what is to be evicted next; ``None``: nothing may be."""
+        if self._saved:
+            entry, _ = self._saved.popitem(last=False)
+            self.saved_bytes -= entry.pool.block_bytes
+            return entry
+        if self._behind or not self._unsaved:
+            return None
+        return self._unsaved.popitem(last=False)[0]
+
 
 SMALL_SHARE = 0.6
 """Share of the bytes above which newcomers go first."""
@@ -54,11 +213,15 @@ class _Queue:
 
 
 class S3Fifo(Eviction):
-    """Newcomers wait in the small queue; who is used there goes on to the main one, others leave and are remembered.
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue for new entries, a main queue for reused ones, and ghosts.
 
-    A use moves nothing: it only counts, so an entry keeps its place while it is pinned. An entry that is pinned when
-    its turn to go comes is set aside, and joins the main queue with its last unpin. A block that was evicted from the
-    small queue and comes back while its name is remembered begins in the main queue.
+    A use moves no entry: it is only counted, so a pinned entry keeps its place. An entry that is pinned when it would
+    be evicted is set aside and joins the main queue with its last unpin. The names of entries evicted from the small
+    queue are remembered; a block that comes back while its name is remembered starts in the main queue.
+
+    Two defaults differ from the paper's: the small queue has 60 % of the bytes instead of 10 %, and one use in it is
+    enough for the main queue, not two. A prompt's blocks are used again minutes later, with the conversation's next
+    turn; the paper's small queue would have evicted them by then. docs/benchmarks.md compares both on a trace.
 
     Args:
         behind: Whether there is a tier behind.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from baton.errors import ConfigError
 from baton.rpc.redis import UNREADABLE_URL
 from baton.types import BlockHash
-from baton_kvstore.tiers.remote.backend import HEADER_BYTES, RemoteError, decode_kind
+from baton_kvstore.tiers.remote import HEADER_BYTES, RemoteError, decode_kind
 from baton_kvstore.types import KvFormat
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class RedisOptions:
 
 
 class RedisBackend:
-    """See :class:`baton_kvstore.tiers.remote.backend.Backend`. Connects when it is first asked something.
+    """See :class:`baton_kvstore.tiers.remote.Backend`. Connects when it is first asked something.
 
     Raises:
         ConfigError: The client is not installed, or the URL cannot be read.

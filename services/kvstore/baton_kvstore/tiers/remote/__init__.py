@@ -1,1 +1,0 @@
-"""Tiers that other nodes share: Redis and object stores."""
