@@ -27,7 +27,15 @@ class MatchMinusLoad(BuiltInPolicy):
     """Send a request where its KV is, unless that place is too busy.
 
     Everything is counted in prompts like this one: a match rate of 1 saves computing one, a load of 1 is the time in
-    which a prefill instance of mean speed computes one. :meth:`plain_score` has the formulas.
+    which a prefill instance of mean speed computes one. ``slow`` is an instance's time over the mean, ``above(x)`` is
+    ``x - 1``, below 1 ``ln x``::
+
+        prefill = match - beta * (slow * work / tokens + (slow - 1) * (1 - match) + above(recent_work))
+        decode  = match - beta * (1 + above(relative_load * slow))
+        local   = match - beta * (slow * waiting / tokens + 0.1 + (stalled - 1) * (1 - match))
+
+    ``work`` and ``waiting`` are prompt tokens to compute, ``recent_work`` is that of the last minutes over the mean,
+    ``stalled`` is ``slow * (1 + 0.05 * running sequences)``.
 
     The pair's score is the sum of both instances'. Decode's own match counts like prefill's: KV that decode holds need
     not travel. Where prefill instances have queues, a decode instance may be the better place for the prompt: the score
