@@ -3,7 +3,7 @@
 A kind of another package is found by its entry point in the group ``baton.pipes``::
 
     [project.entry-points."baton.pipes"]
-    files = "my_package.file_pipe:FilePipes"
+    files = "my_package.file_pipe:FileKind"
 """
 
 from __future__ import annotations
