@@ -172,12 +172,9 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
     log = KvEventLog(epoch)
     engine = SimulatedEngine(role, log)
     server = GrpcServer(host="127.0.0.1", port=0, services=["baton.api.v1.WorkerService"])
-    context: Any = SimpleNamespace(
-        instance_id=f"{role}-{epoch.hex()[:8]}",
-        engine=engine,
-        events=log,
-        tiers=[],
+    model = SimpleNamespace(
         arena=SimpleNamespace(epoch=epoch, num_blocks=NUM_BLOCKS),
+        num_blocks=NUM_BLOCKS,
         executor=SimpleNamespace(
             layout=SimpleNamespace(num_groups=1),
             description="simulated",
@@ -186,9 +183,19 @@ async def serve(role: Role) -> tuple[GrpcServer, str, SimulatedEngine]:
             eos_token_ids=frozenset({0}),
             vocab_size=32000,
         ),
+    )
+    base = SimpleNamespace(
+        instance_id=f"{role}-{epoch.hex()[:8]}",
+        model=model,
+        events=log,
+        tiers=[],
         engine_config=SimpleNamespace(max_num_seqs=64, model_name="simulated", model="", device="cpu"),
-        block_server=SimpleNamespace(endpoints=()),
         config=WorkerConfig(),
+    )
+    context: Any = SimpleNamespace(
+        base=base,
+        engine=engine,
+        block_server=SimpleNamespace(endpoints=()),
         admission=Admission(),
         tokenizer_digest="",
     )

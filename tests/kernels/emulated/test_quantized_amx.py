@@ -34,7 +34,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     subprocess.run([compiler, *flags, *sources, "-o", target], check=True)
     ctypes.CDLL(cpu.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(target))
-    operators = cpu.QuantizedOperators.of(loaded)
+    operators = cpu.QuantizedOperators.look_up(loaded)
     return SimpleNamespace(
         quantized=operators,
         weights=cpu.WeightMemory(),
