@@ -134,7 +134,7 @@ async def test_a_wait_that_is_too_long_for_a_deadline_is_foreseen(world: World) 
     await decode.wait_until(lambda: len(decode.state.running) == 1)
     tasks.append(asyncio.create_task(run(router, make_request("second"))))
     await until(lambda: len(admission.queue) == 1)
-    admission._drain.served(admission._in_flight, 100.0)  # as if one like the first had taken so long
+    admission._drain.add_served(admission._in_flight, 100.0)  # as if one like the first had taken so long
     with pytest.raises(SloError, match="of work ahead in the queue") as caught:
         await run(router, replace(make_request("late", prompt=[3] * 40), ttft_ms=5_000.0, tenant="other"))
     assert caught.value.retry_after_s is not None
