@@ -40,7 +40,7 @@ class RouterConfig(ServiceConfig):
         "match_minus_load",
         "placement policy, such as cost_ms or session; an unknown name is answered with the list of all",
     )
-    beta: float = option(0.5, "weight of load against KV match rate, both in prompts")
+    beta: float = option(0.5, "weight of load against KV match rate")
     temperature: float = option(0.0, "softmax temperature of match_minus_load's choice; 0: the best score wins")
     tier_weights: tuple[str, ...] = option(
         ("host=0.8", "disk=0.5", "remote=0.5", "store=0.5", "store_disk=0.3", "store_remote=0.3"),
