@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from tests.support.servers.browser import open_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 READY = b"Ctrl-C ends everything"
@@ -64,7 +63,7 @@ async def main() -> int:
 
 def shared_texts() -> list[str]:
     """Beginnings of prompts, each some hundred tokens."""
-    source = (ROOT / "src" / "baton" / "testing" / "fake_worker.py").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "baton" / "testing.py").read_text(encoding="utf-8")
     return [source[at * 900 : at * 900 + 1400] for at in range(6)]
 
 
@@ -81,6 +80,9 @@ async def keep_asking(http: httpx.AsyncClient, texts: list[str], seed: int) -> N
 
 def take(url: str, args: argparse.Namespace) -> None:
     """Open the page, let it fill and write the picture."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.servers.browser import open_browser
+
     width, height = map(int, args.size.split("x"))
     with open_browser(width, height, dark=not args.light) as driver:
         driver.get(url)
