@@ -82,7 +82,7 @@ def _measure(args: argparse.Namespace, folder: str) -> dict[str, tuple[float, fl
             list(pool.map(read, numbers))
 
         works: dict[str, tuple[int, Callable[[], Any], Callable[[], Any]]] = {
-            "write": (count, lambda: backend.put(kind, names, values), put_packed),
+            "write": (count, lambda: backend.write(kind, names, values), put_packed),
             "read of a prefix": (
                 count,
                 lambda: backend.get(kind, names),

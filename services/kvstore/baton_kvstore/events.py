@@ -1,7 +1,7 @@
-"""What the store holds, as KV events that routers follow: which blocks came to and left which tier, in order.
+"""KV events of the store for routers: which blocks entered and left which tier, in order.
 
-The tiers tell of their changes as they happen, some from threads of their own; here they become numbered batches. What
-is kept beside the ring of batches is each tier's set of hashes, for snapshots.
+Tiers report changes as they happen, some from their own threads; here they become numbered batches. Beside the ring of
+batches, the set of hashes per level is kept for snapshots.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from baton_kvstore.tiers.tiered_store import TieredStore
 from baton_kvstore.types import KvFormat
 
 LEVELS = {"memory": HOST, "disk": DISK}
-"""What routers know the store's tiers as; all others are remote."""
+"""Level of each tier in the routers' events; all other tiers are remote."""
 
 
 class StoreEvents:
-    """Hears what the tiers hold and serves it to any number of followers. Lives in one event loop.
+    """Listens to the tiers and streams their changes to any number of followers. Used in one event loop.
 
     Args:
-        epoch: Of this process.
-        capacity: Batches kept for replay.
+        epoch: Epoch of this process.
+        capacity: Number of batches kept for replay.
 
     Attributes:
-        num_followers: Streams that are open.
+        num_followers: Number of open streams.
     """
 
     def __init__(self, epoch: Epoch, *, capacity: int = 8192) -> None:
         self._log = KvEventLog(epoch, capacity=capacity)
-        self._held: dict[str, dict[BlockHash, int]] = {level: {} for level in (HOST, DISK, REMOTE)}
+        self._present: dict[str, dict[BlockHash, int]] = {level: {} for level in (HOST, DISK, REMOTE)}
         self._changes: deque[tuple[Sequence[BlockHash], str, bool]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due = False
         self.num_followers = 0
 
     def start(self, tiers: TieredStore) -> None:
-        """Begin to listen; runs in the loop."""
+        """Start to listen; call in the event loop."""
         self._loop = asyncio.get_running_loop()
         tiers.listen(self)
 
     def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
-        """Hear of a change; any thread, and the tier is locked: only takes note."""
+        """Queue a change; called from any thread while the tier is locked."""
         self._changes.append((hashes, LEVELS.get(tier, REMOTE), present))
         if not self._due and self._loop is not None:
             self._due = True
@@ -56,7 +56,7 @@ class StoreEvents:
     async def follow(
         self, from_sequence: int, epoch: bytes, *, heartbeat_s: float, gather_s: float = 0.0, packed: bool = False
     ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
-        """Yield batches from ``from_sequence`` on, until the store ends; see :meth:`KvEventLog.follow`."""
+        """Yield batches from ``from_sequence`` on, until :meth:`close`; see :meth:`KvEventLog.follow`."""
         self.num_followers += 1
         try:
             batches = self._log.follow(
@@ -69,16 +69,15 @@ class StoreEvents:
             self.num_followers -= 1
 
     def close(self) -> None:
-        """End every stream."""
         self._log.close()
 
     async def _snapshot(self) -> tuple[int, list[KVEvent]]:
         self._flush()
-        held = [(level, tuple(blocks)) for level, blocks in self._held.items() if blocks]
-        return self._log.flush(), [BlocksStored(None, hashes, level) for level, hashes in held]
+        present = [(level, tuple(blocks)) for level, blocks in self._present.items() if blocks]
+        return self._log.flush(), [BlocksStored(None, hashes, level) for level, hashes in present]
 
     def _flush(self) -> None:
-        """Make the next batch of what was heard."""
+        """Append the queued changes to the log as one batch."""
         self._due = False
         events: list[KVEvent] = []
         while self._changes:
@@ -90,12 +89,15 @@ class StoreEvents:
             self._log.append(merge_events(events))
 
     def _count(self, level: str, name: BlockHash, by: int) -> bool:
-        """Note one holder more or less; whether that makes the block come or go. Two kinds of KV may share a hash."""
-        held = self._held[level]
-        before = held.get(name, 0)
+        """Count a copy more or less, and return whether the block appeared or disappeared.
+
+        Blocks of two KV formats may have the same hash.
+        """
+        copies = self._present[level]
+        before = copies.get(name, 0)
         after = max(0, before + by)
         if after:
-            held[name] = after
+            copies[name] = after
         elif before:
-            del held[name]
+            del copies[name]
         return (before == 0) != (after == 0)

@@ -20,20 +20,20 @@ from baton_kvstore.tiers.tier import TierStats
 from baton_kvstore.tiers.tiered_store import TieredStore
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_LOOK_S = 1.0
-"""How long a scrape waits for the event loop."""
+_SNAPSHOT_WAIT_S = 1.0
+"""Longest time that a scrape waits for the event loop, in seconds."""
 MAX_TENANTS = 50
-"""That have metrics of their own: those with most bytes."""
+"""Number of tenants with metrics of their own: those with the most bytes."""
 TIERS: Final = ("memory", "disk", "redis", "object")
-"""That metrics name, also where a store does not have them."""
+"""Tiers that always have metrics, even if the store does not use them."""
 
-# By attribute, of :class:`StoreStats`, :class:`ShareUse`, :class:`TierStats` and counters, what the metric says.
+# Help texts by attribute of :class:`StoreStats`, :class:`ShareUse`, :class:`TierStats` and the counters.
 _STORE_GAUGES: Final = {
     "capacity_bytes": "Memory for blocks",
     "used_bytes": "Bytes of blocks held or being filled",
     "backed_bytes": "Memory taken, free slots that were not given back included",
     "num_blocks": "Blocks held or being filled",
-    "num_pools": "PoolSet of KV held",
+    "num_pools": "KV formats (fingerprints) held",
     "num_leases": "Live leases",
 }
 _STORE_COUNTERS: Final = {
@@ -100,14 +100,16 @@ _DISK_COUNTERS: Final = {
 
 
 class StoreMetrics(Collector):
-    """Everything a store counts. ``registry`` is its own, so that several can live in one process.
+    """Metrics of one store, in a registry of its own so that several stores can run in one process.
 
-    The store belongs to the event loop and scrapes come from another thread, so they have the loop take a snapshot. Of
-    a loop that is busy for too long they see the one taken last.
+    Scrapes run in another thread than the store, so they ask the event loop for a snapshot. If the loop is busy for too
+    long, they use the last snapshot.
     """
 
     def __init__(self, store: BlockStore, tiers: TieredStore, disk: DiskTier | None) -> None:
-        self._store, self._tiers, self._disk = store, tiers, disk
+        self._store = store
+        self._tiers = tiers
+        self._disk = disk
         self.registry = ServiceMetrics("kvstore")
         to = self.registry
         self.calls = Counter("baton_kvstore_calls", "Calls by method and outcome", ["method", "code"], registry=to)
@@ -123,28 +125,30 @@ class StoreMetrics(Collector):
         self.registry.register(self)
 
     def start(self) -> None:
-        """From now on the store changes in the running event loop."""
+        """Take snapshots in the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """The store does not change any more."""
+        """Take no more snapshots; the last one stays."""
         self._loop = None
 
     def refresh(self) -> None:
-        """Take a new snapshot; called in the store's thread."""
+        """Take a snapshot; call in the store's thread."""
         self._stats = self._store.stats()
         self._shares = self._store.quotas.largest(MAX_TENANTS)
         counts = self._tiers.counters
         self._moves = dataclasses.replace(counts, hits=counts.hits.copy(), misses=counts.misses.copy())
 
     def collect(self) -> Iterable[Metric]:
-        """Yield a snapshot (scrape thread)."""
-        self._look()
-        chain, disk = self._tiers.chain, self._disk
+        """Yield all metrics; called in the scrape thread."""
+        self._refresh_in_loop()
+        chain = self._tiers.chain
+        disk = self._disk
         behind = {name: TierStats() for name in TIERS[1:]} | {tier.name: tier.stats() for tier in chain.tiers}
         tenants = {use.name or "default": use for use in self._shares}
         on_disk, disk_counts = (TierStats(), DiskCounters()) if disk is None else (disk.stats(), disk.counters)
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        gauge = GaugeMetricFamily
+        counter = CounterMetricFamily
         yield from _families(gauge, "", _STORE_GAUGES, {"": self._stats})
         yield from _families(counter, "", _STORE_COUNTERS, {"": self._stats})
         yield from _families(gauge, "tenant_", _TENANT_GAUGES, tenants, "tenant")
@@ -162,40 +166,43 @@ class StoreMetrics(Collector):
         yield from _families(gauge, "disk_", _DISK_GAUGES, {"": on_disk})
         yield from _families(counter, "disk_", _DISK_COUNTERS, {"": disk_counts})
 
-    def _look(self) -> None:
-        """Have the event loop take a snapshot, if it finds the time."""
-        loop, taken = self._loop, threading.Event()
+    def _refresh_in_loop(self) -> None:
+        """Have the event loop take a snapshot, and wait for it for a limited time."""
+        loop = self._loop
+        taken = threading.Event()
 
-        def look() -> None:
+        def refresh() -> None:
             self.refresh()
             taken.set()
 
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(look)
+                loop.call_soon_threadsafe(refresh)
             except RuntimeError:  # it was closed a moment ago
                 return
-            taken.wait(_LOOK_S)
+            taken.wait(_SNAPSHOT_WAIT_S)
 
 
 def _families(
-    make: type[GaugeMetricFamily | CounterMetricFamily],
+    family_type: type[GaugeMetricFamily | CounterMetricFamily],
     prefix: str,
     texts: Mapping[str, str],
     rows: Mapping[str, object],
     label: str = "",
 ) -> Iterable[Metric]:
-    """Yield a metric per attribute.
+    """Yield one metric family per attribute.
 
     Args:
-        make: Of which type.
-        prefix: Of their names.
-        texts: What each says, by attribute of the rows.
-        rows: Where the values are, by the label's value; without a label one row, under no name.
-        label: Its name.
+        family_type: Type of the families.
+        prefix: Prefix of the metric names, after ``baton_kvstore_``.
+        texts: Help text by attribute name.
+        rows: Objects with the attributes, by label value; without a label a single row with the key ``""``.
+        label: Label name; empty: no label.
     """
     for name, text in texts.items():
-        family = make(f"baton_kvstore_{prefix}{name.removeprefix('num_')}", text, labels=[label] if label else [])
+        family = family_type(
+            f"baton_kvstore_{prefix}{name.removeprefix('num_')}", text, labels=[label] if label else []
+        )
         for key, row in rows.items():
             family.add_metric([key] if label else [], float(getattr(row, name)))
         yield family

@@ -1,4 +1,4 @@
-"""A whole store in one object, for the service's process and for tests."""
+"""A complete KV store in one object, for the service's process and for tests."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class KVStoreServer:
 
     Attributes:
         address: ``host:port`` of the gRPC server, once started.
-        store: What is in memory, to be looked at in the event loop's thread.
-        tiers: Memory and what is behind it.
-        events: What routers are told of them.
-        disk: The disk tier, if there is one.
+        store: The store in memory; use it in the event loop's thread only.
+        tiers: The store in memory and its lower tiers.
+        events: KV events for routers.
+        disk: The disk tier, if configured.
 
     Raises:
-        ConfigError: The token file cannot be read, or off loopback without one, or the disk tier cannot be opened.
+        ConfigError: The token file cannot be read, or is missing off loopback, or the disk tier cannot be opened.
     """
 
     def __init__(self, config: KVStoreConfig) -> None:
@@ -58,14 +58,14 @@ class KVStoreServer:
         self.instance_id = InstanceId(config.instance_id or f"kvstore-{self.epoch.hex()[:8]}")
         self.address = ""
         self.events = StoreEvents(self.epoch)
-        self._lanes = PoolIO(config, self.instance_id, token, tls)
+        self._pool_io = PoolIO(config, self.instance_id, token, tls)
         chain = open_chain(config)
         self.store = BlockStore(
             config.capacity_bytes,
             max_pools=config.max_fingerprints,
             max_leases=config.max_leases,
             clock=time.monotonic,
-            on_close=self._lanes.close_pool,
+            on_close=self._pool_io.close_pool,
             behind=bool(chain.tiers),
             eviction=config.eviction,
             quotas=Quotas(config.tenant_bytes, config.tenant_disk_bytes),
@@ -82,7 +82,7 @@ class KVStoreServer:
             instance_id=self.instance_id,
             epoch=self.epoch,
             tiers=self.tiers,
-            lanes=self._lanes,
+            pool_io=self._pool_io,
             metrics=self.metrics,
             events=self.events,
             spans=self._spans,
@@ -93,10 +93,10 @@ class KVStoreServer:
         self._end_scrapes: Callable[[], None] | None = None
 
     async def start(self) -> None:
-        """Listen and say so to health checks.
+        """Listen, and report as serving to health checks.
 
         Raises:
-            ConfigError: A port cannot be had.
+            ConfigError: A port cannot be opened.
         """
         config = self._config
         self.tiers.start()
@@ -108,19 +108,20 @@ class KVStoreServer:
         await self._grpc.set_serving(True)
         if config.register_redis:
             name = f"{config.advertise_host or config.host}:{port}"
-            where = config.register_redis, config.register_prefix
-            self._presence = redis_store_node(*where, self.instance_id, name, self._token)
+            self._presence = redis_store_node(
+                config.register_redis, config.register_prefix, self.instance_id, name, self._token
+            )
             self._presence.start()
         log.info(
             "kvstore instance %s listening on %s, %d bytes for blocks, pipes %s",
             self.instance_id,
             self.address,
             config.capacity_bytes,
-            ",".join(self._lanes.kinds),
+            ",".join(self._pool_io.kinds),
         )
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new calls, give running ones ``grace_s`` seconds, then close everything."""
+        """Refuse new calls, let running ones finish within ``grace_s`` seconds, then close everything."""
         if self._presence is not None:
             await self._presence.stop()
         self.events.close()
@@ -135,10 +136,10 @@ class KVStoreServer:
             await asyncio.to_thread(self._spans.close)
         await self.tiers.close()
         self.store.close()
-        await self._lanes.close()
+        await self._pool_io.close()
 
     async def _listen(self) -> int:
-        """Open every port and return that of gRPC."""
+        """Open all ports and return the gRPC port."""
         config = self._config
         port = await self._grpc.start()
         if config.metrics_port:
@@ -150,7 +151,7 @@ class KVStoreServer:
         return port
 
     async def _expire(self) -> None:
-        """End leases in time also while no call comes, so that metrics are true."""
+        """End expired leases also while no calls arrive, so that metrics are correct."""
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             expired = self.store.expire()

@@ -1,4 +1,4 @@
-"""The calls of ``KvStoreService``: checks what comes in, then lets store and lanes do the work."""
+"""The RPCs of ``KvStoreService``: checks requests, and passes them to the tiers and to pool I/O."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from baton.types import BlockHash, Epoch, InstanceId
 from baton_kvstore.events import StoreEvents
 from baton_kvstore.memory.pool import RETRY_AFTER_S
 from baton_kvstore.metrics import StoreMetrics
-from baton_kvstore.tiers.promotion import Ask
+from baton_kvstore.tiers.promotion import LeaseRequest
 from baton_kvstore.tiers.tiered_store import TieredStore
 from baton_kvstore.transfer import FollowerSlots, PoolIO
 from baton_kvstore.types import kv_format_of
 
-_MAX_LISTED = 10_000
+_MAX_LISTED_TENANTS = 10_000
 _MAX_PROGRESS = 2**62
-_PATIENCE = 0.8
-"""Share of a Get's time that may pass until blocks are back from disk: an answer with fewer is better than none."""
+_PROMOTION_SHARE = 0.8
+"""Share of a Get's time limit spent on reading blocks from lower tiers: an answer with fewer blocks beats a timeout."""
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Serves one :class:`BlockStore` and the tiers behind it; a call that fails leaves no slot taken and no lease."""
+    """Serves one :class:`BlockStore` and its lower tiers. A failed call leaves no slot reserved and no lease."""
 
     def __init__(
         self,
@@ -44,21 +44,28 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         instance_id: InstanceId,
         epoch: Epoch,
         tiers: TieredStore,
-        lanes: PoolIO,
+        pool_io: PoolIO,
         metrics: StoreMetrics,
         events: StoreEvents,
         spans: SpanExporter | None = None,
     ) -> None:
-        self._config, self._instance_id, self._epoch = config, instance_id, epoch
-        self._tiers, self._store, self._lanes, self._metrics = tiers, tiers.store, lanes, metrics
-        self._events, self._spans = events, spans
-        self._turns, self._following = asyncio.Semaphore(config.pull_workers), FollowerSlots(config.capacity_bytes)
+        self._config = config
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._tiers = tiers
+        self._store = tiers.store
+        self._pool_io = pool_io
+        self._metrics = metrics
+        self._events = events
+        self._spans = spans
+        self._pull_slots = asyncio.Semaphore(config.pull_workers)
+        self._follower_slots = FollowerSlots(config.capacity_bytes)
         self._num_puts = 0
 
     async def StreamStoreEvents(
         self, request: kvstore_pb2.StreamStoreEventsRequest, context: Any
     ) -> AsyncIterator[kvstore_pb2.StreamStoreEventsResponse]:
-        """Tell what comes to and leaves the tiers."""
+        """Stream which blocks enter and leave the tiers."""
         batches = self._events.follow(
             request.from_sequence,
             request.epoch,
@@ -71,11 +78,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 yield kvstore_pb2.StreamStoreEventsResponse(batch=batch)
 
     async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:
-        """Pull the blocks that are missing; see ``kvstore.proto``.
+        """Pull the missing blocks from the source; see ``kvstore.proto``.
 
         Raises:
-            BatonError: Not everything that was asked for was done. What was stored until then stays: with tiers behind,
-                a large Put is taken piece by piece.
+            BatonError: The Put was not completed. Blocks stored before the failure stay: with lower tiers, a large Put
+                is processed in pieces.
         """
         with self._counted("Put"):
             if request.ttl_s and request.durable:
@@ -91,40 +98,44 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             num_bytes = 0
             follows = request.HasField("ready")
             size = len(hashes) * fingerprint.block_bytes
-            async with self._following.turn(size) if follows else self._turn(deadline) as admitted:
-                step = self._tiers.piece(fingerprint, len(hashes))
+            async with self._follower_slots.admit(size) if follows else self._admit_put(deadline) as admitted:
+                step = self._tiers.piece_size(fingerprint, len(hashes))
                 while admitted and len(stored) < len(hashes):
                     piece = slice(len(stored), len(stored) + step)
-                    results, count = await self._put(fingerprint, piece, request, source, deadline)
+                    results, count = await self._put_blocks(fingerprint, piece, request, source, deadline)
                     stored += results
                     num_bytes += count
             stored += [False] * (len(hashes) - len(stored))
             if request.pin:
-                self._store.keep(fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
+                self._store.pin_for_client(fingerprint, [name for name, ok in zip(hashes, stored, strict=True) if ok])
             if request.durable:
-                kept = await self._tiers.saver.persist(kv_format_of(fingerprint), hashes, deadline)
-                return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes, durable=kept)
+                durable = await self._tiers.saver.persist(kv_format_of(fingerprint), hashes, deadline)
+                return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes, durable=durable)
             return kvstore_pb2.PutResponse(stored=stored, bytes=num_bytes)
 
     async def Get(self, request: kvstore_pb2.GetRequest, context: Any) -> kvstore_pb2.GetResponse:
-        """Lease the longest prefix that is there."""
+        """Lease the longest stored prefix of a chain."""
         span = continue_span("kvstore.Get", request.traceparent, self._spans)
         with self._counted("Get", span):
             ttl_s = min(request.lease_ms / 1000 or self._config.default_lease_s, self._config.max_lease_s)
             hashes = self._hashes(request.block_hashes)
             left = request.wait_ms / 1000 or context.time_remaining()
-            wait_s = self._config.pull_timeout_s if left is None else min(_PATIENCE * left, self._config.pull_timeout_s)
+            wait_s = (
+                self._config.pull_timeout_s
+                if left is None
+                else min(_PROMOTION_SHARE * left, self._config.pull_timeout_s)
+            )
             fingerprint = read_fingerprint(request.fingerprint)
-            ask = Ask(ttl_s, tenant_from_pb(request.tenant))
-            lease, more = await self._tiers.get(fingerprint, hashes, ask, time.monotonic() + wait_s)
+            wanted = LeaseRequest(ttl_s, tenant_from_pb(request.tenant))
+            lease, more = await self._tiers.get(fingerprint, hashes, wanted, time.monotonic() + wait_s)
             if span.recording:
-                found = 0 if lease is None else len(lease.entries)
-                span.attributes.update({"baton.blocks_asked": len(hashes), "baton.blocks_found": found})
+                num_found = 0 if lease is None else len(lease.entries)
+                span.attributes.update({"baton.blocks_asked": len(hashes), "baton.blocks_found": num_found})
             if lease is None:
                 return kvstore_pb2.GetResponse()
             pool = lease.entries[0].pool
             try:
-                source = self._lanes.source(pool)
+                source = self._pool_io.source(pool)
             except BaseException:
                 self._store.release(lease.lease_id)
                 raise
@@ -139,24 +150,23 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             )
 
     async def Release(self, request: kvstore_pb2.ReleaseRequest, context: Any) -> kvstore_pb2.ReleaseResponse:
-        """End a lease."""
         with self._counted("Release"):
-            found = self._store.release(request.lease_id)
+            released = self._store.release(request.lease_id)
             self._tiers.saver.kick()
-            return kvstore_pb2.ReleaseResponse(found=found)
+            return kvstore_pb2.ReleaseResponse(found=released)
 
     async def Contains(self, request: kvstore_pb2.ContainsRequest, context: Any) -> kvstore_pb2.ContainsResponse:
-        """Count the leading blocks that are there."""
+        """Count the leading blocks that are stored in any tier."""
         with self._counted("Contains"):
-            found = await self._tiers.contains(
+            num_blocks = await self._tiers.contains(
                 read_fingerprint(request.fingerprint),
                 self._hashes(request.block_hashes),
                 tenant_from_pb(request.tenant),
             )
-            return kvstore_pb2.ContainsResponse(num_blocks=found)
+            return kvstore_pb2.ContainsResponse(num_blocks=num_blocks)
 
     async def Delete(self, request: kvstore_pb2.DeleteRequest, context: Any) -> kvstore_pb2.DeleteResponse:
-        """Forget blocks; those that are named twice count once."""
+        """Delete blocks; a block that is named twice counts once."""
         with self._counted("Delete"):
             if bool(request.all) + bool(request.block_hashes) + bool(request.tenant) > 1:
                 raise InvalidRequestError("name blocks, set all, or name a tenant: one of them", field="all")
@@ -170,20 +180,21 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             return kvstore_pb2.DeleteResponse(num_deleted=deleted)
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
-        """Keep blocks in memory, or keep them no more."""
+        """Pin blocks in memory, or unpin them."""
         with self._counted("Pin"):
-            fingerprint, hashes = read_fingerprint(request.fingerprint), self._hashes(request.block_hashes)
+            fingerprint = read_fingerprint(request.fingerprint)
+            hashes = self._hashes(request.block_hashes)
             _check_distinct(hashes)
             if request.unpin:
-                self._store.unkeep(fingerprint, hashes)
+                self._store.unpin_for_client(fingerprint, hashes)
                 self._tiers.saver.kick()
                 return kvstore_pb2.PinResponse(pinned=[False] * len(hashes))
-            return kvstore_pb2.PinResponse(pinned=self._store.keep(fingerprint, hashes))
+            return kvstore_pb2.PinResponse(pinned=self._store.pin_for_client(fingerprint, hashes))
 
     async def ListTenants(
         self, request: kvstore_pb2.ListTenantsRequest, context: Any
     ) -> kvstore_pb2.ListTenantsResponse:
-        """Tell what each tenant has."""
+        """Return the usage and quotas of the largest tenants."""
         uses = [
             kvstore_pb2.TenantUse(
                 tenant=use.name,
@@ -195,14 +206,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 disk_bytes=use.disk_bytes,
                 disk_quota_bytes=use.disk_quota_bytes,
             )
-            for use in self._store.quotas.largest(_MAX_LISTED)
+            for use in self._store.quotas.largest(_MAX_LISTED_TENANTS)
         ]
         return kvstore_pb2.ListTenantsResponse(tenants=uses)
 
     async def GetStoreInfo(
         self, request: kvstore_pb2.GetStoreInfoRequest, context: Any
     ) -> kvstore_pb2.GetStoreInfoResponse:
-        """Tell who this is and how full. Endpoints differ per kind of KV, so they come with each Get instead."""
+        """Return the store's identity and usage. Endpoints differ per KV format, so each Get returns them instead."""
         self._store.expire()
         stats = self._store.stats()
         return kvstore_pb2.GetStoreInfoResponse(
@@ -217,7 +228,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             num_leases=stats.num_leases,
         )
 
-    async def _put(
+    async def _put_blocks(
         self,
         fingerprint: Fingerprint,
         piece: slice,
@@ -225,55 +236,58 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         source: BlockSource,
         deadline: float,
     ) -> tuple[list[bool], int]:
-        """Take and fill slots for a part of a Put's blocks."""
+        """Store one piece of a Put's blocks; return which are stored, and the bytes pulled."""
         names = [BlockHash(value) for value in request.block_hashes[piece]]
-        behind = [False] * len(names)
-        if not (request.ttl_s or request.pin):  # these are to be in memory, wherever else they are
-            behind = await self._tiers.behind(fingerprint, names, deadline, durable=request.durable)
-        wanted = [i for i, held in enumerate(behind) if not held]
+        stored = [False] * len(names)
+        if not (request.ttl_s or request.pin):  # these must be in memory, also if a lower tier holds them
+            stored = await self._tiers.stored_below(fingerprint, names, deadline, durable=request.durable)
+        wanted = [i for i, is_stored in enumerate(stored) if not is_stored]
         if not wanted:
-            return behind, 0
+            return stored, 0
         await self._tiers.saver.make_room(len(wanted) * fingerprint.block_bytes, deadline)
         reservation = self._store.reserve(fingerprint, [names[i] for i in wanted], tenant_from_pb(request.tenant))
-        arrived, num_bytes = [False] * len(reservation.missing), 0
+        arrived = [False] * len(reservation.missing)
+        num_bytes = 0
         try:
             if reservation.missing:
                 at = [piece.start + wanted[i] for i in reservation.missing]
                 reads = [request.block_ids[i] for i in at], [request.generations[i] for i in at], reservation.slots
                 ready = request.ready if request.HasField("ready") else None
-                result = await self._lanes.pull(reservation.pool, source, reads, deadline, ready)
-                arrived, num_bytes = [bool(ok) for ok in result.valid], result.num_bytes
+                result = await self._pool_io.pull(reservation.pool, source, reads, deadline, ready)
+                arrived = [bool(ok) for ok in result.valid]
+                num_bytes = result.num_bytes
                 self._metrics.pulled_bytes.labels(result.pipe_kind).inc(num_bytes)
                 self._metrics.refused_blocks.inc(arrived.count(False))
         finally:
-            stored = self._store.commit(reservation, arrived, ttl_s=float(request.ttl_s))
+            committed = self._store.commit(reservation, arrived, ttl_s=float(request.ttl_s))
             self._tiers.saver.kick()
-        for i, there in zip(wanted, stored, strict=True):
-            behind[i] = there
-        return behind, num_bytes
+        for i, is_stored in zip(wanted, committed, strict=True):
+            stored[i] = is_stored
+        return stored, num_bytes
 
     @asynccontextmanager
-    async def _turn(self, deadline: float) -> AsyncIterator[bool]:
-        """Wait for one of the pullers, and say ``True``; no slot is taken before."""
+    async def _admit_put(self, deadline: float) -> AsyncIterator[bool]:
+        """Wait until the Put may pull, then yield ``True``; it must not reserve slots before."""
         if self._num_puts >= self._config.max_pending_puts:
             raise QueueFullError(f"{self._num_puts} Puts are waiting", retry_after_s=RETRY_AFTER_S)
         self._num_puts += 1
         try:
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._turns.acquire()
+                    await self._pull_slots.acquire()
             except TimeoutError:
                 raise DeadlineError("the Put had to wait too long for others") from None
             try:
                 yield True
             finally:
-                self._turns.release()
+                self._pull_slots.release()
         finally:
             self._num_puts -= 1
 
     @contextmanager
     def _counted(self, method: str, span: Span = UNTRACED) -> Iterator[None]:
-        started, code = time.perf_counter(), "ok"
+        started = time.perf_counter()
+        code = "ok"
         try:
             yield
         except BatonError as error:
@@ -305,10 +319,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
 
 def _check_source(request: kvstore_pb2.PutRequest, fingerprint: Fingerprint, source: BlockSource) -> None:
-    theirs = source.fingerprint.undivided()
-    if fingerprint.kv_cast and theirs.kv_cast:
-        theirs = theirs.kept_as(fingerprint.kv_dtype)  # it is converted on its way here
-    fingerprint.require_equal(theirs, who="source")
+    source_fingerprint = source.fingerprint.undivided()
+    if fingerprint.kv_cast and source_fingerprint.kv_cast:
+        source_fingerprint = source_fingerprint.kept_as(fingerprint.kv_dtype)  # converted during the transfer
+    fingerprint.require_equal(source_fingerprint, who="source")
     for name in ("block_ids", "generations"):
         count = len(getattr(request, name))
         if count != len(request.block_hashes):
@@ -327,20 +341,20 @@ def _check_distinct(hashes: Sequence[BlockHash]) -> None:
         raise InvalidRequestError("block_hashes names a block twice", field="block_hashes")
 
 
-_MAX_KEPT_BYTES = 65536
-"""Of a fingerprint that is worth keeping; that of a model with a thousand layers has less."""
+_MAX_CACHED_BYTES = 65536
+"""Maximum size of a serialized fingerprint that is cached; a model with a thousand layers needs less."""
 
 
 def read_fingerprint(message: common_pb2.Fingerprint) -> Fingerprint:
-    """Read what blocks are; however their owners divide them, they are kept whole.
+    """Read a fingerprint, without its division over ranks: the store keeps blocks undivided.
 
     Raises:
-        InvalidRequestError: It is missing, or the layer shapes are no triples.
+        InvalidRequestError: It is missing, or the layer shapes are not triples.
     """
     if not message.block_bytes:
         raise InvalidRequestError("a fingerprint is needed, with block_bytes", field="fingerprint")
     data = message.SerializeToString()
-    return _read(data) if len(data) <= _MAX_KEPT_BYTES else fingerprint_from_pb(message).undivided()
+    return _read(data) if len(data) <= _MAX_CACHED_BYTES else fingerprint_from_pb(message).undivided()
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""How the bytes of a pool come and go: per pool a server that lets its blocks be read and a fetcher that pulls."""
+"""Pool I/O: per pool a server that blocks are read from, and a fetcher that pulls blocks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PoolEndpoints:
-    """One pool's way in and out.
+    """Server and fetcher of one pool.
 
     Attributes:
-        source: Where its blocks can be read, once that was asked for.
+        server: Serves the pool's blocks to readers.
+        fetcher: Pulls blocks into the pool.
+        port: Port of the server; 0: any.
+        source: Address of the server as sent to clients, once requested.
     """
 
     server: BlockServer
@@ -46,35 +49,37 @@ class PoolEndpoints:
 
 
 class PoolIO:
-    """Opens a lane with a pool's first use and closes it with the pool.
+    """Opens a pool's endpoints at its first use and closes them with the pool.
 
     Attributes:
-        kinds: Of pipe, in order of preference.
+        kinds: Pipe kinds, in order of preference.
 
     Raises:
-        ConfigError: One that was named cannot work here.
+        ConfigError: A configured pipe kind is not available here.
     """
 
     def __init__(
         self, config: KVStoreConfig, instance_id: InstanceId, token: Token | None, tls: Tls | None = None
     ) -> None:
-        self._config, self._instance_id, self._token = config, instance_id, token
+        self._config = config
+        self._instance_id = instance_id
+        self._token = token
         self._tls = None if config.clear_kv else tls
         self.kinds = resolve_kinds(config.pipes, PipeOptions(tls=self._tls))
-        self._lanes: dict[bytes, PoolEndpoints] = {}
+        self._endpoints: dict[bytes, PoolEndpoints] = {}
         self._closing: set[asyncio.Future[None]] = set()
         self._ports: set[int] = set()
 
     def source(self, pool: Pool) -> common_pb2.KvSource:
-        """Return where a pool's blocks can be read.
+        """Return the source that clients read a pool's blocks from.
 
         Raises:
             ConfigError: Its pipes cannot listen.
         """
-        lane = self._of(pool)
-        if lane.source is None:
-            lane.source = source_to_pb(lane.server.source)
-        return lane.source
+        endpoints = self._endpoints_of(pool)
+        if endpoints.source is None:
+            endpoints.source = source_to_pb(endpoints.server.source)
+        return endpoints.source
 
     async def pull(
         self,
@@ -84,52 +89,53 @@ class PoolIO:
         deadline: float,
         ready: int | None = None,
     ) -> FetchResult:
-        """Fetch blocks into a pool's slots. When this returns or raises, no pipe writes into them any more.
+        """Fetch blocks into a pool's slots. After this returns or raises, no pipe writes into them.
 
         Args:
-            pool: Whose slots.
-            source: Where the blocks live.
-            reads: Remote block ids, their generations, and the slots to fill.
+            pool: Pool that owns the slots.
+            source: Instance to read the blocks from.
+            reads: Remote block ids, their generations, and the slots to fill; all of one length.
             deadline: ``time.monotonic()`` seconds.
-            ready: The source's progress before it computes them; ``None``: they are complete.
+            ready: Progress of the source at which the first block is computed; ``None``: all blocks are complete.
 
         Raises:
-            BatonError: Nothing came.
+            BatonError: No block was fetched.
         """
         blocks = dataclasses.replace(SequenceBlocks.pairs(*reads), ready=ready)
-        return await self._of(pool).fetcher.fetch_async(source, blocks, deadline=deadline)
+        return await self._endpoints_of(pool).fetcher.fetch_async(source, blocks, deadline=deadline)
 
     def close_pool(self, pool: Pool) -> None:
-        """Close a pool's lane and memory in the background."""
-        lane = self._lanes.pop(pool.key, None)
+        """Close a pool's endpoints and memory in the background."""
+        endpoints = self._endpoints.pop(pool.key, None)
 
         def close() -> None:
-            if lane is not None:
-                lane.server.close()
-                lane.fetcher.close()
+            if endpoints is not None:
+                endpoints.server.close()
+                endpoints.fetcher.close()
             pool.arena.close()
 
         def closed(job: asyncio.Future[None]) -> None:
             self._closing.discard(job)
-            if lane is not None:
-                self._ports.discard(lane.port)
+            if endpoints is not None:
+                self._ports.discard(endpoints.port)
 
         job = asyncio.get_running_loop().run_in_executor(None, close)
         self._closing.add(job)
         job.add_done_callback(closed)
 
     async def close(self) -> None:
-        """Wait until everything that ``close_pool`` began is closed; no pull may be running."""
+        """Wait until all pools passed to :meth:`close_pool` are closed; no pull may be running."""
         if not self._closing:
             return
         for result in await asyncio.gather(*self._closing, return_exceptions=True):
             if result is not None:
                 log.warning("closing a kind of KV: %s", result)
 
-    def _of(self, pool: Pool) -> PoolEndpoints:
-        lane = self._lanes.get(pool.key)
-        if lane is None:
-            config, kind = self._config, pool.fingerprint
+    def _endpoints_of(self, pool: Pool) -> PoolEndpoints:
+        endpoints = self._endpoints.get(pool.key)
+        if endpoints is None:
+            config = self._config
+            kind = pool.fingerprint
             port = self._free_port()
             options = ServerOptions(port=port, advertise_host=config.advertise_host or None, tls=self._tls)
             server = BlockServer(
@@ -148,13 +154,13 @@ class PoolIO:
                 max_threads=config.pull_workers + MAX_FOLLOWED,
                 links=LinkOptions(token=self._token, tls=self._tls),
             )
-            lane = self._lanes[pool.key] = PoolEndpoints(server, fetcher, port)
+            endpoints = self._endpoints[pool.key] = PoolEndpoints(server, fetcher, port)
             self._ports.add(port)
             log.info("new kind of KV: model %s, %d bytes per block", kind.model, kind.block_bytes)
-        return lane
+        return endpoints
 
     def _free_port(self) -> int:
-        """Return the first port from ``--kv-port`` on that no pool has; 0: any."""
+        """Return the first port from ``--kv-port`` on that no pool uses; 0: any."""
         first = self._config.kv_port
         if not first:
             return 0
@@ -163,16 +169,16 @@ class PoolIO:
 
 
 MAX_FOLLOWED = 8
-"""Computations that are followed at once, each by a thread of its own: other Puts never wait for them."""
+"""Maximum number of Puts that follow a running computation, each in its own thread, so others never wait for them."""
 _SHARE = 0.25
-"""Of the memory, for blocks that are being computed."""
+"""Share of the memory for blocks that are still being computed."""
 
 
 class FollowerSlots:
-    """Lets a few such Puts in. Used in one event loop.
+    """Limits the Puts that follow a running computation, in number and bytes. Used in one event loop.
 
     Args:
-        capacity_bytes: Of the store.
+        capacity_bytes: Capacity of the store, in bytes.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -180,8 +186,8 @@ class FollowerSlots:
         self._count = self._bytes = 0
 
     @asynccontextmanager
-    async def turn(self, num_bytes: int) -> AsyncIterator[bool]:
-        """Say whether a Put of so much may follow its source, which it does until the end of the context."""
+    async def admit(self, num_bytes: int) -> AsyncIterator[bool]:
+        """Yield whether a Put of so many bytes may follow its source until the end of the context."""
         if self._count >= MAX_FOLLOWED or self._bytes + num_bytes > self._limit:
             yield False
             return

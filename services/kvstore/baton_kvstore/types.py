@@ -1,4 +1,4 @@
-"""Words that every part of the store shares: formats of KV, counters, and who hears of changes."""
+"""Types shared by all parts of the store: KV formats, counters, and listeners for block changes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 MAX_BLOCK_BYTES = 1 << 32
-"""Of a block in a tier behind memory."""
+"""Maximum size of a block in a lower tier."""
 _LINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """One format of KV: what tiers need to know of a fingerprint.
+    """A KV format: the parts of a fingerprint that tiers need.
 
     Attributes:
         key: ``Fingerprint.digest()``.
         content_key: ``Fingerprint.content_key()``.
-        block_bytes: Of every block.
+        block_bytes: Size of one block, in bytes.
     """
 
     key: bytes
@@ -40,18 +40,18 @@ class KvFormat:
     block_bytes: int
 
 
-@functools.lru_cache(maxsize=256)  # asked for several times in every call
+@functools.lru_cache(maxsize=256)  # called several times per RPC
 def kv_format_of(fingerprint: Fingerprint) -> KvFormat:
-    """Return what a tier behind needs to know of a kind of KV."""
+    """Return the KV format of a fingerprint."""
     return KvFormat(fingerprint.digest(), fingerprint.content_key(), fingerprint.block_bytes)
 
 
 def by_kind(blocks: Iterable[tuple[KvFormat, BlockHash]]) -> dict[KvFormat, set[BlockHash]]:
-    """Sort blocks by what they are."""
-    found: dict[KvFormat, set[BlockHash]] = {}
+    """Group blocks by KV format."""
+    groups: dict[KvFormat, set[BlockHash]] = {}
     for kind, name in blocks:
-        found.setdefault(kind, set()).add(name)
-    return found
+        groups.setdefault(kind, set()).add(name)
+    return groups
 
 
 def pages(num_bytes: int) -> int:
@@ -60,31 +60,34 @@ def pages(num_bytes: int) -> int:
 
 
 def digest_of(payload: memoryview) -> bytes:
-    """XXH3-128 of a block's bytes."""
+    """Return the XXH3-128 digest of a block's bytes."""
     return bytes(xxhash.xxh3_128_digest(payload))
 
 
 class LogLimit:
-    """Lets one line of a kind into the log per minute, for what may go wrong with every block. Thread safe."""
+    """Limits a log message that may repeat for every block to one per minute. Thread safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._next, self._held_back = -math.inf, 0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next = -math.inf
+        self._num_suppressed = 0
 
     def due(self) -> str | None:
-        """Return what to end the line with, which tells how many were held back; ``None``: this one is, too."""
+        """Return the suffix of a due message, with the number of suppressed ones; ``None``: suppress this one, too."""
         with self._lock:
             if self._clock() < self._next:
-                self._held_back += 1
+                self._num_suppressed += 1
                 return None
-            before, self._held_back = self._held_back, 0
+            suppressed = self._num_suppressed
+            self._num_suppressed = 0
             self._next = self._clock() + _LINE_S
-            return f" ({before} like it since the last line)" if before else ""
+            return f" ({suppressed} like it since the last line)" if suppressed else ""
 
 
 @dataclass
 class Counters:
-    """Since start; blocks unless a name says otherwise."""
+    """Numbers of blocks since start, unless a name says otherwise."""
 
     hits: int = 0
     misses: int = 0
@@ -96,7 +99,7 @@ class Counters:
 
 @dataclass(kw_only=True)
 class StoreStats(Counters):
-    """A moment's view of a store; counts of blocks unless a name says otherwise."""
+    """Snapshot of a store; numbers of blocks unless a name says otherwise."""
 
     capacity_bytes: int
     used_bytes: int
@@ -108,7 +111,7 @@ class StoreStats(Counters):
 
 @dataclass
 class TierCounters:
-    """Of the tiers, since start; blocks. ``hits`` and ``misses`` by tier."""
+    """Numbers of blocks since start; ``hits`` and ``misses`` by tier name."""
 
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
@@ -118,27 +121,26 @@ class TierCounters:
 
 
 class TierListener(Protocol):
-    """Hears of changes: ``listener(kind, hashes, tier, present)``.
+    """Callback for block changes: ``listener(kind, hashes, tier, present)``.
 
-    What is promised, per tier:
+    Guarantees, per tier:
 
-    - A block is told as present after it can be found, and as not present after it cannot any more, in the order in
-      which that happened. A tier that forgets and finds again says both.
-    - A new listener is told of everything that is there first, then of changes; nothing in between is lost.
-    - Of ``memory`` and ``disk`` every change is told. ``redis`` and ``object`` are shared with other nodes: told is
-      what this node knows of, so a block that another node or the server dropped counts as present until a read
-      misses it.
+    - A block is reported present after it can be found, and absent after it no longer can, in that order. A tier that
+      drops a block and finds it again reports both.
+    - A new listener first receives all present blocks, then the changes; none in between is lost.
+    - ``memory`` and ``disk`` report every change. ``redis`` and ``object`` are shared with other nodes and report what
+      this node knows: a block that another node or the server dropped counts as present until a read misses it.
 
     Calls come from the event loop (``memory``) or from any thread, while the tier is locked: append to a queue and
-    return. Do not wait, do not raise, and do not call the tier.
+    return. Do not block, raise, or call the tier.
     """
 
     def __call__(self, kind: KvFormat, hashes: Sequence[BlockHash], tier: str, present: bool) -> None:
-        """Hear that blocks of one kind came to or left a tier: ``memory``, ``disk``, ``redis`` or ``object``."""
+        """Handle blocks of one KV format that entered or left a tier: ``memory``, ``disk``, ``redis`` or ``object``."""
 
 
 class Listeners:
-    """The listeners of one tier; the tier calls this while it is locked."""
+    """The listeners of one tier; the tier calls the methods while it is locked."""
 
     def __init__(self, tier: str) -> None:
         self.tier = tier
@@ -147,14 +149,14 @@ class Listeners:
     def __bool__(self) -> bool:
         return bool(self._listeners)
 
-    def add(self, listener: TierListener, there: Mapping[KvFormat, Collection[BlockHash]]) -> None:
-        """Tell it what is there, and everything from now on."""
-        for kind, hashes in there.items():
+    def add(self, listener: TierListener, present: Mapping[KvFormat, Collection[BlockHash]]) -> None:
+        """Report the present blocks to a listener, and every change from now on."""
+        for kind, hashes in present.items():
             listener(kind, list(hashes), self.tier, True)
         self._listeners.append(listener)
 
-    def tell(self, kind: KvFormat, hashes: Sequence[BlockHash], present: bool) -> None:
-        """Tell all of them; a listener that fails is logged, and others still hear."""
+    def notify(self, kind: KvFormat, hashes: Sequence[BlockHash], present: bool) -> None:
+        """Call all listeners; an exception of one is logged and does not affect the others."""
         if not hashes:
             return
         for listener in self._listeners:

@@ -178,9 +178,9 @@ class _Replay:
         self._future: _Future | None = None
         if policy == BELADY:
             self._future = _Future(chains)
-            self._store.recency = self._oracle = Clairvoyant(self._need)
+            self._store.eviction = self._oracle = Clairvoyant(self._need)
         if policy == PAPER:
-            self._store.recency = S3Fifo(small_share=0.1, uses=2)
+            self._store.eviction = S3Fifo(small_share=0.1, uses=2)
 
     def run(self) -> ReplayRecord:
         names = {block: BlockHash(block.to_bytes(32, "big")) for chain in self._chains for block in chain}

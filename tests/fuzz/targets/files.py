@@ -51,7 +51,7 @@ def _store() -> dict[str, bytes]:
         if label == 4:
             log.sync()
             log.checkpoint()
-    log.bury(_KIND, [name_of(1), name_of(6)])
+    log.append_tombstones(_KIND, [name_of(1), name_of(6)])
     log.sync()
     log.close()
     found = {each.name: each.read_bytes() for each in path.iterdir()}

@@ -38,7 +38,7 @@ class Shelf:
         with self._lock:
             return [self._values.get((kind, name)) for name in hashes]
 
-    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+    def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
         with self._lock:
             self._values.update({(kind, name): bytes(value) for name, value in zip(hashes, values, strict=True)})
         return [True] * len(hashes)

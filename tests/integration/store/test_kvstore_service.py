@@ -108,7 +108,7 @@ async def test_a_get_that_fails_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) 
         def nowhere(pool: Any) -> Any:
             raise ConfigError("no pipe can listen", field="pipes")
 
-        monkeypatch.setattr(server._lanes, "source", nowhere)
+        monkeypatch.setattr(server._pool_io, "source", nowhere)
         with refused("config", "pipes"):
             await instance.get("a")
         assert not len(server.store.leases)

@@ -95,7 +95,7 @@ async def test_blocks_are_pinned_and_forgotten_by_call() -> None:
             await put(instance, None, label)
         assert await contained(instance, ["keep", "brief"]) == ["keep", "brief"]
         await instance.stub.Pin(kvstore_pb2.PinRequest(block_hashes=names("keep", "brief"), unpin=True, **fields))
-        assert server.store.holds.held_bytes == 0
+        assert server.store.client_pins.pinned_bytes == 0
         for label in range(20):
             await put(instance, None, label)
         assert await contained(instance, ["keep", "brief"]) == []
@@ -114,7 +114,7 @@ async def test_blocks_on_disk_are_pinned_in_memory_too(tmp_path: Path) -> None:
         assert not server.store.has(instance.kind.digest(), names("keep")[0])
         assert list((await put(instance, None, "keep", pin=True)).stored) == [True]
         assert server.store.has(instance.kind.digest(), names("keep")[0])
-        assert server.store.holds.held_bytes == BLOCK
+        assert server.store.client_pins.pinned_bytes == BLOCK
 
 
 async def test_a_tenant_that_waits_for_its_own_quota_holds_nobody_up(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_hundreds_of_operations_through_the_service_add_up(
 def test_a_wrong_byte_and_a_lost_slot_are_found(soak: ModuleType) -> None:
     part: Any = soak.Objects("lru", 1)
     for number in range(40):
-        part._put(part._kinds[0], part._chains[number])
+        part._put_blocks(part._kinds[0], part._chains[number])
     part.check()
     pool = part.store.pools[0]
     name, entry = next(iter(pool.index.items()))
@@ -70,7 +70,7 @@ def test_a_wrong_byte_and_a_lost_slot_are_found(soak: ModuleType) -> None:
         part.check()
     pool.arena.blocks[entry.slot, -1] ^= 1
     part.check()
-    pool.take_cold()
+    pool.allocate_cold()
     with pytest.raises(InternalError, match="add up"):
         part.check()
 

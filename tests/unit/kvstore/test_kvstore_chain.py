@@ -110,7 +110,7 @@ async def test_a_block_goes_to_the_first_tier_that_takes_it(tmp_path: Path) -> N
         assert (held(first, 1, kind=HUGE), held(second, 1, kind=HUGE)) == ([False], [True])
         assert await read(chain, 1, "missing") == [True, False]
         assert await read(chain, 1, kind=HUGE) == [True]
-        assert [chain.where(KIND, name) for name in names(1, "missing")] == [0, 2]
+        assert [chain.fastest_tier(KIND, name) for name in names(1, "missing")] == [0, 2]
         assert chain.surely_holds(KIND, name_of(1))
         assert not chain.surely_holds(HUGE, name_of(1))
 
@@ -209,12 +209,12 @@ async def test_durable_is_what_the_disk_or_an_object_store_has(tmp_path: Path) -
     async with chain_of(first, second) as chain:
         assert await write(chain, 1) == [True]
         assert await chain.sync(time.monotonic() + WAIT_S)
-        assert chain.keeps(KIND, name_of(1))  # an object store comes first here
-        assert not chain.has_kept(KIND, name_of(1))  # but somebody else may have deleted it
+        assert chain.in_durable_tier(KIND, name_of(1))  # an object store comes first here
+        assert not chain.is_durable(KIND, name_of(1))  # but somebody else may have deleted it
     async with chain_of(disk(tmp_path / "b"), objects(tmp_path, "c")) as chain:
         assert await write(chain, 1, durable=True) == [True]
         assert await chain.sync(time.monotonic() + WAIT_S)
-        assert chain.has_kept(KIND, name_of(1))
+        assert chain.is_durable(KIND, name_of(1))
 
 
 @needs_redis

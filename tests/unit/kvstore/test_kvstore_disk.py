@@ -20,9 +20,9 @@ from tests.support.transport.named_blocks import buffers, name_of
 from baton.errors import ConfigError
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.directory import (
-    Covered,
+    CheckpointBlock,
+    CheckpointSegment,
     Directory,
-    Known,
     decode_checkpoint,
     decode_store,
     encode_checkpoint,
@@ -48,7 +48,12 @@ SECRET = 77
 PLACE = (3, 2 * PAGE)
 RECORD = Record(RecordType.BLOCK, 9, BlockHash(b"h" * 32), BLOCK, b"d" * 16)
 CHECKPOINT = encode_checkpoint(
-    12, [(1, Covered(PAGE, [])), (2, Covered(9 * PAGE, [Known(PAGE, 3, BlockHash(b"h" * 32), b"d" * 16)]))], SECRET
+    12,
+    [
+        (1, CheckpointSegment(PAGE, [])),
+        (2, CheckpointSegment(9 * PAGE, [CheckpointBlock(PAGE, 3, BlockHash(b"h" * 32), b"d" * 16)])),
+    ],
+    SECRET,
 )
 MAX_BYTES = 1 << 20
 
@@ -171,7 +176,7 @@ def test_deleted_blocks_stay_away_after_a_restart_and_compaction(opened: Any) ->
     write(log, *range(20))
     gone = [name_of(i) for i in range(18)]
     assert len(log.index.hide(KIND, gone, [])) == 18
-    log.bury(KIND, gone)
+    log.append_tombstones(KIND, gone)
     files = len(segments(opened.path))
     while log.compact():
         pass
@@ -192,7 +197,7 @@ def test_compaction_of_deletions_ends(opened: Any) -> None:
     for label in range(100, 200):
         write(log, label)
         log.index.hide(KIND, [name_of(label)], [])
-        log.bury(KIND, [name_of(label)])
+        log.append_tombstones(KIND, [name_of(label)])
     assert any(not log.compact() for _ in range(50))
     log.sync()
     assert len(segments(opened.path)) <= 2 + 100 // 31

@@ -235,10 +235,10 @@ def test_a_chain_goes_from_its_end_to_its_head(eviction: str, uses: int) -> None
     for _ in range(uses):
         assert get(store, kind, 0, 1, 2, 3) == 4
     for gone in range(1, 5):
-        victim = store.recency.pop()
+        victim = store.eviction.pop()
         assert victim is not None
         assert victim.block_hash == name_of(4 - gone)
-        store.recency.unpin(victim, used=False)  # back, so that the store adds up
+        store.eviction.unpin(victim, used=False)  # back, so that the store adds up
         store.delete(kind, [victim.block_hash])
         assert held(store, kind, 0, 1, 2, 3) == list(range(4 - gone))
         store.check()
@@ -287,5 +287,5 @@ def test_s3fifo_remembers_no_more_names_than_there_are_blocks() -> None:
     store, kind = make_store("s3fifo", 4)
     for label in range(100):
         put(store, kind, label)
-    assert isinstance(store.recency, S3Fifo)
-    assert len(store.recency._ghosts) <= 5
+    assert isinstance(store.eviction, S3Fifo)
+    assert len(store.eviction._ghosts) <= 5

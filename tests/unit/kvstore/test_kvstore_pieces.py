@@ -29,7 +29,7 @@ from baton_kvstore.memory.leases import Lease
 from baton_kvstore.server import KVStoreServer
 from baton_kvstore.tiers import promotion
 from baton_kvstore.tiers.disk.tier import DiskTier
-from baton_kvstore.tiers.promotion import Ask
+from baton_kvstore.tiers.promotion import LeaseRequest
 from baton_kvstore.types import KvFormat
 
 KIND = Fingerprint.of(model="m", model_digest="m", rope="", layout=KVLayout((LayerShape(1, 32, 32),), 16, "float32"))
@@ -186,7 +186,7 @@ async def test_a_lease_that_comes_in_the_moment_its_get_ends_is_not_left(
             return granted
 
         monkeypatch.setattr(server.store, "lease", lease)
-        getting = asyncio.ensure_future(server.tiers.get(KIND, chain, Ask(WAIT_S), deadline))
+        getting = asyncio.ensure_future(server.tiers.get(KIND, chain, LeaseRequest(WAIT_S), deadline))
         await asyncio.wait([getting], timeout=WAIT_S)
         if end == "cancelled":
             assert getting.cancelled()

@@ -142,18 +142,18 @@ def test_a_tenant_is_forgotten_in_every_kind_of_kv() -> None:
 def test_pinned_blocks_stay_until_they_are_unpinned_or_deleted() -> None:
     store, _ = make(4)
     put(store, None, 1, 2)
-    assert store.keep(KIND, names(1, 2, 9)) == [True, True, False]
-    assert store.keep(KIND, names(1)) == [True]
+    assert store.pin_for_client(KIND, names(1, 2, 9)) == [True, True, False]
+    assert store.pin_for_client(KIND, names(1)) == [True]
     for label in range(10, 30):
         put(store, None, label)
     assert there(store, [1, 2]) == [1, 2]
     put(store, None, 3)
     with pytest.raises(QueueFullError, match="pinned"):
-        store.keep(KIND, names(3))  # half the memory is pinned already
+        store.pin_for_client(KIND, names(3))  # half the memory is pinned already
     store.check()
-    store.unkeep(KIND, names(1, 3, 9))
+    store.unpin_for_client(KIND, names(1, 3, 9))
     assert store.delete(KIND, names(2)) == 1
-    assert store.holds.held_bytes == 0
+    assert store.client_pins.pinned_bytes == 0
     for label in range(30, 40):
         put(store, None, label)
     assert there(store, [1, 2]) == []
@@ -164,8 +164,8 @@ def test_a_tenant_may_pin_half_its_quota() -> None:
     store, _ = make(8)
     put(store, B, 1, 2, 3)
     with pytest.raises(QueueFullError, match="tenant"):
-        store.keep(KIND, names(1, 2, 3))
-    assert [share.held_bytes for share in store.quotas if share.name == "b"] == [2 * BLOCK]
+        store.pin_for_client(KIND, names(1, 2, 3))
+    assert [share.pinned_bytes for share in store.quotas if share.name == "b"] == [2 * BLOCK]
     store.check()
 
 
@@ -191,7 +191,7 @@ def test_blocks_that_went_before_their_time_are_not_remembered() -> None:
     store, _ = make(4)
     for label in range(3000):
         put(store, None, label, ttl_s=1e6)
-    assert len(store.holds._ends) < 2000
+    assert len(store.client_pins._ends) < 2000
     store.check()
 
 
@@ -241,10 +241,10 @@ class Tenants(RuleBasedStateMachine):
     @rule(tenant=tenants, labels=labels, on=st.booleans())
     def pin(self, tenant: Tenant | None, labels: list[int], on: bool) -> None:
         if not on:
-            self.store.unkeep(KIND, self.named(tenant, labels))
+            self.store.unpin_for_client(KIND, self.named(tenant, labels))
             return
         try:
-            self.store.keep(KIND, self.named(tenant, labels))
+            self.store.pin_for_client(KIND, self.named(tenant, labels))
         except QueueFullError:
             return
 
@@ -261,7 +261,7 @@ class Tenants(RuleBasedStateMachine):
     def adds_up(self) -> None:
         self.store.check()
         assert sum(share.used_bytes for share in self.store.quotas) == self.store.used_bytes
-        assert sum(share.held_bytes for share in self.store.quotas) == self.store.holds.held_bytes
+        assert sum(share.pinned_bytes for share in self.store.quotas) == self.store.client_pins.pinned_bytes
         for share in self.store.quotas:
             assert not share.quota or share.used_bytes <= share.quota
 

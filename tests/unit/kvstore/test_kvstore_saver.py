@@ -137,7 +137,7 @@ async def test_a_tier_that_changes_while_it_is_asked_leaves_no_pin(answers: list
         tier.answers = []
         await settled(tier, saver)
         assert entry.pins == 0
-        assert entry in store.recency
+        assert entry in store.eviction
 
 
 async def test_a_durable_put_that_is_cancelled_while_it_waits_for_a_queue_leaves_no_pin() -> None:

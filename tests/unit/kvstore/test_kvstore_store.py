@@ -222,7 +222,7 @@ def test_cooling_a_slot_leaves_its_neighbours_alone(block_bytes: int) -> None:
     gone = names(*(i for i in range(count) if i % 3 == 1 or i < count // 2))
     slots = [pool.index[name].slot for name in gone]
     store.delete(kind, gone)
-    while pool.cool():
+    while pool.release_memory():
         pass
     kept = np.setdiff1d(np.arange(count), slots)
     assert np.array_equal(pool.arena.blocks[kept], expected[kept])

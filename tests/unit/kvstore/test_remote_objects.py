@@ -45,7 +45,7 @@ def test_an_object_in_a_file_survives_a_crash_before_it_has_its_name(
         right(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert backend.put(KIND, names(1), [value_of(name_of(1))]) == [True]
+    assert backend.write(KIND, names(1), [value_of(name_of(1))]) == [True]
     (file, was_there), *folders = synced
     assert file.name.startswith(path.name)
     assert not was_there

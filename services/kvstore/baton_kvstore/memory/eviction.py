@@ -13,11 +13,11 @@ from baton.types import BlockHash
 from baton_kvstore.memory.pool import Entry
 
 POLICIES = tuple(EVICTION_POLICIES)
-"""The names that ``--eviction`` takes."""
+"""Names that ``--eviction`` accepts."""
 
 
 def make_policy(name: str, *, behind: bool) -> Eviction:
-    """Make one of :data:`POLICIES`; ``behind``: there is a tier behind, which blocks must reach first."""
+    """Create a policy of :data:`POLICIES`; with ``behind``, it evicts only blocks saved to a lower tier."""
     policy: Eviction = import_object(EVICTION_POLICIES[name])(behind=behind)
     return policy
 
@@ -25,25 +25,25 @@ def make_policy(name: str, *, behind: bool) -> Eviction:
 class Eviction(ABC):
     """The order in which unpinned blocks would be evicted. Every call takes constant time.
 
-    The store tells of every pin and of the last unpin. An entry is evictable from its last unpin on until it is
-    pinned, discarded or popped. A chain is unpinned from its end to its head: of blocks that are otherwise alike the
-    tail, worthless without the head, is evicted first.
+    The store calls :meth:`pin` for an entry's first pin and :meth:`unpin` for its last unpin. An entry is evictable
+    from its last unpin until it is pinned, discarded or popped. A chain is unpinned from its end to its head, so of
+    otherwise equal blocks the tail, which is useless without the head, is evicted first.
 
-    With a tier behind, only saved entries are evicted; :attr:`unsaved` says what should be saved next.
+    With a lower tier, only saved entries are evicted; :attr:`unsaved` lists what to save next.
 
     Attributes:
-        saved_bytes: Of evictable entries that are saved.
+        saved_bytes: Total size of the evictable entries that are saved, in bytes.
     """
 
     saved_bytes: int
 
     @abstractmethod
     def __len__(self) -> int:
-        """Evictable entries."""
+        """Return the number of evictable entries."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Entry]:
-        """Evictable entries, in no promised order."""
+        """Iterate over the evictable entries, in no particular order."""
 
     @abstractmethod
     def __contains__(self, entry: Entry) -> bool:
@@ -52,40 +52,45 @@ class Eviction(ABC):
     @property
     @abstractmethod
     def unsaved(self) -> Collection[Entry]:
-        """Evictable entries that would be lost if they were evicted; the one to be saved next comes first."""
+        """Evictable entries that no lower tier holds; the one to save next comes first."""
 
     @property
     @abstractmethod
     def in_order(self) -> bool:
-        """Whether what would be evicted next is what the policy wants gone, not just what is saved."""
+        """Whether the next victim is the policy's first choice, not only the first that is saved."""
 
     def pin(self, entry: Entry) -> None:
-        """An entry is needed: it is not evictable any more, if it was. A policy may keep its place."""
+        """Make an entry unevictable. A policy may keep its place in the order."""
         self.discard(entry)
 
     @abstractmethod
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Take note that an entry is evictable; ``used``: it was read or written."""
+        """Make an entry evictable; ``used``: it was read or written."""
 
     @abstractmethod
     def touch(self, entry: Entry) -> None:
-        """Note that an entry was used that others still need."""
+        """Record a use of an entry that stays pinned."""
 
     @abstractmethod
     def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
-        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
+        """Check that the next victims are still in a lower tier; those that are not become unsaved.
+
+        Args:
+            count: Maximum number of entries to check.
+            still: Returns whether a lower tier still holds an entry.
+        """
 
     @abstractmethod
     def discard(self, entry: Entry) -> None:
-        """Forget an entry, if it is known: it is deleted."""
+        """Remove an entry that is deleted, if the policy knows it."""
 
     @abstractmethod
     def pop(self) -> Entry | None:
-        """Take out what is to be evicted next; ``None``: nothing may be."""
+        """Remove and return the next victim, or ``None`` if no entry may be evicted."""
 
 
 def insert_by_age(queue: OrderedDict[Entry, None], entry: Entry) -> None:
-    """Put an entry at a queue's end, or at its beginning if it is older than what is there."""
+    """Append an entry to a queue, or prepend it if it is older than the first entry."""
     first = next(iter(queue), None)
     queue[entry] = None
     if first is not None and entry.stamp < first.stamp:
@@ -94,17 +99,18 @@ def insert_by_age(queue: OrderedDict[Entry, None], entry: Entry) -> None:
 
 def is_in_order(saved: OrderedDict[Entry, None], unsaved: OrderedDict[Entry, None]) -> bool:
     """Whether the oldest saved entry is older than every unsaved one."""
-    first, waiting = next(iter(saved), None), next(iter(unsaved), None)
-    return waiting is None or (first is not None and first.stamp <= waiting.stamp)
+    first_saved = next(iter(saved), None)
+    first_unsaved = next(iter(unsaved), None)
+    return first_unsaved is None or (first_saved is not None and first_saved.stamp <= first_unsaved.stamp)
 
 
 class Lru(Eviction):
-    """Evictable entries, the one unused for longest first; those that the tier behind has are kept apart.
+    """Least recently used first. Saved and unsaved entries are in separate queues.
 
-    An entry that was saved without having been used meanwhile keeps its age.
+    An entry that was saved but not used meanwhile keeps its age.
 
     Args:
-        behind: Whether there is a tier behind.
+        behind: Whether the store has a lower tier; then only saved entries are evicted.
     """
 
     def __init__(self, *, behind: bool = False) -> None:
@@ -126,16 +132,13 @@ class Lru(Eviction):
 
     @property
     def unsaved(self) -> Collection[Entry]:
-        """Entries to be saved, the one unused for longest first."""
         return self._unsaved.keys()
 
     @property
     def in_order(self) -> bool:
-        """Whether what would be evicted next is really what was unused for longest."""
         return is_in_order(self._saved, self._unsaved)
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Make an entry evictable: the last one, or, if it was not used, at about its age."""
         if used:
             self.touch(entry)
         insert_by_age(self._saved if entry.saved else self._unsaved, entry)
@@ -143,12 +146,10 @@ class Lru(Eviction):
             self.saved_bytes += entry.pool.block_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Note that an entry was used."""
         self._now += 1
         entry.stamp = self._now
 
     def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
-        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
         lost = [entry for entry in itertools.islice(self._saved, count) if not still(entry)]
         for entry in reversed(lost):
             self.discard(entry)
@@ -156,7 +157,6 @@ class Lru(Eviction):
             self.unpin(entry, used=False)
 
     def discard(self, entry: Entry) -> None:
-        """Take an entry out, if it is in."""
         if entry in self._saved:
             del self._saved[entry]
             self.saved_bytes -= entry.pool.block_bytes
@@ -164,7 +164,6 @@ class Lru(Eviction):
             self._unsaved.pop(entry, None)
 
     def pop(self) -> Entry | None:
-        """Take out what is to be evicted next; ``None``: nothing may be."""
         if self._saved:
             entry, _ = self._saved.popitem(last=False)
             self.saved_bytes -= entry.pool.block_bytes
@@ -175,15 +174,15 @@ class Lru(Eviction):
 
 
 SMALL_SHARE = 0.6
-"""Share of the bytes above which newcomers go first."""
+"""Share of the bytes in the small queue above which it loses entries first."""
 USES = 1
-"""Uses in the small queue that lead to the main one."""
+"""Uses in the small queue that move an entry to the main one."""
 MAX_USES = 3
-"""More are not counted; each of them is a round in the main queue."""
+"""Upper bound of an entry's use count; each counted use is one more round in the main queue."""
 
 
 class _Queue:
-    """Entries in the order in which they came, pinned ones included; those that the tier behind has are kept apart."""
+    """Entries in order of arrival, pinned ones included; saved and unsaved entries are in separate queues."""
 
     def __init__(self) -> None:
         self.saved: OrderedDict[Entry, None] = OrderedDict()
@@ -191,24 +190,22 @@ class _Queue:
         self.num_bytes = 0
 
     def add(self, entry: Entry) -> None:
-        """Append an entry."""
         (self.saved if entry.saved else self.unsaved)[entry] = None
         self.num_bytes += entry.pool.block_bytes
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out, wherever it is."""
         del (self.saved if entry in self.saved else self.unsaved)[entry]
         self.num_bytes -= entry.pool.block_bytes
 
     def sort_in(self, entry: Entry) -> None:
-        """Put an entry on the side where it belongs now, at about its age."""
+        """Move an entry to the queue that matches its ``saved`` flag, at about its age."""
         side, other = (self.saved, self.unsaved) if entry.saved else (self.unsaved, self.saved)
         if entry in other:
             del other[entry]
             insert_by_age(side, entry)
 
     def victims(self, *, behind: bool) -> OrderedDict[Entry, None]:
-        """Return those of which one could be evicted, if it is not pinned."""
+        """Return the entries of which an unpinned one may be evicted."""
         return self.saved if self.saved or behind else self.unsaved
 
 
@@ -224,18 +221,21 @@ class S3Fifo(Eviction):
     turn; the paper's small queue would have evicted them by then. docs/benchmarks.md compares both on a trace.
 
     Args:
-        behind: Whether there is a tier behind.
+        behind: Whether the store has a lower tier; then only saved entries are evicted.
         small_share: See ``SMALL_SHARE``.
         uses: See ``USES``.
     """
 
     def __init__(self, *, behind: bool = False, small_share: float = SMALL_SHARE, uses: int = USES) -> None:
-        self._behind, self._small_share, self._uses = behind, small_share, uses
-        self._small, self._main = _Queue(), _Queue()
+        self._behind = behind
+        self._small_share = small_share
+        self._uses = uses
+        self._small = _Queue()
+        self._main = _Queue()
         self._where: dict[Entry, _Queue] = {}
         self._aside: set[Entry] = set()
         self._ghosts: OrderedDict[tuple[bytes, BlockHash], None] = OrderedDict()
-        self._waiting: OrderedDict[Entry, None] = OrderedDict()  # evictable, but to be saved before
+        self._waiting: OrderedDict[Entry, None] = OrderedDict()  # evictable, but not saved yet
         self._num_saved = 0
         self._now = 0
         self.saved_bytes = 0
@@ -251,22 +251,18 @@ class S3Fifo(Eviction):
 
     @property
     def unsaved(self) -> Collection[Entry]:
-        """Entries to be saved, the one that waits for longest first."""
         return self._waiting.keys()
 
     @property
     def in_order(self) -> bool:
-        """Whether what would be evicted next is really what should go."""
         queue = self._queues()[0]
         return is_in_order(queue.saved, queue.unsaved)
 
     def pin(self, entry: Entry) -> None:
-        """Leave an entry where it is, but do not evict it."""
         if entry in self._where:
             self._count(entry, -1)
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Make an entry evictable at its old place; new ones come last."""
         queue = self._where.get(entry)
         if queue is not None:
             entry.uses = min(MAX_USES, entry.uses + used)
@@ -282,12 +278,10 @@ class S3Fifo(Eviction):
         self._count(entry, +1)
 
     def touch(self, entry: Entry) -> None:
-        """Note that an entry was used."""
         if entry in self._where:
             entry.uses = min(MAX_USES, entry.uses + 1)
 
     def recheck(self, count: int, still: Callable[[Entry], bool]) -> None:
-        """Ask of the next entries to be evicted whether the tier behind still has them; those it lost are unsaved."""
         heads = [itertools.islice(queue.saved, count) for queue in self._queues()]
         lost = [entry for entry in itertools.chain(*heads) if not entry.pins and not still(entry)]
         for entry in reversed(lost):
@@ -297,7 +291,6 @@ class S3Fifo(Eviction):
             self._count(entry, +1)
 
     def discard(self, entry: Entry) -> None:
-        """Forget an entry, if it is known."""
         self._aside.discard(entry)
         if entry in self._where:
             if not entry.pins:
@@ -305,7 +298,6 @@ class S3Fifo(Eviction):
             self._remove(entry)
 
     def pop(self) -> Entry | None:
-        """Take out what is to be evicted next; ``None``: nothing may be."""
         while len(self) if not self._behind else self._num_saved:
             queue = next(queue for queue in self._queues() if queue.victims(behind=self._behind))
             entry = next(iter(queue.victims(behind=self._behind)))
@@ -329,8 +321,9 @@ class S3Fifo(Eviction):
         return None
 
     def _queues(self) -> tuple[_Queue, _Queue]:
-        """Return the queue whose turn it is to give something up, and the other one."""
-        small, main = self._small, self._main
+        """Return the queue to evict from first, then the other one."""
+        small = self._small
+        main = self._main
         if small.num_bytes >= self._small_share * (small.num_bytes + main.num_bytes):
             return small, main
         return main, small
@@ -345,7 +338,7 @@ class S3Fifo(Eviction):
         self._where.pop(entry).remove(entry)
 
     def _count(self, entry: Entry, by: int) -> None:
-        """An entry becomes evictable (1), or is not any more (-1)."""
+        """Count an entry that becomes evictable (``by=1``) or stops being evictable (``by=-1``)."""
         if entry in self._waiting:
             del self._waiting[entry]
         elif by < 0:
@@ -358,7 +351,7 @@ class S3Fifo(Eviction):
             insert_by_age(self._waiting, entry)
 
     def _remember(self, entry: Entry) -> None:
-        """Keep the name of an evicted block; as many as there are blocks."""
+        """Remember the name of an evicted block; at most as many names as there are blocks."""
         self._ghosts[entry.pool.key, entry.block_hash] = None
         while len(self._ghosts) > len(self._where) + 1:
             self._ghosts.popitem(last=False)

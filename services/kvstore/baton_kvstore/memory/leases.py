@@ -1,4 +1,4 @@
-"""What keeps blocks in memory, leases and pins, and what ends them: times to live."""
+"""Leases, client pins and times to live: what keeps blocks in memory, and for how long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.errors import QueueFullError
 from baton_kvstore.memory.pool import Entry, State
 
 _SHARE = 0.5
-"""Of the memory, and of a tenant's quota, that may be pinned."""
+"""Share of the memory, and of each tenant's quota, that clients may pin."""
 
 _LEAST_SWEEP = 1024
 
@@ -42,10 +42,10 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(self, entries: tuple[Entry, ...], ttl_s: float) -> Lease:
-        """Make a lease.
+        """Create a lease.
 
         Raises:
-            QueueFullError: As many leases as allowed are alive; says when the next one ends.
+            QueueFullError: ``max_leases`` leases are alive; ``retry_after_s`` is the time until the next one ends.
         """
         now = self._clock()
         if len(self._leases) >= self._max:
@@ -56,17 +56,17 @@ class LeaseTable:
             lease_id = secrets.randbits(63)
         lease = self._leases[lease_id] = Lease(lease_id, entries, now + ttl_s)
         heapq.heappush(self._ends, (lease.expires_at, lease_id))
-        if len(self._ends) > 2 * self._max + 64:  # leases given back early leave their ends behind
+        if len(self._ends) > 2 * self._max + 64:  # leases released early leave their ends in the heap
             self._ends = [(lease.expires_at, lease.lease_id) for lease in self._leases.values()]
             heapq.heapify(self._ends)
         return lease
 
     def remove(self, lease_id: int) -> Lease | None:
-        """Forget a lease and return it."""
+        """Remove and return a lease, or return ``None`` if there is none with this id."""
         return self._leases.pop(lease_id, None)
 
     def pop_expired(self) -> list[Lease]:
-        """Forget the leases whose time is up and return them."""
+        """Remove and return the leases that have expired."""
         now = self._clock()
         expired: list[Lease] = []
         while self._ends and self._ends[0][0] <= now:
@@ -77,53 +77,55 @@ class LeaseTable:
         return expired
 
 
-class Pins:
-    """Keeps the books of pins and times to live; the store acts on them.
+class ClientPins:
+    """Accounts for blocks pinned by clients (``Pin``) and for times to live; the store acts on them.
 
     Args:
-        capacity_bytes: Of the memory.
-        clock: Monotonic seconds.
+        capacity_bytes: Memory of the store, in bytes.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        held_bytes: That are pinned.
+        pinned_bytes: Total size of the blocks that clients have pinned.
     """
 
     def __init__(self, capacity_bytes: int, clock: Callable[[], float]) -> None:
-        self._limit, self._clock = int(_SHARE * capacity_bytes), clock
-        self.held_bytes = 0
+        self._limit = int(_SHARE * capacity_bytes)
+        self._clock = clock
+        self.pinned_bytes = 0
         self._ends: list[tuple[float, int, Entry]] = []
         self._numbers = itertools.count()
         self._sweep_at = _LEAST_SWEEP
 
-    def hold(self, entry: Entry) -> bool:
-        """Take note that a block is pinned; ``False``: it was already.
+    def add(self, entry: Entry) -> bool:
+        """Count a block as pinned; ``False`` if it already was.
 
         Raises:
-            QueueFullError: As much is pinned as may be, by all or by the block's tenant.
+            QueueFullError: The limit of pinned bytes is reached, for the store or for the block's tenant.
         """
-        if entry.held:
+        if entry.client_pinned:
             return False
-        size, share = entry.pool.block_bytes, entry.share
-        if self.held_bytes + size > self._limit:
-            raise QueueFullError(f"{self.held_bytes} bytes are pinned, of {self._limit} that may be")
-        if share is not None and share.quota and share.held_bytes + size > _SHARE * share.quota:
-            raise QueueFullError(f"{share.held_bytes} bytes are pinned for this tenant; half its quota may be")
-        self._count(entry, size, held=True)
+        size = entry.pool.block_bytes
+        share = entry.share
+        if self.pinned_bytes + size > self._limit:
+            raise QueueFullError(f"{self.pinned_bytes} bytes are pinned, of {self._limit} that may be")
+        if share is not None and share.quota and share.pinned_bytes + size > _SHARE * share.quota:
+            raise QueueFullError(f"{share.pinned_bytes} bytes are pinned for this tenant; half its quota may be")
+        self._count(entry, size, pinned=True)
         return True
 
-    def drop(self, entry: Entry) -> None:
-        """Take note that a block is pinned no more; harmless if it is not."""
-        if entry.held:
-            self._count(entry, -entry.pool.block_bytes, held=False)
+    def remove(self, entry: Entry) -> None:
+        """Count a block as not pinned; no effect if it is not."""
+        if entry.client_pinned:
+            self._count(entry, -entry.pool.block_bytes, pinned=False)
 
-    def _count(self, entry: Entry, size: int, *, held: bool) -> None:
-        entry.held = held
-        self.held_bytes += size
+    def _count(self, entry: Entry, size: int, *, pinned: bool) -> None:
+        entry.client_pinned = pinned
+        self.pinned_bytes += size
         if entry.share is not None:
-            entry.share.held_bytes += size
+            entry.share.pinned_bytes += size
 
     def expire_at(self, entry: Entry, ttl_s: float) -> None:
-        """Take note that a block is to be forgotten after some seconds."""
+        """Give a block a time to live in seconds."""
         if len(self._ends) >= self._sweep_at:  # most were evicted before their time
             self._ends = [end for end in self._ends if end[2].state is not State.GONE]
             heapq.heapify(self._ends)
@@ -131,10 +133,11 @@ class Pins:
         heapq.heappush(self._ends, (self._clock() + ttl_s, next(self._numbers), entry))
 
     def expired(self) -> list[Entry]:
-        """Return the blocks whose time is up, once."""
-        now, found = self._clock(), []
+        """Return the blocks whose time to live has ended since the last call."""
+        now = self._clock()
+        expired: list[Entry] = []
         while self._ends and self._ends[0][0] <= now:
             entry = heapq.heappop(self._ends)[2]
             if entry.state is not State.GONE and not entry.doomed:
-                found.append(entry)
-        return found
+                expired.append(entry)
+        return expired

@@ -1,4 +1,4 @@
-"""The slots of one kind of KV: an arena that could hold the whole budget, of which only used slots take memory."""
+"""Slots per KV format: each format has an arena as large as the whole budget, of which only used slots take memory."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class State(enum.Enum):
 
 
 class Owner(Protocol):
-    """Whose quota a block counts against; :class:`baton_kvstore.memory.quotas.Share` is one."""
+    """Tenant whose quota a block counts against; implemented by :class:`baton_kvstore.memory.quotas.Share`."""
 
     name: str
     quota: int
-    held_bytes: int
+    pinned_bytes: int
     disk_quota: int
     disk_bytes: int
     disk_evictions: int
 
-    def drop(self, entry: Entry) -> None:
-        """Count a slot that is free again."""
+    def remove_entry(self, entry: Entry) -> None:
+        """Count a slot that was freed."""
 
     def pin(self, entry: Entry) -> None:
-        """Take note that a block must stay."""
+        """Make a block unevictable."""
 
     def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Take note that a block may be evicted again."""
+        """Make a block evictable again; ``used``: it was read or written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,15 +53,15 @@ class Entry:
     """A block in a slot.
 
     Attributes:
-        pins: Leases and running Puts that need the block to stay; a pinned block is neither evicted nor reused.
-        doomed: Deleted while it was pinned: no longer found, and its slot is given back with the last pin.
-        saved: The tier behind has it, or will never have it: nothing is lost if it is evicted.
-        stamp: Of the eviction policy: when it was used last, or when it came; rises over all entries.
-        uses: Of the eviction policy: how often it was used lately.
-        share: Of the memory: whose it is.
-        used_at: Of the share: when it was used last; rises over all entries of a share.
-        held: One of its pins was asked for by a client (``Pin``).
-        brief: It has a time to live, so no tier behind gets it.
+        pins: Number of leases, running Puts and client pins; a pinned block is neither evicted nor overwritten.
+        doomed: Deleted while pinned: it can no longer be found, and its slot is freed with the last pin.
+        saved: A lower tier holds the block, or never will, so evicting it loses nothing.
+        stamp: Used by the eviction policy: counter value of the last use or of the arrival.
+        uses: Used by the eviction policy: number of recent uses.
+        share: Tenant whose quota the block counts against.
+        used_at: Used by the share: counter value of the last use.
+        client_pinned: One of the pins was requested by a client (``Pin``).
+        brief: The block has a time to live, so it is not written to lower tiers.
     """
 
     pool: Pool
@@ -75,7 +75,7 @@ class Entry:
     uses: int = 0
     share: Owner | None = None
     used_at: int = 0
-    held: bool = False
+    client_pinned: bool = False
     brief: bool = False
 
 
@@ -101,36 +101,36 @@ class Pool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a slot."""
+        """Size of one slot, in bytes."""
         return self.arena.block_bytes
 
     @property
     def backed_bytes(self) -> int:
-        """Memory that this pool takes, free warm slots included."""
+        """Memory in use by this pool, including free warm slots."""
         return self.num_backed * self.block_bytes
 
     def ready(self, block_hash: BlockHash) -> Entry | None:
-        """Return a block that can be found and is whole."""
+        """Return a block that is complete, or ``None``."""
         entry = self.index.get(block_hash)
         return entry if entry is not None and entry.state is State.READY else None
 
     def prefix(self, hashes: Sequence[BlockHash]) -> Iterator[Entry]:
-        """Go through the leading blocks of a chain that can be found."""
+        """Yield the leading blocks of a chain up to the first that is missing."""
         for block_hash in hashes:
             entry = self.ready(block_hash)
             if entry is None:
                 return
             yield entry
 
-    def take_warm(self) -> int | None:
-        """Take a free slot that has memory already."""
+    def allocate_warm(self) -> int | None:
+        """Allocate a free slot that has memory, or return ``None``."""
         if not self._warm:
             return None
         self.num_used += 1
         return self._warm.pop()
 
-    def take_cold(self) -> int:
-        """Take a free slot that has no memory yet; the caller has made room in the budget."""
+    def allocate_cold(self) -> int:
+        """Allocate a free slot that has no memory yet; the caller has checked the budget."""
         if self._cold:
             slot = self._cold.pop()
         elif self._next < self.arena.num_blocks:
@@ -143,22 +143,23 @@ class Pool:
         self.num_used += 1
         return slot
 
-    def put_back(self, slot: int) -> None:
-        """Free a slot and raise its generation, so that a reader still at it learns that it read too late."""
+    def free_slot(self, slot: int) -> None:
+        """Free a slot and raise its generation, so that a concurrent reader detects that its read is stale."""
         self.arena.generations[slot] += np.uint64(1)
         self.num_used -= 1
         self._warm.append(slot)
 
-    def cool(self) -> bool:
-        """Give the memory of one free slot back to the kernel; ``False`` if no free slot has any."""
+    def release_memory(self) -> bool:
+        """Return the memory of one free slot to the kernel; ``False`` if no free slot has memory."""
         if not self._warm:
             return False
         slot = self._warm.pop()
         self._backed[slot] = False
         self.num_backed -= 1
         self._cold.append(slot)
-        # A page may be shared with neighbours: it can go only if they have no memory to keep either.
-        first, stop = slot, slot + 1
+        # A page may be shared with neighbouring slots: it is released only if they have no memory either.
+        first = slot
+        stop = slot + 1
         while first > max(0, slot - self._reach) and not self._backed[first - 1]:
             first -= 1
         while stop < min(self.arena.num_blocks, slot + 1 + self._reach) and not self._backed[stop]:
@@ -170,7 +171,7 @@ class Pool:
         """Raise ``InternalError`` unless used, warm and cold slots add up.
 
         Args:
-            entries: Every entry of this pool that holds a slot, doomed ones included.
+            entries: All entries of this pool that occupy a slot, including doomed ones.
         """
         used = [entry.slot for entry in entries]
         slots = used + self._warm + self._cold
@@ -186,16 +187,18 @@ RETRY_AFTER_S = 1.0
 
 
 class PoolSet:
-    """Pools by the digest of their fingerprint, the one unused for longest first.
+    """Pools by fingerprint digest, least recently used first.
 
     Args:
-        capacity_bytes: Memory for all.
-        max_pools: PoolSet at once.
-        drop: Called with a pool that has to go for another one; removes it.
+        capacity_bytes: Memory budget of all pools together, in bytes.
+        max_pools: Maximum number of pools.
+        drop: Removes a pool to make room for another one; must call :meth:`remove`.
     """
 
     def __init__(self, capacity_bytes: int, max_pools: int, drop: Callable[[Pool], None]) -> None:
-        self._capacity, self._max_pools, self._drop = capacity_bytes, max_pools, drop
+        self._capacity = capacity_bytes
+        self._max_pools = max_pools
+        self._drop = drop
         self._pools: OrderedDict[bytes, Pool] = OrderedDict()
 
     def __iter__(self) -> Iterator[Pool]:
@@ -206,23 +209,22 @@ class PoolSet:
 
     @property
     def backed_bytes(self) -> int:
-        """Memory taken, free slots that were not given back included; never above the capacity."""
+        """Memory in use, including free slots whose memory was not released; never above the capacity."""
         return sum(pool.backed_bytes for pool in self)
 
     def get(self, key: bytes) -> Pool | None:
-        """Return a kind's pool."""
         return self._pools.get(key)
 
     def touch(self, pool: Pool) -> None:
-        """Note that a pool was used."""
+        """Mark a pool as the most recently used."""
         self._pools.move_to_end(pool.key)
 
     def open(self, fingerprint: Fingerprint) -> Pool:
-        """Return a kind's pool, a new one if there is none yet.
+        """Return the pool of a KV format, creating it if necessary.
 
         Raises:
             InvalidRequestError: A block is larger than the store.
-            QueueFullError: Other kinds are in use, as many as may be.
+            QueueFullError: ``max_pools`` other pools are in use.
         """
         key = fingerprint.digest()
         pool = self._pools.get(key)
@@ -240,18 +242,17 @@ class PoolSet:
         return pool
 
     def remove(self, pool: Pool) -> None:
-        """Forget a pool."""
         del self._pools[pool.key]
 
-    def free_slot(self, pool: Pool) -> int | None:
-        """Take a slot without evicting a block; ``None``: there is none."""
+    def allocate_slot(self, pool: Pool) -> int | None:
+        """Allocate a slot without evicting a block, or return ``None``."""
         while True:
-            slot = pool.take_warm()
+            slot = pool.allocate_warm()
             if slot is not None:
                 return slot
             if self.backed_bytes + pool.block_bytes <= self._capacity:
-                return pool.take_cold()
-            if not any(other.cool() for other in self if other is not pool):
+                return pool.allocate_cold()
+            if not any(other.release_memory() for other in self if other is not pool):
                 return None
 
     def _drop_oldest(self) -> None:

@@ -1,8 +1,8 @@
-"""The tiers behind memory, the fastest first: who gets which blocks, and who is asked for them.
+"""The chain of tiers below memory, the fastest first: which tier stores and serves which blocks.
 
-A block goes to the first tier that takes it (what that refuses, to the next), and at once to every tier that wants
-everything. What a tier drops to make room goes to the next one. What is read from a slow tier again and again goes back
-to the first. Tiers that fail rest for a while; meanwhile it is as if they were not there.
+A block is written to the first tier that accepts it (if that fails, to the next one), and also to every tier with
+``write_all``. Blocks that a tier drops to make room go to the next one. Blocks that are read from a slow tier
+repeatedly are copied back to the first. A tier that fails is skipped for a while.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from baton_kvstore.types import PAGE, KvFormat, TierListener, pages
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 65536
-"""Blocks of which reads from slow tiers are counted."""
+"""Number of blocks whose reads from slow tiers are counted."""
 _FINDERS = 2
 _MAX_LOOKUPS = 64
-"""Waiting or running, per tier; more are not made, as if nothing had been found."""
+"""Maximum number of waiting and running look-ups per tier; further ones are skipped and find nothing."""
 _HAND_OVER_S = 5.0
-"""Longest time that a tier waits, each time it makes room, for the next ones to take what it drops."""
+"""Longest time, in seconds, that a tier waits for slower tiers to accept its blocks each time it makes room."""
 _SHARE = 0.5
-"""Of a tier's queue, for blocks that do not come from memory: those of memory must not wait for them."""
+"""Share of a tier's queue for blocks from other tiers, so that blocks from memory never wait for them."""
 
 
 @dataclass
 class ChainCounters:
-    """Since start; blocks.
+    """Numbers of blocks since start, unless a description says otherwise.
 
     Attributes:
-        handed_over: Queued for a slower tier when a faster one dropped them.
-        dropped: Not taken then by any.
-        raised: Queued for the first tier because they were read from a slower one again.
-        skipped_lookups: Look-ups not made, or too slow.
+        handed_over: Dropped by a faster tier and queued for a slower one.
+        dropped: Dropped by a tier and accepted by no slower one.
+        raised: Queued for the first tier because they were read from a slower one repeatedly.
+        skipped_lookups: Number of look-ups that were not made or timed out.
     """
 
     handed_over: int = 0
@@ -56,41 +56,47 @@ class ChainCounters:
 
 @dataclass(eq=False)
 class Move:
-    """Blocks of one kind on their way, and what was deleted since it began."""
+    """Blocks of one KV format that are moving between tiers, and the deletions since the move began.
+
+    Attributes:
+        kind: KV format of the blocks.
+        unwanted: Blocks that were deleted since.
+        cleared: Whether all blocks of the KV format were deleted since.
+    """
 
     kind: KvFormat
     unwanted: set[BlockHash] = field(default_factory=set)
     cleared: bool = False
 
-    def kept(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Return which blocks were not deleted meanwhile, as indices."""
+    def remaining(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the indices of the blocks that were not deleted since the move began."""
         return [i for i, name in enumerate(hashes) if not self.cleared and name not in self.unwanted]
 
 
 @dataclass(eq=False, kw_only=True)
 class _Write(Move):
-    """Blocks from memory.
+    """Blocks that are written from memory.
 
     Attributes:
-        done: Told in the end which of them some tier has got.
-        got: Indices of those.
-        pending: Answers that are still to come; one is the caller's, when all tiers were given theirs.
+        done: Called at the end with one flag per block: whether some tier holds it.
+        written: Indices of the blocks that some tier holds.
+        pending: Number of outstanding answers, plus one until all writes are queued.
     """
 
     hashes: Sequence[BlockHash]
     views: Sequence[memoryview]
     done: Callable[[list[bool]], None]
-    got: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     pending: int = 1
 
 
 @dataclass(frozen=True)
 class Link:
-    """A tier with what the chain does with it.
+    """A tier and how the chain uses it.
 
     Attributes:
-        write_all: Every block is written here, not only those that no faster tier keeps.
-        readers: Threads that read.
+        write_all: Whether every block is written to the tier, not only those that no faster tier accepts.
+        readers: Number of reader threads.
     """
 
     tier: LowerTier
@@ -99,12 +105,17 @@ class Link:
 
 
 class Chain:
-    """Tiers in order. Methods are called in one event loop, unless they say otherwise.
+    """The tiers below memory. Methods are called in one event loop, unless documented otherwise.
 
     Args:
-        links: The fastest first; closed with this.
-        lookup_timeout_s: Longest time that a look-up may take.
-        raise_after: Reads from a slower tier after which a block goes to the first; 0: never.
+        links: Tiers, the fastest first; closed with the chain.
+        lookup_timeout_s: Timeout of a look-up in shared tiers, in seconds.
+        raise_after: Number of reads from a slower tier after which a block is copied to the first; 0: never.
+
+    Attributes:
+        tiers: Tiers, the fastest first.
+        shared: Tiers that other nodes write to.
+        write_all: Whether some tier stores every block.
     """
 
     def __init__(self, links: Sequence[Link], *, lookup_timeout_s: float, raise_after: int) -> None:
@@ -114,7 +125,8 @@ class Chain:
         self.write_all = any(link.write_all for link in links)
         self._links = links
         self._durable = next((tier for tier in self.tiers if tier.durable), None)
-        self._lookup_timeout_s, self._raise_after = lookup_timeout_s, raise_after
+        self._lookup_timeout_s = lookup_timeout_s
+        self._raise_after = raise_after
         self._readers = {link.tier.name: _pool(link.readers, f"kvstore {link.tier.name} read") for link in links}
         self._finders = {tier.name: _pool(_FINDERS, f"kvstore {tier.name} find") for tier in self.shared}
         self._finding = dict.fromkeys(self._finders, 0)
@@ -125,33 +137,33 @@ class Chain:
             tier.leaving = functools.partial(self._leaving, at)
 
     def listen(self, listener: TierListener) -> None:
-        """Tell a listener what is in each tier, and then every change."""
+        """Report the blocks of each tier to a listener, and then every change."""
         for tier in self.tiers:
             tier.listen(listener)
 
     def takes(self, kind: KvFormat) -> bool:
-        """Whether blocks of this kind can be kept by any tier."""
+        """Whether some tier can store blocks of this KV format."""
         return any(tier.takes(kind) for tier in self.tiers)
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether a block can be read, as far as this node knows; never waits."""
-        return self.where(kind, block_hash) < len(self.tiers)
+        """Whether a block can be read, as far as this node knows; does not block."""
+        return self.fastest_tier(kind, block_hash) < len(self.tiers)
 
-    def where(self, kind: KvFormat, block_hash: BlockHash) -> int:
-        """Return the number of the fastest tier that holds a block; that behind the last one if none does."""
+    def fastest_tier(self, kind: KvFormat, block_hash: BlockHash) -> int:
+        """Return the index of the fastest tier that holds a block, or ``len(self.tiers)`` if none does."""
         return next((at for at, tier in enumerate(self.tiers) if tier.holds(kind, block_hash)), len(self.tiers))
 
     def surely_holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
         """Whether a tier holds a block that no other node can have deleted."""
         return any(tier.exact and tier.holds(kind, block_hash) for tier in self.tiers)
 
-    def has_kept(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether a block need not be written again to become durable."""
+    def is_durable(self, kind: KvFormat, block_hash: BlockHash) -> bool:
+        """Whether the durable tier surely holds a block, so it need not be written again."""
         tier = self._durable
         return tier is not None and tier.exact and tier.holds(kind, block_hash)
 
-    def keeps(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether the tier that makes blocks durable holds one; synced or not."""
+    def in_durable_tier(self, kind: KvFormat, block_hash: BlockHash) -> bool:
+        """Whether the durable tier holds a block, synced or not."""
         return self._durable is not None and self._durable.holds(kind, block_hash)
 
     def write(
@@ -163,14 +175,14 @@ class Chain:
         *,
         durable: bool = False,
     ) -> bool:
-        """Queue blocks, whose bytes stay as they are until ``done``; ``False``: a queue is full.
+        """Queue blocks to be written; ``False`` if a queue is full.
 
         Args:
-            kind: What they are.
-            hashes: Their names.
-            views: Their bytes.
-            done: Told, in any thread, which of them some tier has got.
-            durable: Also for the tier that makes blocks durable.
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks.
+            views: Bytes of the blocks, which must not change until ``done`` is called.
+            done: Called in any thread with one flag per block: whether some tier holds it.
+            durable: Whether the durable tier must store the blocks too.
         """
         targets: list[int] = []
         for at, link in enumerate(self._links):
@@ -183,72 +195,75 @@ class Chain:
         write = _Write(kind, hashes=hashes, views=views, done=done)
         with self._lock:
             self._moves.append(write)
-        everything = list(range(len(hashes)))
+        indices = list(range(len(hashes)))
         if targets:
             first, *others = targets
             for at in others:
-                self._give(write, [self.tiers[at]], everything)
-            self._give(write, [t for at, t in enumerate(self.tiers) if at >= first and at not in others], everything)
-        self._answered(write)
+                self._queue_write(write, [self.tiers[at]], indices)
+            self._queue_write(
+                write, [t for at, t in enumerate(self.tiers) if at >= first and at not in others], indices
+            )
+        self._finish_answer(write)
         return True
 
-    def _give(self, write: _Write, tiers: Sequence[LowerTier], indices: Sequence[int]) -> None:
-        """Queue blocks for the first of some tiers that takes them; what it cannot keep goes on to those after it."""
+    def _queue_write(self, write: _Write, tiers: Sequence[LowerTier], indices: Sequence[int]) -> None:
+        """Queue blocks for the first tier that accepts them; what it cannot store goes on to the tiers after it."""
         for number, tier in enumerate(tiers, 1):
             if not usable(tier, write.kind):
                 continue
-            with self._lock:  # what is deleted from here on is queued behind this
+            with self._lock:  # later deletions are queued behind this write
                 names = [write.hashes[i] for i in indices]
-                kept = [indices[i] for i in write.kept(names)]
-                names, views = [write.hashes[i] for i in kept], [write.views[i] for i in kept]
-                written = functools.partial(self._written, write, tiers[number:], kept)
-                if kept and tier.write(write.kind, names, views, written):
+                remaining = [indices[i] for i in write.remaining(names)]
+                names = [write.hashes[i] for i in remaining]
+                views = [write.views[i] for i in remaining]
+                done = functools.partial(self._on_written, write, tiers[number:], remaining)
+                if remaining and tier.write(write.kind, names, views, done):
                     write.pending += 1
                     return
 
-    def _written(
+    def _on_written(
         self, write: _Write, further: Sequence[LowerTier], indices: Sequence[int], results: Sequence[bool]
     ) -> None:
-        """Hear, in a tier's thread, what it has got."""
+        """Handle a tier's answer, in the tier's thread."""
         with self._lock:
-            write.got.update(i for i, ok in zip(indices, results, strict=True) if ok)
+            write.written.update(i for i, ok in zip(indices, results, strict=True) if ok)
         refused = [i for i, ok in zip(indices, results, strict=True) if not ok]
         if refused:
-            self._give(write, further, refused)
-        self._answered(write)
+            self._queue_write(write, further, refused)
+        self._finish_answer(write)
 
-    def _answered(self, write: _Write) -> None:
+    def _finish_answer(self, write: _Write) -> None:
         with self._lock:
             write.pending -= 1
             if write.pending:
                 return
             self._moves.remove(write)
-        write.done([i in write.got for i in range(len(write.hashes))])
+        write.done([i in write.written for i in range(len(write.hashes))])
 
     async def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> set[BlockHash]:
-        """Forget blocks (``None``: all of the kind) in every tier, for good, and return those known.
+        """Delete blocks (``None``: all of the KV format) from every tier, and return those that were known.
 
         Raises:
-            InternalError: Some may be found again.
+            InternalError: The deletion did not reach every tier; some blocks may be found again.
         """
         answers: list[Future[bool]] = [Future() for _ in self.tiers]
-        found: set[BlockHash] = set()
-        with self._lock:  # what moves is queued before or knows of this
+        known: set[BlockHash] = set()
+        with self._lock:  # a move is either queued before this, or sees the deletion
             for move in self._moves:
                 if move.kind == kind:
                     move.unwanted.update(hashes or ())
                     move.cleared = move.cleared or hashes is None
             for tier, answer in zip(self.tiers, answers, strict=True):
-                found.update(tier.delete(kind, hashes, answer.set_result))
+                known.update(tier.delete(kind, hashes, answer.set_result))
         if not all([await _result(answer) for answer in answers]):
             raise InternalError("the deletion did not reach every tier")
-        return found
+        return known
 
     async def sync(self, deadline: float) -> bool:
-        """Wait until everything that is to be durable so far is; ``False``: some of it may not be.
+        """Wait until all durable writes so far are synced; ``False`` if some may be lost.
 
         Raises:
-            DeadlineError: It took too long.
+            DeadlineError: The deadline passed first.
         """
         if self._durable is None:
             return False
@@ -258,24 +273,24 @@ class Chain:
             async with asyncio.timeout(deadline - time.monotonic()):
                 return await _result(answer)
         except TimeoutError:
-            raise DeadlineError("the tiers behind are too slow") from None
+            raise DeadlineError("the lower tiers are too slow") from None
 
     async def find(
         self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float, *, again: bool = False
     ) -> set[BlockHash]:
-        """Ask all tiers that others write to, at once and for a short time, for a chain's blocks.
+        """Look up a chain's blocks in all shared tiers at once, for at most ``lookup_timeout_s``.
 
         Args:
-            kind: What they are.
-            hashes: Their names.
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks, in order.
             deadline: ``time.monotonic()`` seconds.
-            again: Ask also for blocks that this node knows of, to be sure.
+            again: Whether to look up also blocks that this node already knows.
 
         Returns:
-            Those that a tier said are there.
+            The blocks that some tier holds.
         """
         loop = asyncio.get_running_loop()
-        asks: list[asyncio.Future[set[BlockHash]]] = []
+        lookups: list[asyncio.Future[set[BlockHash]]] = []
         for tier in self.shared:
             if not usable(tier, kind):
                 continue
@@ -283,18 +298,27 @@ class Chain:
                 self.counters.skipped_lookups += 1
                 continue
             self._finding[tier.name] += 1
-            ask = loop.run_in_executor(self._finders[tier.name], tier.find, kind, hashes, again)
-            ask.add_done_callback(functools.partial(self._found, tier.name))
-            asks.append(ask)
-        if not asks:
+            lookup = loop.run_in_executor(self._finders[tier.name], tier.find, kind, hashes, again)
+            lookup.add_done_callback(functools.partial(self._end_lookup, tier.name))
+            lookups.append(lookup)
+        if not lookups:
             return set()
         timeout = min(self._lookup_timeout_s, deadline - time.monotonic())
-        ended, slow = await asyncio.wait(asks, timeout=max(0.0, timeout))
+        finished, slow = await asyncio.wait(lookups, timeout=max(0.0, timeout))
         self.counters.skipped_lookups += len(slow)
-        return {name for ask in ended if not ask.exception() for name in ask.result()}
+        return {name for lookup in finished if not lookup.exception() for name in lookup.result()}
 
     async def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Fill page-aligned buffers, each from the fastest tier that has its block; no tier writes into them after."""
+        """Read each block from the fastest tier that holds it; no tier writes into the buffers afterwards.
+
+        Args:
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks.
+            into: One page-aligned buffer of ``kind.block_bytes`` per block.
+
+        Returns:
+            One flag per block: whether its buffer was filled.
+        """
         loop = asyncio.get_running_loop()
         results = [False] * len(hashes)
         tried: list[int] = [-1] * len(hashes)
@@ -312,17 +336,21 @@ class Chain:
                 return results
             reads: list[tuple[list[int], asyncio.Future[list[bool]]]] = []
             for at, group in groups.items():
-                pool, step = self._readers[self.tiers[at].name], max(1, -(-len(group) // self._links[at].readers))
+                pool = self._readers[self.tiers[at].name]
+                step = max(1, -(-len(group) // self._links[at].readers))
                 for part in (group[first : first + step] for first in range(0, len(group), step)):
-                    names, views = [hashes[i] for i in part], [into[i] for i in part]
+                    names = [hashes[i] for i in part]
+                    views = [into[i] for i in part]
                     reads.append((part, loop.run_in_executor(pool, self._read, at, kind, names, views)))
-            await asyncio.wait([read for _, read in reads])  # all, whatever happens: they write into the buffers
+            await asyncio.wait(
+                [read for _, read in reads]
+            )  # wait for all, also after failures: they write into the buffers
             for part, read in reads:
                 for i, right in zip(part, read.result(), strict=True):
                     results[i] = right
 
     async def close(self) -> None:
-        """Finish what is queued, from the fastest tier to the slowest; no reads may be running."""
+        """Finish queued writes and close, from the fastest tier to the slowest; no reads may be running."""
         for pool in (*self._readers.values(), *self._finders.values()):
             await asyncio.to_thread(pool.shutdown)
         for tier in self.tiers:
@@ -331,7 +359,7 @@ class Chain:
     # Inside
 
     def _read(self, at: int, kind: KvFormat, hashes: list[BlockHash], into: list[memoryview]) -> list[bool]:
-        """In a reader's thread."""
+        """Read from one tier, in a reader's thread."""
         with self._moving(kind) as move:
             results = self.tiers[at].read(kind, hashes, into)
             if at and self._raise_after:
@@ -341,18 +369,22 @@ class Chain:
         return results
 
     def _raise(self, move: Move, at: int, blocks: Sequence[tuple[BlockHash, memoryview]]) -> None:
-        """Copy blocks that are read again and again to the first tier, if it has time for that."""
+        """Copy repeatedly read blocks to the first tier, if its queue has room."""
         kind = move.kind
         first = next((tier for tier in self.tiers[:at] if usable(tier, kind)), None)
         if first is None:
             return
-        often = [(name, view) for name, view in blocks if self._often(kind.key + name) and not first.holds(kind, name)]
+        often = [
+            (name, view) for name, view in blocks if self._count_read(kind.key + name) and not first.holds(kind, name)
+        ]
         if not often or not first.room(len(often) * kind.block_bytes, _SHARE):
             return
-        names, copies = [name for name, _ in often], copies_of(kind, [view for _, view in often])
+        names = [name for name, _ in often]
+        copies = copies_of(kind, [view for _, view in often])
         self.counters.raised += self._queue(move, first, names, copies)
 
-    def _often(self, key: bytes) -> bool:
+    def _count_read(self, key: bytes) -> bool:
+        """Count a read of a block, and return whether the block reached ``raise_after``."""
         with self._lock:
             count = self._reads.pop(key, 0) + 1
             if count >= self._raise_after:
@@ -375,27 +407,27 @@ class Chain:
 
     @contextmanager
     def _leaving(self, at: int, kind: KvFormat) -> Iterator[_Offered]:
-        """In the thread of the tier that drops."""
+        """Open the hand-over of blocks that tier ``at`` drops, in that tier's thread."""
         with self._moving(kind) as move:
             yield _Offered(move, self.tiers[at + 1 :], self._queue, self.counters)
 
     def _queue(self, move: Move, tier: LowerTier, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> int:
-        """Queue what was not deleted meanwhile, in any thread, and return how many blocks."""
+        """Queue the blocks of a move that were not deleted since, in any thread, and return their number."""
         with self._lock:
-            kept = move.kept(hashes)
-            names = [hashes[i] for i in kept]
-            taken = bool(kept) and tier.write(move.kind, names, [views[i] for i in kept], _ignore)
-        return len(kept) if taken else 0
+            remaining = move.remaining(hashes)
+            names = [hashes[i] for i in remaining]
+            accepted = bool(remaining) and tier.write(move.kind, names, [views[i] for i in remaining], _ignore)
+        return len(remaining) if accepted else 0
 
-    def _found(self, name: str, ask: asyncio.Future[set[BlockHash]]) -> None:
+    def _end_lookup(self, name: str, lookup: asyncio.Future[set[BlockHash]]) -> None:
         self._finding[name] -= 1
-        error = None if ask.cancelled() else ask.exception()
+        error = None if lookup.cancelled() else lookup.exception()
         if error is not None:
             log.error("looking for blocks in tier %s failed", name, exc_info=error)
 
 
 class _Offered:
-    """What one tier drops, for those behind it; in that tier's thread. See :class:`baton_kvstore.tiers.tier.Offer`."""
+    """The :class:`~baton_kvstore.tiers.tier.Offer` of one tier to the slower ones; used in that tier's thread."""
 
     def __init__(
         self,
@@ -404,11 +436,13 @@ class _Offered:
         queue: Callable[[Move, LowerTier, Sequence[BlockHash], Sequence[memoryview]], int],
         counters: ChainCounters,
     ) -> None:
-        self._move, self._tiers, self._queue, self._counters = move, tiers, queue, counters
+        self._move = move
+        self._tiers = tiers
+        self._queue = queue
+        self._counters = counters
         self._deadline = time.monotonic() + _HAND_OVER_S
 
     def wanted(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return which of them a slower tier could take and does not have."""
         kind = self._move.kind
         held = {name for name in hashes if any(tier.holds(kind, name) for tier in self._tiers)}
         if not any(usable(tier, kind) for tier in self._tiers):
@@ -416,28 +450,29 @@ class _Offered:
             return set()
         return set(hashes) - held
 
-    def take(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
-        """Queue blocks for the first slower tier that has room in time."""
+    def hand_over(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
         kind = self._move.kind
         for tier in self._tiers:
             left = self._deadline - time.monotonic()
             if not usable(tier, kind):
                 continue
             if tier.wait_room(len(hashes) * kind.block_bytes, max(0.0, left), _SHARE):
-                taken = self._queue(self._move, tier, hashes, views)
-                self._counters.handed_over += taken
-                if taken or not self._move.kept(hashes):
+                count = self._queue(self._move, tier, hashes, views)
+                self._counters.handed_over += count
+                if count or not self._move.remaining(hashes):
                     return
         self._counters.dropped += len(hashes)
 
+    take = hand_over  # older name, for tiers of other packages
+
 
 def usable(tier: LowerTier, kind: KvFormat) -> bool:
-    """Whether a tier takes such blocks, and is not left alone."""
+    """Whether a tier can store blocks of this KV format and is not resting."""
     return tier.takes(kind) and not tier.resting
 
 
 def copies_of(kind: KvFormat, views: Sequence[memoryview]) -> list[memoryview]:
-    """Copy blocks into memory of their own, aligned as a disk wants it and freed with its last user."""
+    """Copy blocks into new page-aligned memory, which is freed with its last user."""
     size = max(PAGE, pages(kind.block_bytes))
     memory = memoryview(mmap.mmap(-1, len(views) * size))
     copies = [memory[i * size : i * size + kind.block_bytes] for i in range(len(views))]
@@ -447,7 +482,7 @@ def copies_of(kind: KvFormat, views: Sequence[memoryview]) -> list[memoryview]:
 
 
 async def _result(answer: Future[bool]) -> bool:
-    """Await an answer that comes from a tier's thread, also when the caller does not wait for it any more."""
+    """Await an answer from a tier's thread; cancelling the caller does not cancel the answer."""
     return await asyncio.shield(asyncio.wrap_future(answer))
 
 

@@ -28,7 +28,7 @@ from baton_kvstore.types import KvFormat
 T = TypeVar("T")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _TRIES = 8
-"""Objects read at most in a folder to learn what they are; some may be damaged."""
+"""Objects read at most in a folder to record_owners what they are; some may be damaged."""
 _DIGITS = 2
 _LEVELS = 3
 """Folders above an object: those of its first digits and of its kind, and the root."""
@@ -41,9 +41,9 @@ class ObjectBackend:
 
     Args:
         url: As fsspec understands it: ``s3://bucket/folder``, ``gs://…``, ``file:///…``, ``memory://…``.
-        timeout_s: Of one call, however many requests it makes.
-        requests: Side by side.
-        find_timeout_s: Of a look-up, which callers do not wait long for; default: as any other call.
+        timeout_s: Timeout of one call, in seconds, however many requests it makes.
+        requests: Maximum number of concurrent requests.
+        find_timeout_s: Timeout of a look-up, in seconds; default: ``timeout_s``.
 
     Raises:
         ConfigError: fsspec or its backend is not installed, or does not understand the URL.
@@ -57,14 +57,14 @@ class ObjectBackend:
             raise ConfigError(message, field="object_url") from error
         try:
             # Listings that fsspec remembers would hide what other nodes wrote.
-            found = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+            file_system, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except (ImportError, ValueError, OSError) as error:
             raise ConfigError(
                 f"--object-url {shown_url(url)} cannot be used: {str(error).replace(url, shown_url(url))}",
                 field="object_url",
             ) from error
-        self._fs: Any = found[0]
-        self._root = str(found[1]).rstrip("/")
+        self._fs: Any = file_system
+        self._root = str(root).rstrip("/")
         self._is_local = "file" in _protocols(self._fs)
         self._timeout_s = timeout_s
         self._find_timeout_s = find_timeout_s or timeout_s
@@ -76,20 +76,23 @@ class ObjectBackend:
         """Return values; ``None``: there is none."""
         return self._each(lambda name: self._get(self._path(kind, name)), hashes)
 
-    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+    def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
         """Write values; either all are taken or the call fails."""
-        self._each(lambda item: self._put(self._path(kind, item[0]), item[1]), list(zip(hashes, values, strict=True)))
+        self._each(
+            lambda item: self._write_object(self._path(kind, item[0]), item[1]), list(zip(hashes, values, strict=True))
+        )
         return [True] * len(hashes)
 
     def has(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bool | None]:
         """Look for a chain's first block, then for more and more of them at once, up to one that is not there."""
-        found: list[bool | None] = []
-        count, ends = 1, time.monotonic() + self._find_timeout_s
-        while len(found) < len(hashes) and all(found):
-            part = hashes[len(found) : len(found) + count]
-            found += self._each(lambda name: bool(self._fs.exists(self._path(kind, name))), part, ends)
+        flags: list[bool | None] = []
+        count = 1
+        ends = time.monotonic() + self._find_timeout_s
+        while len(flags) < len(hashes) and all(flags):
+            part = hashes[len(flags) : len(flags) + count]
+            flags += self._each(lambda name: bool(self._fs.exists(self._path(kind, name))), part, ends)
             count *= _PROBES
-        return found + [None] * (len(hashes) - len(found))
+        return flags + [None] * (len(hashes) - len(flags))
 
     def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
         """Delete values (``None``: all of the kind)."""
@@ -114,8 +117,7 @@ class ObjectBackend:
                     yield kind, [BlockHash(bytes.fromhex(_last(path))) for path in paths]
 
     def used_bytes(self) -> int | None:
-        """Unknown without listing everything."""
-        return None
+        return None  # unknown without listing everything
 
     def close(self) -> None:
         """Make no more requests; those that hang end with their connections."""
@@ -132,7 +134,7 @@ class ObjectBackend:
         except FileNotFoundError:
             return None
 
-    def _put(self, path: str, value: bytes) -> None:
+    def _write_object(self, path: str, value: bytes) -> None:
         if not self._is_local:
             self._fs.pipe_file(path, value)
             return
@@ -158,11 +160,11 @@ class ObjectBackend:
     def _list(self, path: str) -> list[str]:
         def ask(path: str) -> list[str]:
             with contextlib.suppress(FileNotFoundError):
-                return [str(found) for found in self._fs.ls(path, detail=False)]
+                return [str(entry) for entry in self._fs.ls(path, detail=False)]
             return []
 
-        (found,) = self._each(ask, [path])
-        return found
+        (entries,) = self._each(ask, [path])
+        return entries
 
     def _each(self, call: Callable[[Any], T], items: Iterable[Any], ends: float | None = None) -> list[T]:
         """Make requests side by side and wait for all.

@@ -1,4 +1,4 @@
-"""Opens the tiers behind memory that a configuration asks for: Baton's own, and those of other packages.
+"""Opens the lower tiers of a configuration: the built-in ones, and those of other packages.
 
 A package registers a factory in the entry point group ``baton.store_tiers``::
 
@@ -30,22 +30,22 @@ log = logging.getLogger(__name__)
 
 STORE_TIERS = PluginGroup("tiers", "baton.store_tiers", BUILT_IN_TIERS)
 REDIS_BATCH_BYTES = 1 << 20
-"""More is slower: redis-py keeps the answers of a pipeline in one buffer, which it copies as it grows."""
+"""Larger batches are slower: redis-py reads a pipeline's answers into one buffer, which it copies as it grows."""
 _QUEUE_BYTES = 64 << 20
 _OBJECT_BATCH_BYTES = 32 << 20
-"""Enough for many requests side by side."""
+"""Large enough for many concurrent requests."""
 _FIND_S = 1.0
-"""A look-up that takes so long is a failure: a hung object store must be found out while Gets still wait for it."""
+"""Timeout of a look-up, in seconds: a hung object store must be detected while Gets still wait for it."""
 _READERS = 2
 
 
 @dataclass(frozen=True)
 class TierContext:
-    """What a tier's factory is given.
+    """The argument of a tier's factory.
 
     Attributes:
         config: The store's configuration.
-        options: ``--tier-options``, as far as they are this tier's: ``tape.drive=/dev/st0`` is ``drive``.
+        options: This tier's part of ``--tier-options``, without its name: ``tape.drive=/dev/st0`` sets ``drive``.
     """
 
     config: TierConfig
@@ -53,21 +53,21 @@ class TierContext:
 
     @property
     def queue_bytes(self) -> int:
-        """How many bytes of blocks may wait for the tier: they are pinned in memory."""
+        """Maximum size of the blocks waiting to be written to the tier; they are pinned in memory."""
         return min(_QUEUE_BYTES, max(1, self.config.capacity_bytes // 4))
 
 
 TierFactory = Callable[[TierContext], Link | None]
-"""Opens a tier; ``None``: the configuration does not ask for it."""
+"""Opens a tier, or returns ``None`` if the configuration does not enable it."""
 
 
 def open_chain(config: TierConfig) -> Chain:
-    """Open the tiers that ``config.tiers`` names, as far as they are asked for, in its order.
+    """Open the enabled tiers of ``config.tiers``, in its order.
 
-    What a tier talks to, a Redis or an object store, need not be there yet.
+    A tier's server, such as Redis or an object store, need not be reachable yet.
 
     Raises:
-        ConfigError: An unknown tier, a package is missing, a URL cannot be read, or the disk's directory cannot be
+        ConfigError: A tier is unknown, a package is missing, a URL cannot be parsed, or the disk's directory cannot be
             used.
     """
     options = tier_options(config)
@@ -94,15 +94,15 @@ def remote_link(
     write_all: bool = False,
     **more: Any,
 ) -> Link:
-    """Make a tier of a backend that other nodes share.
+    """Create a tier over a backend that other nodes share.
 
     Args:
-        name: The tier's, in metrics and logs.
-        context: As the factory got it.
-        backend: Keeps the blocks.
-        durable: Whether what it took survives a loss of power.
-        batch_bytes: Of blocks that are written or read with one call.
-        write_all: Every block goes there, not only those that leave memory.
+        name: Name of the tier in metrics and logs.
+        context: The factory's argument.
+        backend: Stores the blocks.
+        durable: Whether written blocks survive a loss of power.
+        batch_bytes: Maximum size of the blocks written or read with one call.
+        write_all: Whether every block is written to the tier, not only those that leave memory.
         more: Further fields of :class:`~baton_kvstore.tiers.remote.RemoteOptions`.
     """
     options = RemoteOptions(

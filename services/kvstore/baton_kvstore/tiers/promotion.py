@@ -1,6 +1,6 @@
-"""From the tiers behind to memory: prefixes that are asked for, read by threads into slots that are reserved.
+"""Promotion of requested prefixes from lower tiers to memory: threads read blocks into reserved slots.
 
-Each block is brought once, however many ask for it, and goes on being brought when no caller waits any more.
+Each block is promoted once, however many requests wait for it; the promotion continues when no caller waits any more.
 """
 
 from __future__ import annotations
@@ -28,41 +28,52 @@ log = logging.getLogger(__name__)
 
 _MAX_PREFETCHES = 2
 _PIECE_BYTES = 16 << 20
-"""Of blocks that are brought together."""
+"""Size of the blocks that are promoted together, in bytes."""
 _MAX_PIECES = 8
-"""Brought at once beyond those that callers wait for."""
+"""Maximum number of concurrent promotions beyond those that callers wait for."""
 
 
 @dataclass
-class Ask:
-    """A Get that waits for a promotion: the lease it wants, ``None`` if no caller waits any more; and for whom."""
+class LeaseRequest:
+    """The lease that a Get wants.
+
+    Attributes:
+        ttl_s: Duration of the lease, in seconds; ``None``: no caller waits, so no lease is granted.
+        tenant: Tenant of the request.
+    """
 
     ttl_s: float | None
     tenant: Tenant | None = None
 
 
 class Promoter:
-    """Brings blocks of the chain to a store in memory. Used in one event loop."""
+    """Promotes blocks from the lower tiers to the store in memory. Used in one event loop."""
 
     def __init__(self, store: BlockStore, chain: Chain, saver: Saver, counters: TierCounters) -> None:
-        self._store, self._chain, self._saver, self._counters = store, chain, saver, counters
+        self._store = store
+        self._chain = chain
+        self._saver = saver
+        self._counters = counters
         self._promoting: dict[tuple[bytes, BlockHash], asyncio.Future[None]] = {}
         self._jobs: set[asyncio.Task[Lease | None]] = set()
-        self._lines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._queues: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closed = False
 
-    def crowded(self, tenant: Tenant | None) -> bool:
-        """Whether others wait already for the room that a tenant would have to wait for."""
-        return self._line(tenant).locked()
+    def is_queue_busy(self, tenant: Tenant | None) -> bool:
+        """Whether requests already wait for the room that a tenant needs."""
+        return self._queue_for(tenant).locked()
 
-    def _line(self, tenant: Tenant | None) -> asyncio.Lock:
-        """Return where to stand: tenants with a quota wait for room in it, by themselves; all others for the memory."""
-        share = self._store.quotas.of(tenant)
-        line = asyncio.Lock()
-        return self._lines.setdefault(share.name if share.quota else NO_TENANT, line)
+    def _queue_for(self, tenant: Tenant | None) -> asyncio.Lock:
+        """Return the lock that requests wait on for room: one per tenant with a quota, and one for all others."""
+        share = self._store.quotas.share_of(tenant)
+        queue = asyncio.Lock()
+        return self._queues.setdefault(share.name if share.quota else NO_TENANT, queue)
 
     def plan(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
-        """Return the prefix that can be had at once, and what of it is not in memory: at most half the memory then."""
+        """Return the prefix that can be leased at once, and its blocks that are missing in memory.
+
+        A prefix with missing blocks is at most half as large as the memory.
+        """
         limit = max(1, self._store.capacity_bytes // 2 // kind.block_bytes)
         missing: list[BlockHash] = []
         for at, name in enumerate(hashes):
@@ -75,36 +86,37 @@ class Promoter:
             missing.append(name)
         return hashes, missing
 
-    def brings(self, kind: KvFormat, name: BlockHash) -> bool:
-        """Whether a block is on its way to memory."""
+    def is_promoting(self, kind: KvFormat, name: BlockHash) -> bool:
+        """Whether a block is being promoted."""
         return (kind.key, name) in self._promoting
 
     async def wait_for(self, kind: KvFormat, name: BlockHash, deadline: float) -> None:
-        """Wait until a block that is on its way is there, or does not come."""
+        """Wait until the running promotion of a block ends."""
         await asyncio.wait([self._promoting[kind.key, name]], timeout=max(0.0, deadline - time.monotonic()))
 
     def prefetch(self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], tenant: Tenant | None = None) -> None:
-        """Begin to bring a prefix that may be asked for soon, if that takes no room from others."""
+        """Start to promote a prefix that may be requested soon, if there is free room."""
         kind = kv_format_of(fingerprint)
         prefix, missing = self.plan(kind, hashes)
         room = self._store.room() >= len(missing) * kind.block_bytes
-        if missing and room and len(self._jobs) < _MAX_PREFETCHES and not any(self.brings(kind, x) for x in missing):
-            self.begin(fingerprint, prefix, Ask(None, tenant), time.monotonic() + RETRY_S)
+        free = len(self._jobs) < _MAX_PREFETCHES and not any(self.is_promoting(kind, name) for name in missing)
+        if missing and room and free:
+            self.start_promotion(fingerprint, prefix, LeaseRequest(None, tenant), time.monotonic() + RETRY_S)
 
-    async def bring(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: Ask, deadline: float
+    async def promote(
+        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
     ) -> Lease | None:
-        """Bring a prefix to memory and lease (the first piece of) it; ``None``: it did not come.
+        """Promote a prefix and lease (the first piece of) it; ``None`` if its first block could not be read.
 
         Raises:
-            DeadlineError: Not in time.
+            DeadlineError: The deadline passed first.
             QueueFullError: Too many leases, or no room.
         """
-        own = Ask(wanted.ttl_s, wanted.tenant)
-        job = self.begin_pieces(fingerprint, prefix, own, deadline)
+        request = LeaseRequest(wanted.ttl_s, wanted.tenant)
+        job = self.start_promotions(fingerprint, prefix, request, deadline)
         try:
-            # Not asyncio.timeout: it may go off in the loop's turn in which the lease comes, which would then never be
-            # released.
+            # Not asyncio.timeout: it may expire in the same loop iteration in which the lease is granted, which would
+            # then never be released.
             await asyncio.wait([job], timeout=max(0.0, deadline - time.monotonic()))
         except asyncio.CancelledError:
             if job.done() and not job.cancelled() and not job.exception() and (lease := job.result()) is not None:
@@ -112,96 +124,108 @@ class Promoter:
                 self._saver.kick()
             raise
         finally:
-            own.ttl_s = None
+            request.ttl_s = None
         if not job.done():
-            raise DeadlineError("the tiers behind are too slow")
+            raise DeadlineError("the lower tiers are too slow")
         return job.result()
 
-    def begin_pieces(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float
+    def start_promotions(
+        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
     ) -> asyncio.Task[Lease | None]:
-        """Start to bring a prefix piece by piece: the caller has the first one while the others are read.
+        """Start to promote a prefix in pieces: the caller can use the first one while the others are read.
 
         Returns:
-            The first piece's promotion. What of the prefix is being brought already is left out.
+            The first piece's promotion. Blocks of the prefix that are already being promoted are left out.
         """
         kind = kv_format_of(fingerprint)
         missing = [at for at, name in enumerate(prefix) if not self._store.has(kind.key, name)]
-        stop = next((at for at in missing if self.brings(kind, prefix[at])), len(prefix))
+        stop = next((at for at in missing if self.is_promoting(kind, prefix[at])), len(prefix))
         step = max(1, _PIECE_BYTES // kind.block_bytes)
         starts = [0, *(at for at in missing[step::step] if at < stop)]
         pieces = [prefix[start:end] for start, end in itertools.pairwise([*starts, stop])]
-        first = self.begin(fingerprint, pieces[0], ask, deadline)
+        first = self.start_promotion(fingerprint, pieces[0], wanted, deadline)
         for piece in pieces[1:]:
             if len(self._jobs) >= _MAX_PIECES:
-                break  # many ask: what has no lease yet would be gone again before they come for it
-            self.begin(fingerprint, piece, Ask(None, ask.tenant), deadline)
+                break  # under load, blocks without a lease would be evicted again before they are used
+            self.start_promotion(fingerprint, piece, LeaseRequest(None, wanted.tenant), deadline)
         return first
 
-    def begin(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float
+    def start_promotion(
+        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
     ) -> asyncio.Task[Lease | None]:
-        """Start to bring a prefix to memory; goes on when no caller waits any more."""
+        """Start to promote a prefix; continues when no caller waits any more."""
         kind = kv_format_of(fingerprint)
         names = [(kind.key, name) for name in prefix if not self._store.has(kind.key, name)]
         done = asyncio.get_running_loop().create_future()
         self._promoting.update(dict.fromkeys(names, done))
-        task = asyncio.create_task(self._run(fingerprint, prefix, ask, deadline, len(names)), name="promote")
+        task = asyncio.create_task(self._run(fingerprint, prefix, wanted, deadline, len(names)), name="promote")
         self._jobs.add(task)
 
-        def ended(task: asyncio.Task[Lease | None]) -> None:
+        def finish(task: asyncio.Task[Lease | None]) -> None:
             self._jobs.discard(task)
             for name in names:
                 self._promoting.pop(name, None)
             done.set_result(None)
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, BatonError):
-                log.error("bringing blocks to memory failed", exc_info=error)
+                log.error("promoting blocks to memory failed", exc_info=error)
 
-        task.add_done_callback(ended)
+        task.add_done_callback(finish)
         return task
 
     async def close(self) -> None:
-        """Wait for what runs; no more leases are given."""
+        """Wait for running promotions; no more leases are granted."""
         self._closed = True
         self._saver.next_kick.set()
         if self._jobs:
             await asyncio.wait(self._jobs)
 
     async def _run(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int
+        self,
+        fingerprint: Fingerprint,
+        prefix: Sequence[BlockHash],
+        wanted: LeaseRequest,
+        deadline: float,
+        num_missing: int,
     ) -> Lease | None:
-        reservation = await self._reserve(fingerprint, prefix, ask, deadline, absent)
+        reservation = await self._reserve(fingerprint, prefix, wanted, deadline, num_missing)
         arrived = [False] * len(reservation.missing)
         try:
             arrived = await self._read(reservation.pool, reservation, prefix)
             self._counters.promotions += sum(arrived)
-            self._store.settle(reservation, arrived, promoted=True)
-            return None if ask.ttl_s is None or self._closed else self._store.lease(fingerprint, prefix, ask.ttl_s)
+            self._store.publish(reservation, arrived, promoted=True)
+            if wanted.ttl_s is None or self._closed:
+                return None
+            return self._store.lease(fingerprint, prefix, wanted.ttl_s)
         finally:
             self._store.commit(reservation, arrived, promoted=True)
             self._saver.kick()
 
     async def _reserve(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], ask: Ask, deadline: float, absent: int
+        self,
+        fingerprint: Fingerprint,
+        prefix: Sequence[BlockHash],
+        wanted: LeaseRequest,
+        deadline: float,
+        num_missing: int,
     ) -> Reservation:
-        """Take slots. While others use everything, what callers wait for stands in line; a part of it is enough."""
-        line = self._line(ask.tenant)
-        if ask.ttl_s is None and line.locked():
+        """Reserve slots for a part of the prefix at least; only requests that a caller waits for queue for room."""
+        queue = self._queue_for(wanted.tenant)
+        if wanted.ttl_s is None and queue.locked():
             raise QueueFullError("others wait for room", retry_after_s=RETRY_S)
         try:
-            # First come, first served, and only one of them tries at each kick.
-            async with asyncio.timeout(deadline - time.monotonic()), line:
+            # First come, first served; only the first of the queue tries at each kick.
+            async with asyncio.timeout(deadline - time.monotonic()), queue:
                 while True:
-                    await self._saver.make_room(absent * fingerprint.block_bytes, deadline)
+                    await self._saver.make_room(num_missing * fingerprint.block_bytes, deadline)
                     kicked = self._saver.next_kick
                     try:
-                        reservation = self._store.reserve(fingerprint, prefix, ask.tenant)
+                        reservation = self._store.reserve(fingerprint, prefix, wanted.tenant)
                     except QueueFullError:
-                        if ask.ttl_s is None or self._closed:
+                        if wanted.ttl_s is None or self._closed:
                             raise
                     else:
-                        if reservation.entries[0] is not None or ask.ttl_s is None or self._closed:
+                        if reservation.entries[0] is not None or wanted.ttl_s is None or self._closed:
                             return reservation
                         self._store.commit(reservation, [False] * len(reservation.missing))
                     await kicked.wait()

@@ -26,12 +26,12 @@ from baton_kvstore.types import KvFormat
 T = TypeVar("T")
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 _TRIES = 8
-"""Values read at most to learn what a kind is; some may be damaged."""
+"""Values read at most to record_owners what a kind is; some may be damaged."""
 _RUN_ID = re.compile(rb"run_id:(\w+)")
 _SCAN_COUNT = 1000
 _DELETED_AT_ONCE = 256
 MAX_VALUE_BYTES = 512 << 20
-"""Of a string in Redis."""
+"""Maximum size of a string in Redis."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class RedisOptions:
     """Where Redis is. ``repr`` leaves out the URL, which may hold a password.
 
     Attributes:
-        url: ``redis://``, ``rediss://`` or ``unix://``; of any node of a cluster.
-        ttl_s: Life of a value that is not written again; 0: no end.
-        timeout_s: Of a connection being made, and of every wait for bytes.
-        connections: At most, per server.
+        url: ``redis://``, ``rediss://`` or ``unix://`` URL; for a cluster, of any node.
+        prefix: Prefix of all keys.
+        cluster: Whether Redis runs as a cluster.
+        ttl_s: Time to live of a value that is not written again, in seconds; 0: unlimited.
+        timeout_s: Timeout of connecting and of every read, in seconds.
+        connections: Maximum number of connections per server.
     """
 
     url: str
@@ -83,7 +85,7 @@ class RedisBackend:
             "socket_connect_timeout": options.timeout_s,
             "max_connections": options.connections,
             "protocol": 2,
-            "redis_connect_func": self._greet,
+            "redis_connect_func": self._on_connect,
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         }
         try:
@@ -103,7 +105,7 @@ class RedisBackend:
         """Return values; ``None``: there is none."""
         return self._pipelined(lambda pipe, key: pipe.get(key), kind, hashes)
 
-    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+    def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
         """Write values and return which were taken: all of them, unless Redis has no memory for more."""
         life = {"px": max(1, round(1000 * self._options.ttl_s))} if self._options.ttl_s else {}
 
@@ -120,8 +122,7 @@ class RedisBackend:
         return self._call(call)
 
     def has(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bool | None]:
-        """Return which are there."""
-        return [bool(found) for found in self._pipelined(lambda pipe, key: pipe.exists(key), kind, hashes)]
+        return [bool(count) for count in self._pipelined(lambda pipe, key: pipe.exists(key), kind, hashes)]
 
     def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
         """Delete values (``None``: all of the kind)."""
@@ -137,7 +138,7 @@ class RedisBackend:
         tries: Counter[str] = Counter()
         start = len(self._options.prefix) + 1
         for keys in self._scan(f"{_escaped(self._options.prefix)}:*", _SCAN_COUNT):
-            found: dict[KvFormat, list[BlockHash]] = {}
+            blocks: dict[KvFormat, list[BlockHash]] = {}
             for key in keys:
                 parts = _NAME.fullmatch(key[start:])
                 if parts is None:  # another application's
@@ -148,8 +149,8 @@ class RedisBackend:
                     kinds[digest] = self._kind(key)
                 kind = kinds.get(digest)
                 if kind is not None and kind.key.hex() == digest:
-                    found.setdefault(kind, []).append(BlockHash(bytes.fromhex(name)))
-            yield from found.items()
+                    blocks.setdefault(kind, []).append(BlockHash(bytes.fromhex(name)))
+            yield from blocks.items()
 
     def used_bytes(self) -> int | None:
         """Return the memory that Redis uses: of a cluster all its primaries together."""
@@ -165,7 +166,8 @@ class RedisBackend:
         """Make no more calls; running ones end by themselves."""
         with self._lock:
             self._closed = True
-            used, self._client = self._client, None
+            used = self._client
+            self._client = None
             idle = used is not None and not used.num_users
         if used is not None and idle:
             self._close_client(used)
@@ -219,7 +221,7 @@ class RedisBackend:
     def _connected(self) -> Iterator[Any]:
         """Use the client of all threads.
 
-        After a failure the next one is made anew, and the old one is closed by its last user: redis-py has no answer to
+        After a failure a new one is created, and the old one is closed by its last user: redis-py has no answer to
         a connection that is closed while another thread reads from it.
         """
         with self._lock:
@@ -243,17 +245,18 @@ class RedisBackend:
             if last:
                 self._close_client(used)
 
-    def _greet(self, connection: Any) -> None:
-        """Make a new connection ready, and find out whether the server was started anew since the last one."""
+    def _on_connect(self, connection: Any) -> None:
+        """Make a new connection ready, and find out whether the server was restarted since the last one."""
         if not self._options.cluster:  # a cluster's client has done it
             connection.on_connect()
         try:
             connection.send_command("INFO", "server")
-            found = _RUN_ID.search(connection.read_response())
+            run_id = _RUN_ID.search(connection.read_response())
         except self._refused:  # no right to ask: misses will tell
             return
         place = f"{getattr(connection, 'host', '')}:{getattr(connection, 'port', getattr(connection, 'path', ''))}"
-        before, self._run_ids[place] = self._run_ids.get(place), found[1] if found else b""
+        before = self._run_ids.get(place)
+        self._run_ids[place] = run_id[1] if run_id else b""
         if before not in (None, self._run_ids[place]):
             self.on_new_server()
 

@@ -22,7 +22,7 @@ import xxhash
 
 from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
-from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
+from baton_kvstore.tiers.tier import Delete, Job, LowerTier, TierStats, Write
 from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, Listeners, LogLimit, TierListener, by_kind, digest_of
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ _DELETED_AT_ONCE = 256
 
 class RemoteError(Exception):
     """A backend is away, too slow, or answered with an error."""
+
+
+WriteValues = Callable[[KvFormat, Sequence[BlockHash], Sequence[bytes]], list[bool]]
+"""Type of :meth:`Backend.write`."""
 
 
 class Backend(Protocol):
@@ -54,8 +58,11 @@ class Backend(Protocol):
     def get(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bytes | None]:
         """Return values; ``None``: there is none."""
 
-    def put(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
-        """Write values and return which were taken; one that is there already is replaced, at once as a whole."""
+    def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
+        """Write values, replacing existing ones atomically, and return for each whether it was accepted.
+
+        A backend may name this method ``put`` instead, its older name.
+        """
 
     def has(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bool | None]:
         """Return which are there. ``None``: not looked for, because an earlier block of the chain is not there."""
@@ -118,7 +125,7 @@ class RemoteOptions:
         batch_bytes: Of blocks in one round trip, as values in memory on top of the blocks themselves.
         max_block_bytes: Larger blocks are not taken.
         max_bytes: What the backend may use before blocks are deleted, the coldest this node knows of; 0: no matter.
-        absent_s: How long a block that was looked for in vain is not looked for again.
+        absent_s: Time for which a missing block is not looked up again, in seconds.
     """
 
     name: str
@@ -137,16 +144,18 @@ class RemoteIndex:
     Bounded: those unused for longest are forgotten. Every method may be called from any thread.
 
     Args:
-        tier: Its name.
-        max_blocks: As many are known; about 300 bytes of memory each.
-        absent_s: How long a block that was looked for in vain is not looked for again.
+        tier: Name of the tier.
+        max_blocks: Maximum number of known blocks; about 300 bytes of memory each.
+        absent_s: Time for which a missing block is not looked up again, in seconds.
         clock: Monotonic seconds.
     """
 
     def __init__(
         self, tier: str, max_blocks: int, *, absent_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max, self._absent_s, self._clock = max_blocks, absent_s, clock
+        self._max = max_blocks
+        self._absent_s = absent_s
+        self._clock = clock
         self._blocks: OrderedDict[bytes, KvFormat] = OrderedDict()
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._bytes = 0
@@ -185,11 +194,11 @@ class RemoteIndex:
                     self._blocks[key] = kind
                     self._bytes += kind.block_bytes
                     new.append(name)
-            self._listeners.tell(kind, new, True)
+            self._listeners.notify(kind, new, True)
             while len(self._blocks) > self._max:
                 key, oldest = self._blocks.popitem(last=False)
                 self._bytes -= oldest.block_bytes
-                self._listeners.tell(oldest, [BlockHash(key[len(oldest.key) :])], False)
+                self._listeners.notify(oldest, [BlockHash(key[len(oldest.key) :])], False)
 
     def use(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
         """Note that blocks were read."""
@@ -204,20 +213,19 @@ class RemoteIndex:
             if hashes is None:
                 size = len(kind.key)
                 hashes = [BlockHash(key[size:]) for key, other in self._blocks.items() if other.key == kind.key]
-            found = [name for name in dict.fromkeys(hashes) if kind.key + name in self._blocks]
-            for name in found:
+            dropped = [name for name in dict.fromkeys(hashes) if kind.key + name in self._blocks]
+            for name in dropped:
                 self._bytes -= self._blocks.pop(kind.key + name).block_bytes
-            self._listeners.tell(kind, found, False)
-            return found
+            self._listeners.notify(kind, dropped, False)
+            return dropped
 
     def clear(self) -> None:
-        """Forget every block."""
         with self._mutex:
             kinds = self._by_kind()
             self._blocks.clear()
             self._bytes = 0
             for kind, names in kinds.items():
-                self._listeners.tell(kind, list(names), False)
+                self._listeners.notify(kind, list(names), False)
 
     def coldest(self, num_bytes: int) -> tuple[KvFormat, list[BlockHash]] | None:
         """Return the blocks of one kind, unused for longest, that have so many bytes together; ``None``: none known."""
@@ -233,18 +241,18 @@ class RemoteIndex:
         return first, chosen
 
     def unknown(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Return those that are neither known nor were looked for in vain a moment ago."""
+        """Return the blocks that are neither known nor were missing in a recent look-up."""
         now = self._clock()
         with self._mutex:
-            found = []
+            unknown = []
             for name in hashes:
                 key = kind.key + name
                 if key not in self._blocks and self._absent.get(key, now) <= now:
-                    found.append(name)
-            return found
+                    unknown.append(name)
+            return unknown
 
     def missed(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> None:
-        """Note blocks that were looked for in vain."""
+        """Record blocks that were missing in a look-up."""
         until = self._clock() + self._absent_s
         with self._mutex:
             for name in hashes:
@@ -270,12 +278,16 @@ class RemoteTier(LowerTier):
 
     def __init__(self, backend: Backend, options: RemoteOptions) -> None:
         super().__init__(options.queue_bytes)
-        self.name, self.durable = options.name, options.durable
+        self.name = options.name
+        self.durable = options.durable
         self.counters = TierStats()
         self.index = RemoteIndex(options.name, options.index_blocks, absent_s=options.absent_s)
         self.breaker = CircuitBreaker(_FAILURES, _COOLDOWN_S)
-        self._backend, self._options = backend, options
-        self._unexpected, self._broken = LogLimit(), LogLimit()
+        self._backend = backend
+        self._write_values: WriteValues = getattr(backend, "write", None) or getattr(backend, "put")  # noqa: B009
+        self._options = options
+        self._unexpected = LogLimit()
+        self._broken = LogLimit()
         self.scanned = threading.Event()
         """Set when the last scan that was asked for has ended, whatever with."""
         self._scan_wanted = threading.Event()
@@ -308,15 +320,15 @@ class RemoteTier(LowerTier):
     def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
         """Look for a chain's blocks that others may have written, in the calling thread, and return those there are."""
         names = hashes if again else self.index.unknown(kind, hashes)
-        found = self._ask(functools.partial(self._backend.has, kind, names)) if names else None
-        if found is None:
+        flags = self._ask(functools.partial(self._backend.has, kind, names)) if names else None
+        if flags is None:
             return set()
-        there = [name for name, right in zip(names, found, strict=True) if right]
-        gone = [name for name, right in zip(names, found, strict=True) if right is False]
-        self.index.add(kind, there)
-        self.index.drop(kind, gone)
-        self.index.missed(kind, gone)
-        return set(there)
+        present = [name for name, flag in zip(names, flags, strict=True) if flag]
+        absent = [name for name, flag in zip(names, flags, strict=True) if flag is False]
+        self.index.add(kind, present)
+        self.index.drop(kind, absent)
+        self.index.missed(kind, absent)
+        return set(present)
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
         """Fill buffers, in the calling thread. ``False``: not there, damaged, or the backend is away."""
@@ -346,14 +358,13 @@ class RemoteTier(LowerTier):
             writes = self._jobs.writes(kind)
             for job in writes:
                 job.unwanted.update(job.hashes if hashes is None else hashes)
-            found = self.index.drop(kind, hashes)
-            queued = self._jobs.add(Bury(kind, hashes, done))
+            dropped = self.index.drop(kind, hashes)
+            queued = self._jobs.add(Delete(kind, hashes, done))
         if not queued:
             done(False)
-        return found
+        return dropped
 
     def stats(self) -> TierStats:
-        """Return what metrics show."""
         return dataclasses.replace(
             self.counters,
             num_blocks=len(self.index),
@@ -380,7 +391,7 @@ class RemoteTier(LowerTier):
             with self._jobs.changed:
                 while not self._jobs and not self._jobs.closing:
                     self._jobs.changed.wait()
-                jobs = self._jobs.take(1)
+                jobs = self._jobs.pop_batch(1)
                 if not jobs:
                     return
             for job in jobs:
@@ -394,23 +405,24 @@ class RemoteTier(LowerTier):
                     results[part] = self._write(job, part)
             except Exception:
                 log.exception("writing to tier %s failed", self.name)
-            self._jobs.finished(job)
+            self._jobs.finish(job)
             job.done(results)
-        elif isinstance(job, Bury):
-            job.done(self._bury(job.kind, job.hashes))
+        elif isinstance(job, Delete):
+            job.done(self._delete_in_batches(job.kind, job.hashes))
         else:
             job.done(True)
 
     def _write(self, job: Write, part: slice) -> list[bool]:
         """Write a batch and return which of its blocks are there now."""
-        kind, at = job.kind, range(len(job.hashes))[part]
+        kind = job.kind
+        at = range(len(job.hashes))[part]
         with self._jobs.changed:
             wanted = [i for i in at if job.hashes[i] not in job.unwanted]
         names = [job.hashes[i] for i in wanted]
         if not names or not self._make_room(len(names) * (kind.block_bytes + HEADER_BYTES)):
             return [False] * len(at)
         values = [encode_header(kind, job.hashes[i], job.views[i]) + job.views[i] for i in wanted]
-        taken = self._ask(functools.partial(self._backend.put, kind, names, values))
+        taken = self._ask(functools.partial(self._write_values, kind, names, values))
         right = {name for name, ok in zip(names, taken or (), strict=False) if ok}
         self.counters.written_bytes += len(right) * kind.block_bytes
         with self._jobs.changed:  # so that a deletion comes before, and is seen here, or after, and drops them
@@ -446,19 +458,19 @@ class RemoteTier(LowerTier):
             wanted = offer.wanted(names)
             left = [name for name in names if name in wanted]
             values = self._ask(functools.partial(self._backend.get, kind, left)) if left else None
-            found = [
+            blocks = [
                 (name, view)
                 for name, value in zip(left, values or (), strict=False)
                 if value is not None and (view := decode_block(value, kind, name)) is not None
             ]
-            if found:
-                offer.take([name for name, _ in found], [view for _, view in found])
+            if blocks:
+                offer.hand_over([name for name, _ in blocks], [view for _, view in blocks])
 
     # Any thread
 
     def _start_over(self) -> None:
         """Forget everything and scan again: the server may have lost what it had, or some of it."""
-        log.warning("tier %s: a server was started anew; what it holds is looked up again", self.name)
+        log.warning("tier %s: a server was restarted; what it holds is looked up again", self.name)
         self.index.clear()
         self.scanned.clear()
         self._scan_wanted.set()
@@ -501,7 +513,7 @@ class RemoteTier(LowerTier):
             log.warning("tier %s is back", self.name)
         return answer
 
-    def _bury(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> bool:
+    def _delete_in_batches(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> bool:
         """Delete for good, also from a backend that is left alone; ``False``: some may be left."""
         if hashes is None:
             return self._delete(kind, None, always=True)
@@ -528,7 +540,7 @@ class RemoteTier(LowerTier):
         self.counters.damaged += 1
         if (more := self._broken.due()) is not None:
             log.error("tier %s: a block is damaged: %s%s", self.name, name.hex(), more)
-        self._jobs.add(Bury(kind, [name], lambda right: None))
+        self._jobs.add(Delete(kind, [name], lambda right: None))
 
     def _batches(self, kind: KvFormat, count: int) -> Iterator[slice]:
         step = max(1, self._options.batch_bytes // kind.block_bytes)

@@ -1,6 +1,6 @@
-"""From memory to the tiers behind it: cold blocks are written ahead, so that eviction never waits and copies nothing.
+"""Writing cold blocks from memory to the lower tiers ahead of eviction, so that eviction never waits or copies.
 
-Blocks stay in their slots, pinned, while a tier's thread reads them; nothing here blocks the event loop.
+Blocks stay pinned in their slots while a tier's thread reads them; nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.types import KvFormat, TierCounters
 
 RETRY_S = 5.0
-"""How long blocks that no tier took are left alone."""
+"""Delay before blocks that no tier accepted are tried again, in seconds."""
 _SAVE_BYTES = 16 << 20
 _RECHECKED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of the memory.
+    """Shares of the memory, from 0 to 1.
 
     Attributes:
-        full: Above it, cold blocks are written ahead.
-        spare: What is kept free or evictable then.
+        full: Used share above which cold blocks are written ahead.
+        spare: Share that is kept free or evictable then.
     """
 
     full: float = 0.75
@@ -37,24 +37,28 @@ class Watermarks:
 
 
 class Saver:
-    """Writes blocks of a store in memory to the chain behind it. Used in one event loop.
+    """Writes blocks from memory to the lower tiers. Used in one event loop.
 
     Attributes:
-        next_kick: Set when blocks may have become evictable, and at the end; then another one takes its place.
+        next_kick: Set and replaced by a new event when blocks may have become evictable, and on shutdown.
     """
 
     def __init__(self, store: BlockStore, chain: Chain, counters: TierCounters, marks: Watermarks) -> None:
-        self._store, self._chain, self._counters, self._marks = store, chain, counters, marks
+        self._store = store
+        self._chain = chain
+        self._counters = counters
+        self._marks = marks
         self._need = self._num_saving = self._saving_bytes = 0
         self._rest_until = 0.0
-        self._progress, self.next_kick = asyncio.Event(), asyncio.Event()
+        self._progress = asyncio.Event()
+        self.next_kick = asyncio.Event()
         self._closed = False
 
     async def make_room(self, num_bytes: int, deadline: float) -> None:
-        """Wait until so much can be taken, or nothing more can be done for it.
+        """Wait until ``num_bytes`` are free or evictable, or nothing more can be saved.
 
         Raises:
-            DeadlineError: The tiers behind were too slow.
+            DeadlineError: The lower tiers were too slow.
         """
         need = min(num_bytes, self._store.capacity_bytes)
         try:
@@ -64,19 +68,19 @@ class Saver:
                 if not self._num_saving:
                     break
                 if not await self._wait_progress(deadline):
-                    raise DeadlineError("the tiers behind are too slow to make room in memory")
+                    raise DeadlineError("the lower tiers are too slow to make room in memory")
         finally:
-            self._need = 0  # others who wait say theirs again with the next progress
+            self._need = 0  # other waiting calls set theirs again at the next progress
 
     def kick(self) -> None:
-        """Have the next cold blocks written, if it is time; called whenever blocks may have become evictable."""
+        """Write the next cold blocks if necessary; call whenever blocks may have become evictable."""
         chain = self._chain
-        kicked, self.next_kick = self.next_kick, asyncio.Event()
-        kicked.set()
+        self.next_kick.set()
+        self.next_kick = asyncio.Event()
         if self._closed or not chain.tiers:
             return
         if time.monotonic() >= self._rest_until:
-            self._store.recency.recheck(_RECHECKED, self._still_behind)
+            self._store.eviction.recheck(_RECHECKED, self._still_behind)
         while self._wants_save():
             entries = self._store.begin_save(min(_SAVE_BYTES, self._store.capacity_bytes // 8))
             kind = entries[0].pool.kind
@@ -84,36 +88,36 @@ class Saver:
                 self._counters.refused += len(entries)
                 self._store.end_save(entries)
                 continue
-            behind = {entry for entry in entries if chain.holds(kind, entry.block_hash)}  # asked once: that may change
-            self._store.end_save([entry for entry in entries if entry in behind])
-            rest = [entry for entry in entries if entry not in behind]
-            if rest and not self._save(kind, rest):
-                self._store.end_save(rest, saved=False)
+            saved = {entry for entry in entries if chain.holds(kind, entry.block_hash)}  # only once: it may change
+            self._store.end_save([entry for entry in entries if entry in saved])
+            unsaved = [entry for entry in entries if entry not in saved]
+            if unsaved and not self._save(kind, unsaved):
+                self._store.end_save(unsaved, saved=False)
                 return
 
     async def persist(self, kind: KvFormat, hashes: Sequence[BlockHash], deadline: float) -> list[bool]:
-        """Write blocks, sync, and return which of them a restart would find.
+        """Write blocks to the durable tier, sync it, and return for each block whether it survives a restart.
 
         Raises:
-            DeadlineError: It took too long.
+            DeadlineError: The deadline passed first.
         """
         chain = self._chain
-        names = [name for name in hashes if not chain.has_kept(kind, name)] if chain.takes(kind) else []
+        names = [name for name in hashes if not chain.is_durable(kind, name)] if chain.takes(kind) else []
         step = max(1, _SAVE_BYTES // kind.block_bytes)
         for at in range(0, len(names), step):
             entries = self._store.pin(kind.key, names[at : at + step])
             try:
                 while entries and not self._save(kind, entries, durable=True):
-                    if not await _set_before(self.next_kick, deadline):  # blocks of other tiers may fill the queue
-                        raise DeadlineError("the tiers behind are too slow to take the blocks")
-            except BaseException:  # the caller may be gone
+                    if not await _set_before(self.next_kick, deadline):  # other blocks may fill the queue
+                        raise DeadlineError("the lower tiers are too slow to take the blocks")
+            except BaseException:  # the call may be cancelled
                 self._store.end_save(entries, saved=False)
                 raise
         synced = await chain.sync(deadline)
-        return [synced and chain.keeps(kind, name) for name in hashes]
+        return [synced and chain.in_durable_tier(kind, name) for name in hashes]
 
     async def close(self, deadline: float, *, flush: bool) -> None:
-        """Take up nothing new; ``flush``: after what is to be written was, if that is before the deadline."""
+        """Start no more writes; with ``flush``, first write what is waiting, until the deadline."""
         if flush:
             self.kick()
             while self._num_saving and await self._wait_progress(deadline):
@@ -122,33 +126,36 @@ class Saver:
 
     def _wants_save(self) -> bool:
         store = self._store
-        if not store.recency.unsaved:
+        if not store.eviction.unsaved:
             return False
         if next(store.quotas.unsaved(), None) is not None:
             return True
-        coming = store.room() + self._saving_bytes
-        if self._chain.write_all or coming < self._need:
+        expected_room = store.room() + self._saving_bytes
+        if self._chain.write_all or expected_room < self._need:
             return True
         if store.used_bytes <= self._marks.full * store.capacity_bytes:
             return False
-        return coming < self._marks.spare * store.capacity_bytes or not (self._saving_bytes or store.recency.in_order)
+        if expected_room < self._marks.spare * store.capacity_bytes:
+            return True
+        return not (self._saving_bytes or store.eviction.in_order)
 
     def _still_behind(self, entry: Entry) -> bool:
-        kind, share = entry.pool.kind, entry.share
+        kind = entry.pool.kind
+        share = entry.share
         if entry.brief or not self._chain.takes(kind):
-            return True  # no tier is to have it
+            return True  # no tier stores it
         if share is not None and share.disk_quota and share.disk_bytes + kind.block_bytes > share.disk_quota:
-            return True  # written again, it would push out another of its tenant, which would be written again, ...
+            return True  # writing it again would evict another block of the tenant, which would be written again, ...
         return self._chain.holds(kind, entry.block_hash)
 
     def _save(self, kind: KvFormat, entries: Sequence[Entry], *, durable: bool = False) -> bool:
-        """Queue pinned blocks; ``False``: a queue is full."""
+        """Queue pinned blocks to be written; ``False`` if a queue is full."""
         loop = asyncio.get_running_loop()
 
         def done(results: list[bool]) -> None:
-            loop.call_soon_threadsafe(self._saved, entries, results)
+            loop.call_soon_threadsafe(self._on_saved, entries, results)
 
-        # Who is evicted comes tail first. On disk a chain lies from its head on: then many blocks are read at once.
+        # Eviction order is tail first. On disk a chain is stored head first, so that many blocks are read at once.
         ordered = entries if durable else entries[::-1]
         views = [memoryview(entry.pool.arena.blocks[entry.slot]) for entry in ordered]
         if not self._chain.write(kind, [entry.block_hash for entry in ordered], views, done, durable=durable):
@@ -157,21 +164,21 @@ class Saver:
         self._saving_bytes += len(entries) * kind.block_bytes
         return True
 
-    def _saved(self, entries: Sequence[Entry], results: Sequence[bool]) -> None:
+    def _on_saved(self, entries: Sequence[Entry], results: Sequence[bool]) -> None:
         self._num_saving -= 1
         self._saving_bytes -= len(entries) * entries[0].pool.block_bytes
         written = sum(results)
         self._counters.demotions += written
         self._counters.refused += len(results) - written
         if written < len(results):
-            self._rest_until = time.monotonic() + RETRY_S  # those are given up; try no others over and over
+            self._rest_until = time.monotonic() + RETRY_S  # give these up, and do not retry others at once
         self._store.end_save(entries)
-        progress, self._progress = self._progress, asyncio.Event()
-        progress.set()
+        self._progress.set()
+        self._progress = asyncio.Event()
         self.kick()
 
     async def _wait_progress(self, deadline: float) -> bool:
-        """Wait until a tier has done something; ``False``: not in time."""
+        """Wait until a write has finished; ``False`` on timeout."""
         return await _set_before(self._progress, deadline)
 
 

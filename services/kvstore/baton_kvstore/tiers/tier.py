@@ -1,4 +1,4 @@
-"""What the chain asks of each tier behind memory, and the queue that most tiers have before a thread of their own."""
+"""The interface of lower tiers (those below memory), and the job queue of their writer threads."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from baton_kvstore.types import KvFormat, TierListener
 
 
 class Offer(Protocol):
-    """Takes blocks that a tier is about to drop, for the tiers behind it."""
+    """Passes blocks that a tier is about to drop on to the slower tiers."""
 
     def wanted(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:
-        """Return which of them a slower tier could take and does not have."""
+        """Return the blocks that a slower tier can store and does not hold."""
 
-    def take(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
-        """Queue blocks, whose bytes do not change any more, for a slower tier; waits for room, but not for long."""
+    def hand_over(self, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> None:
+        """Queue blocks for a slower tier; waits for room in its queue for a limited time.
+
+        Args:
+            hashes: Hashes of the blocks.
+            views: Bytes of the blocks, which must not change any more.
+        """
 
 
 Leaving = Callable[[KvFormat], AbstractContextManager[Offer | None]]
-"""Opened by a tier before it looks up what it is going to drop, so that deletions from then on are heard."""
+"""Context that a tier opens before it looks up blocks to drop, so that deletions from then on are not missed."""
 
 
 def no_next_tier(kind: KvFormat) -> AbstractContextManager[Offer | None]:
-    """Offer blocks to no other tier: the :data:`Leaving` of the last one."""
+    """Offer dropped blocks to no other tier: the :data:`Leaving` of the last tier."""
     return contextlib.nullcontext()
 
 
 @dataclass(slots=True)
 class TierStats:
-    """A moment's view of a tier, or its counters; since start, of blocks unless a name says otherwise.
+    """Snapshot of a tier, or its counters since start; numbers of blocks unless a name says otherwise.
 
     Attributes:
-        capacity_bytes: What ``used_bytes`` may reach; 0: unknown.
-        num_segments: Files, of a disk.
-        resting: Left alone after failures in a row, or held below its size by a full disk.
+        capacity_bytes: Upper bound of ``used_bytes``; 0: unknown.
+        num_segments: Number of files of the disk tier.
+        resting: Not used for a while after repeated failures, or limited by a full disk.
     """
 
     num_blocks: int = 0
@@ -59,7 +64,11 @@ class TierStats:
 
 @dataclass(eq=False)
 class Write:
-    """Blocks, whose bytes stay as they are until ``done``. ``unwanted`` grows by what is deleted meanwhile."""
+    """Blocks to write, whose bytes do not change until ``done`` is called.
+
+    Attributes:
+        unwanted: Blocks that were deleted since the write was queued.
+    """
 
     kind: KvFormat
     hashes: Sequence[BlockHash]
@@ -69,13 +78,13 @@ class Write:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its blocks."""
+        """Total size of the blocks."""
         return len(self.hashes) * self.kind.block_bytes
 
 
 @dataclass(eq=False)
-class Bury:
-    """Blocks (``None``: all of the kind) that must not be found again."""
+class Delete:
+    """Blocks to delete for good (``hashes=None``: all of the KV format)."""
 
     kind: KvFormat
     hashes: Sequence[BlockHash] | None
@@ -84,24 +93,24 @@ class Bury:
 
 @dataclass(eq=False)
 class Sync:
-    """Asks when everything before it is safe."""
+    """A request to be called when all earlier jobs are durable."""
 
     done: Callable[[bool], None]
 
 
-Job = Write | Bury | Sync
+Job = Write | Delete | Sync
 
 
 class JobQueue:
-    """Jobs in order, bounded by the bytes of blocks in it; what was taken counts until it is finished.
+    """A FIFO queue of jobs, bounded by the bytes of their blocks; a popped write counts until it is finished.
 
     Args:
-        max_bytes: Of blocks. One larger job is taken when nothing else waits.
+        max_bytes: Maximum size of queued blocks. A larger write is accepted only by an empty queue.
 
     Attributes:
-        changed: Held while several steps must be one; notified with every change.
-        closing: Nothing is taken in any more.
-        queued_bytes: Of blocks that wait or are being written.
+        changed: Lock and condition of the queue: acquire it for atomic steps; notified of every change.
+        closing: Whether :meth:`close` was called; no more jobs are accepted.
+        queued_bytes: Total size of the blocks that are waiting or being written.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -116,11 +125,11 @@ class JobQueue:
         return bool(self._jobs)
 
     def room(self, num_bytes: int, share: float = 1.0) -> bool:
-        """Whether so much could be offered if only a share of the queue might be used."""
+        """Whether ``num_bytes`` fit into the given share of the queue."""
         return not self.queued_bytes or self.queued_bytes + num_bytes <= share * self._max_bytes
 
     def add(self, job: Job) -> bool:
-        """Queue a job; ``False``: no room for its blocks, or closing."""
+        """Queue a job; ``False`` if its blocks do not fit, or the queue is closing."""
         with self.changed:
             if self.closing:
                 return False
@@ -132,8 +141,8 @@ class JobQueue:
             self.changed.notify_all()
         return True
 
-    def take(self, max_bytes: int) -> list[Job]:
-        """Take jobs, the first in any case, until their blocks reach so many bytes."""
+    def pop_batch(self, max_bytes: int) -> list[Job]:
+        """Pop jobs, at least one if there is any, until their blocks reach ``max_bytes``."""
         jobs: list[Job] = []
         size = 0
         with self.changed:
@@ -145,43 +154,42 @@ class JobQueue:
                     size += job.num_bytes
         return jobs
 
-    def finished(self, job: Write) -> None:
-        """Give a job's bytes free; before a caller is told that might have more."""
+    def finish(self, job: Write) -> None:
+        """Free the queue space of a write; call this before the write's ``done``, whose caller may write more."""
         with self.changed:
             self.queued_bytes -= job.num_bytes
             self._running.remove(job)
             self.changed.notify_all()
 
     def writes(self, kind: KvFormat) -> list[Write]:
-        """Return a kind's blocks on their way, while ``changed`` is held."""
+        """Return the unfinished writes of a KV format; ``changed`` must be acquired."""
         return [job for job in (*self._running, *self._jobs) if isinstance(job, Write) and job.kind == kind]
 
     def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
-        """Wait in the calling thread until so much could be offered; ``False``: not in time, or closing."""
+        """Block until ``num_bytes`` fit into the share of the queue; ``False`` on timeout or if closing."""
         with self.changed:
             self.changed.wait_for(lambda: self.closing or self.room(num_bytes, share), timeout_s)
             return not self.closing and self.room(num_bytes, share)
 
     def close(self) -> None:
-        """Take nothing more in."""
+        """Accept no more jobs and wake all waiting threads."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
 
 
 class LowerTier(ABC):
-    """Keeps blocks that memory has no room for. ``done`` callbacks come from a thread of the tier's own.
+    """A tier below memory. Calls ``done`` callbacks from a thread of its own.
 
     Args:
-        queue_bytes: Blocks that may wait to be written.
+        queue_bytes: Maximum size of the blocks waiting to be written.
 
     Attributes:
-        name: As in metrics and events.
-        exact: The index is the truth: what it holds can be read, and no other node writes here.
-        durable: What was synced survives a crash of the host.
-        shared: Other nodes write here too, so :meth:`find` may know more than :meth:`holds`.
-        resting: Whether the tier is left alone for a while, because it failed.
-        leaving: Where blocks go that the tier drops to make room; set before the first write.
+        name: Name in metrics and events.
+        exact: The index is authoritative: blocks in it can be read, and no other node writes to the tier.
+        durable: Synced blocks survive a crash of the host.
+        shared: Other nodes write to the tier too, so :meth:`find` may know more than :meth:`holds`.
+        leaving: Opens the hand-over of blocks that the tier drops to make room; set before the first write.
     """
 
     name: str
@@ -195,44 +203,53 @@ class LowerTier(ABC):
 
     @property
     def resting(self) -> bool:
-        """Whether the tier is left alone for a while, because it failed."""
+        """Whether the tier is not used for a while, because it failed."""
         return False
 
     @abstractmethod
     def listen(self, listener: TierListener) -> None:
-        """Tell a listener what is there, and then every change; see there."""
+        """Report all present blocks to a listener, and then every change."""
 
     @abstractmethod
     def takes(self, kind: KvFormat) -> bool:
-        """Whether blocks of this kind can be kept at all."""
+        """Whether the tier can store blocks of this KV format."""
 
     @abstractmethod
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether a block can be read, as far as the tier knows; never waits."""
+        """Whether a block can be read, as far as the tier knows; does not block."""
 
     def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
-        """Look for blocks that others may have written or deleted; blocks the calling thread, but not for long.
+        """Look up blocks that other nodes may have written or deleted; blocks the calling thread for a limited time.
 
         Args:
-            kind: What they are.
-            hashes: Their names, in their chain's order.
-            again: Look also for those that are known, or were looked for in vain a moment ago.
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks, in the order of their chain.
+            again: Also look up blocks that are known, or were missing a moment ago.
 
         Returns:
-            Those that are there; none of a tier that is not shared.
+            The blocks that are present; an empty set for a tier that is not shared.
         """
         return set()
 
     @abstractmethod
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Fill page-aligned buffers; blocks the calling thread. ``False``: not there, or damaged and now forgotten."""
+        """Read blocks into page-aligned buffers; blocks the calling thread.
+
+        Args:
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks.
+            into: One buffer of ``kind.block_bytes`` per block.
+
+        Returns:
+            One flag per block; ``False``: missing, or damaged and therefore dropped.
+        """
 
     def room(self, num_bytes: int, share: float = 1.0) -> bool:
-        """Whether a write would be taken if only a share of the queue might be used."""
+        """Whether a write of ``num_bytes`` fits into the given share of the queue."""
         return self._jobs.room(num_bytes, share)
 
     def wait_room(self, num_bytes: int, timeout_s: float, share: float = 1.0) -> bool:
-        """Wait for that in the calling thread."""
+        """Block until :meth:`room` is true; ``False`` on timeout or if closing."""
         return self._jobs.wait_room(num_bytes, timeout_s, share)
 
     def write(
@@ -242,9 +259,16 @@ class LowerTier(ABC):
         views: Sequence[memoryview],
         done: Callable[[list[bool]], None],
     ) -> bool:
-        """Queue blocks, whose bytes stay as they are until ``done``; ``False``: the queue is full.
+        """Queue blocks to be written.
 
-        ``done`` is told which of them can be read now.
+        Args:
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks.
+            views: Bytes of the blocks, which must not change until ``done`` is called.
+            done: Called with one flag per block: whether it can be read now.
+
+        Returns:
+            ``False`` if the queue is full; ``done`` is not called then.
         """
         return self._jobs.add(Write(kind, hashes, views, done))
 
@@ -252,20 +276,23 @@ class LowerTier(ABC):
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
     ) -> list[BlockHash]:
-        """Forget blocks (``None``: all of the kind), also those on their way, and return those known.
+        """Delete blocks, including those waiting to be written, and return those that were known.
 
-        ``done`` is told whether none of them can be found again.
+        Args:
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks; ``None``: all of the KV format.
+            done: Called with whether the deletion is final: no block can be found again.
         """
 
     def sync(self, done: Callable[[bool], None]) -> None:
-        """Tell whether everything queued so far survives a crash, when it does."""
+        """Call ``done`` once all jobs queued so far are finished, with whether they survive a crash."""
         if not self._jobs.add(Sync(done)):
             done(False)
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Return what metrics show."""
+        """Return a snapshot for metrics."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is queued; no reads may be running."""
+        """Finish queued jobs and close; no reads may be running."""

@@ -1,6 +1,6 @@
-"""The directory of a disk tier: locked, recognized by a file of its own, and never left; and what a start finds in it.
+"""The directory of a disk tier: locked, and identified by a file of its own. Also recovery at start.
 
-A start reads the last checkpoint of the index, and the headers of records written after it.
+Recovery reads the last checkpoint of the index, and the headers of records written after it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Directory:
 
     def segments(self) -> list[int]:
         """Return the numbers of the segments there are, rising."""
-        found = [_SEGMENT.fullmatch(name) for name in os.listdir(self._fd)]
-        return sorted(int(match[1], 16) for match in found if match)
+        matches = [_SEGMENT.fullmatch(name) for name in os.listdir(self._fd)]
+        return sorted(int(match[1], 16) for match in matches if match)
 
     def create_segment(self, segment_id: int) -> int:
         """Return a new, empty segment's file descriptor."""
@@ -119,16 +119,16 @@ class Directory:
         self._replace(_CHECKPOINT, data)
 
     def free_bytes(self) -> int:
-        """Return what the file system has left for this process."""
-        found = os.fstatvfs(self._fd)
-        return found.f_bavail * found.f_frsize
+        """Return the free bytes of the file system that this process may use."""
+        stats = os.fstatvfs(self._fd)
+        return stats.f_bavail * stats.f_frsize
 
     def sync(self) -> None:
-        """Make names that came and went survive a loss of power."""
+        """Sync created and deleted names to disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Unlock and close the directory."""
         for fd in (self._lock, self._fd):
             if fd >= 0:
                 os.close(fd)
@@ -153,10 +153,10 @@ class Directory:
             self._replace(_STORE, encode_store(secret))
             return secret
         with open(fd, "rb") as file:
-            found = decode_store(file.read(1024))
-        if found is None:
+            header = decode_store(file.read(1024))
+        if header is None:
             raise ConfigError(f"disk_path {self.path}: its file {_STORE!r} is damaged", field="disk_path")
-        version, secret = found
+        version, secret = header
         if version != VERSION:
             message = f"disk_path {self.path} has format {version}, this program reads {VERSION}"
             raise ConfigError(message, field="disk_path")
@@ -200,14 +200,15 @@ def decode_store(data: bytes) -> tuple[int, int] | None:
 
 @dataclass
 class Recovered:
-    """What was on disk.
+    """Content of a directory after recovery.
 
     Attributes:
-        sequence: The next record's.
-        next_segment: Above every number in use, and above those that the checkpoint knows: it outlives a crash, and
-            would take a new segment of such a number for the one that it knew.
-        blocks: By kind and hash.
-        cut_bytes: Torn ends that were thrown away.
+        sequence: Sequence number of the next record.
+        next_segment: Number of the next segment. Above every number in use or in the checkpoint, which outlives a
+            crash and would confuse a new segment with an old one of the same number.
+        segments: Open segments.
+        blocks: Locations of blocks by KV format and hash.
+        cut_bytes: Size of the torn ends that were discarded.
     """
 
     sequence: int = 1
@@ -218,38 +219,38 @@ class Recovered:
 
 
 def recover(directory: Directory, *, direct: bool) -> Recovered:
-    """Open every segment, cut torn ends, and find out what can be found.
+    """Open all segments, cut torn ends, and locate all blocks.
 
     Raises:
         OSError: The directory cannot be read or written.
     """
-    found = Recovered()
+    recovered = Recovered()
     tombstones: dict[tuple[bytes, BlockHash], int] = {}
     data = directory.read_checkpoint()
     checkpoint = None if data is None else decode_checkpoint(data, directory.secret)
     if data is not None and checkpoint is None:
         log.warning("the index checkpoint is damaged; reading every record's header instead")
     sequence, known = checkpoint or (1, {})
-    found.next_segment = max((*known, *directory.segments()), default=0) + 1
+    recovered.next_segment = max((*known, *directory.segments()), default=0) + 1
     if not all(_covers(directory, number, known[number]) for number in directory.segments() if number in known):
         log.warning("the index checkpoint does not fit the segments; reading every record's header instead")
         known = {}  # for all: a deletion may lie in one segment and what it deletes in another
-    found.sequence = sequence
+    recovered.sequence = sequence
     for segment_id in directory.segments():
-        _open(directory, segment_id, known.get(segment_id), found, tombstones, direct)
+        _open(directory, segment_id, known.get(segment_id), recovered, tombstones, direct)
     for (key, name), deleted in tombstones.items():
-        location = found.blocks.get(key, {}).get(name)
+        location = recovered.blocks.get(key, {}).get(name)
         if location is not None and location.sequence < deleted:
-            del found.blocks[key][name]
+            del recovered.blocks[key][name]
     directory.sync()
-    return found
+    return recovered
 
 
 def _open(
     directory: Directory,
     segment_id: int,
-    covered: Covered | None,
-    found: Recovered,
+    covered: CheckpointSegment | None,
+    recovered: Recovered,
     tombstones: dict[tuple[bytes, BlockHash], int],
     direct: bool,
 ) -> None:
@@ -259,26 +260,26 @@ def _open(
         if result is None:
             log.warning("segment %016x has no valid header and is dropped, %d bytes", segment_id, size)
             directory.remove_segment(segment_id)
-            found.cut_bytes += size
+            recovered.cut_bytes += size
             return
         kind, records = result
         end = sound_end(fd, records, PAGE if covered is None else covered.end)
         records = [item for item in records if item[0] < end]
         if end < size:
             os.ftruncate(fd, end)
-            found.cut_bytes += size - end
+            recovered.cut_bytes += size - end
             log.warning("segment %016x: a torn end of %d bytes was cut", segment_id, size - end)
         if records or end < size:
             os.fsync(fd)  # a killed process leaves what it wrote in the page cache
     aligned = direct and kind.block_bytes % PAGE == 0
     segment = Segment(segment_id, kind, directory.open_segment(segment_id, direct=aligned), end, direct=aligned)
-    found.segments.append(segment)
-    blocks = found.blocks.setdefault(kind.key, {})
+    recovered.segments.append(segment)
+    blocks = recovered.blocks.setdefault(kind.key, {})
     for item in [] if covered is None else covered.blocks:
         _add(blocks, item.block_hash, Location(segment, item.offset, item.sequence, item.digest))
-        found.sequence = max(found.sequence, item.sequence + 1)
+        recovered.sequence = max(recovered.sequence, item.sequence + 1)
     for offset, record in records:
-        found.sequence = max(found.sequence, record.sequence + 1)
+        recovered.sequence = max(recovered.sequence, record.sequence + 1)
         if record.type is RecordType.BLOCK:
             _add(blocks, record.block_hash, Location(segment, offset, record.sequence, record.digest))
         elif record.type is RecordType.TOMBSTONE:
@@ -287,7 +288,7 @@ def _open(
             segment.tombstone_bytes += PAGE
 
 
-def _covers(directory: Directory, segment_id: int, covered: Covered) -> bool:
+def _covers(directory: Directory, segment_id: int, covered: CheckpointSegment) -> bool:
     with directory.reading(segment_id) as fd:
         return PAGE <= covered.end <= os.fstat(fd).st_size and covered.end % PAGE == 0
 
@@ -300,8 +301,8 @@ def _add(blocks: dict[BlockHash, Location], block_hash: BlockHash, location: Loc
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A block of a segment that could be found."""
+class CheckpointBlock:
+    """A block of a segment that could be recovered."""
 
     offset: int
     sequence: int
@@ -310,20 +311,20 @@ class Known:
 
 
 @dataclass(slots=True)
-class Covered:
+class CheckpointSegment:
     """What a checkpoint knows of a segment: everything before ``end``."""
 
     end: int
-    blocks: list[Known] = field(default_factory=list)
+    blocks: list[CheckpointBlock] = field(default_factory=list)
 
 
-def encode_checkpoint(sequence: int, segments: Iterable[tuple[int, Covered]], secret: int) -> bytes:
+def encode_checkpoint(sequence: int, segments: Iterable[tuple[int, CheckpointSegment]], secret: int) -> bytes:
     """Return the file's content.
 
     Args:
-        sequence: The next record's.
-        segments: Numbers, and what is covered of each.
-        secret: Of the store.
+        sequence: Sequence number of the next record.
+        segments: Numbers and covered parts of the segments.
+        secret: The store's secret, which seeds checksums.
     """
     rows = list(segments)
     out = bytearray(_HEAD.pack(_MAGIC, VERSION, sequence, len(rows)))
@@ -335,7 +336,7 @@ def encode_checkpoint(sequence: int, segments: Iterable[tuple[int, Covered]], se
     return bytes(out)
 
 
-def decode_checkpoint(data: bytes, secret: int) -> tuple[int, dict[int, Covered]] | None:
+def decode_checkpoint(data: bytes, secret: int) -> tuple[int, dict[int, CheckpointSegment]] | None:
     """Return the next sequence and what is known of each segment, or ``None`` if it is not a whole checkpoint."""
     end = len(data) - _SUM.size
     if end < _HEAD.size:
@@ -345,7 +346,7 @@ def decode_checkpoint(data: bytes, secret: int) -> tuple[int, dict[int, Covered]
     magic, version, sequence, count = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != VERSION:
         return None
-    segments: dict[int, Covered] = {}
+    segments: dict[int, CheckpointSegment] = {}
     at = _HEAD.size
     for _ in range(count):
         if end - at < _COVERED.size:
@@ -355,6 +356,8 @@ def decode_checkpoint(data: bytes, secret: int) -> tuple[int, dict[int, Covered]
         if num_blocks * _ENTRY.size > end - at:
             return None
         rows = _ENTRY.iter_unpack(memoryview(data)[at : at + num_blocks * _ENTRY.size])
-        segments[segment_id] = Covered(covered_end, [Known(o, s, BlockHash(h), d) for o, s, h, d in rows])
+        segments[segment_id] = CheckpointSegment(
+            covered_end, [CheckpointBlock(o, s, BlockHash(h), d) for o, s, h, d in rows]
+        )
         at += num_blocks * _ENTRY.size
     return (sequence, segments) if at == end else None

@@ -1,4 +1,4 @@
-"""Which block lies where on disk: shared by the thread that writes and those that look and read."""
+"""The index of blocks on disk, shared by the writer's thread and reading threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Location:
-    """Where a block's record is.
+    """Location of a block's record.
 
     Attributes:
-        hot: Read since it was written: worth being kept when its segment goes.
+        segment: Segment that contains the record.
+        offset: Offset of the record in the segment.
+        sequence: Sequence number of the record.
+        digest: XXH3-128 digest of the payload.
+        hot: Whether the block was read since it was written, so it is copied when its segment is dropped.
     """
 
     segment: Segment
@@ -31,13 +35,13 @@ class Location:
     hot: bool = False
 
     def follows(self, other: Location) -> bool:
-        """Whether the record lies right behind another one."""
+        """Whether the record directly follows another one on disk."""
         return self.segment is other.segment and self.offset == other.offset + disk_bytes(self.segment.kind)
 
 
 @dataclass
 class DiskCounters:
-    """Since start; blocks unless a name says otherwise."""
+    """Numbers of blocks since start, unless a name says otherwise."""
 
     writes: int = 0
     write_errors: int = 0
@@ -54,14 +58,15 @@ class DiskCounters:
 
 
 class DiskIndex:
-    """Blocks by kind and hash. Every method may be called from any thread."""
+    """Locations of blocks by KV format and hash. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self.counters = DiskCounters()
         self._kinds: dict[bytes, dict[BlockHash, Location]] = {}
         self._mutex = threading.Lock()
         self._listeners = Listeners("disk")
-        self._unreadable, self._broken = LogLimit(), LogLimit()
+        self._unreadable = LogLimit()
+        self._broken = LogLimit()
         self._damaged: list[tuple[KvFormat, BlockHash, Location]] = []
 
     def __len__(self) -> int:
@@ -69,26 +74,27 @@ class DiskIndex:
             return sum(len(blocks) for blocks in self._kinds.values())
 
     def listen(self, listener: TierListener) -> None:
-        """Tell a listener what is there, and then every change."""
+        """Report all blocks to a listener, and then every change."""
         with self._mutex:
             blocks = (item for kind in self._kinds.values() for item in kind.items())
             self._listeners.add(listener, by_kind((place.segment.kind, name) for name, place in blocks))
 
     def find(self, kind: KvFormat, block_hash: BlockHash) -> Location | None:
-        """Return where a block is."""
+        """Return the location of a block, or ``None``."""
         with self._mutex:
             return self._kinds.get(kind.key, {}).get(block_hash)
 
     def hashes(self, kind: KvFormat) -> list[BlockHash]:
-        """Return a kind's blocks."""
+        """Return the hashes of a KV format's blocks."""
         with self._mutex:
             return list(self._kinds.get(kind.key, {}))
 
     def add(
         self, kind: KvFormat, blocks: Iterable[tuple[BlockHash, Location]], unwanted: Iterable[BlockHash] = ()
     ) -> None:
-        """Make blocks findable that are newer than what is known of them; ``unwanted`` were deleted meanwhile."""
-        size, new = disk_bytes(kind), list[BlockHash]()
+        """Add blocks whose records are newer than the known ones, except those in ``unwanted``."""
+        size = disk_bytes(kind)
+        new: list[BlockHash] = []
         with self._mutex:
             known = self._kinds.setdefault(kind.key, {})
             for block_hash, location in blocks:
@@ -100,10 +106,10 @@ class DiskIndex:
                         new.append(block_hash)
                     known[block_hash] = location
                     location.segment.live_bytes += size
-            self._listeners.tell(kind, new, True)
+            self._listeners.notify(kind, new, True)
 
     def move(self, kind: KvFormat, block_hash: BlockHash, old: Location, new: Location) -> None:
-        """Let a block be found elsewhere, unless it was deleted meanwhile."""
+        """Change the location of a block, unless it was deleted meanwhile."""
         with self._mutex:
             known = self._kinds.get(kind.key, {})
             if known.get(block_hash) is old:
@@ -114,45 +120,50 @@ class DiskIndex:
     def hide(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, unwanted: Iterable[set[BlockHash]]
     ) -> list[BlockHash]:
-        """Make blocks unfindable (``None``: all of the kind) and return those that could be found.
+        """Remove blocks from the index and return those that were in it.
 
         Args:
-            kind: What they are.
-            hashes: The blocks.
-            unwanted: Of writes on their way: told not to make these blocks findable again.
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks; ``None``: all of the KV format.
+            unwanted: The ``unwanted`` sets of unfinished writes; the blocks are added to them.
         """
         with self._mutex:
             known = self._kinds.get(kind.key, {})
-            gone = list(known) if hashes is None else hashes
-            for names in unwanted:
-                names.update(gone)
-            found = [name for name in dict.fromkeys(gone) if name in known]  # a caller may name a block twice
-            for name in found:
+            names = list(known) if hashes is None else hashes
+            for unwanted_names in unwanted:
+                unwanted_names.update(names)
+            removed = [name for name in dict.fromkeys(names) if name in known]  # a caller may name a block twice
+            for name in removed:
                 known.pop(name).segment.live_bytes -= disk_bytes(kind)
-            self._listeners.tell(kind, found, False)
-            return found
+            self._listeners.notify(kind, removed, False)
+            return removed
 
     def drop(self, kind: KvFormat, block_hash: BlockHash, location: Location) -> bool:
-        """Forget a block if it is still there; ``False`` if it is not."""
+        """Remove a block if it is still at this location; ``False`` if it is not."""
         with self._mutex:
             known = self._kinds.get(kind.key, {})
             if known.get(block_hash) is not location:
                 return False
             del known[block_hash]
             location.segment.live_bytes -= disk_bytes(kind)
-            self._listeners.tell(kind, [block_hash], False)
+            self._listeners.notify(kind, [block_hash], False)
             return True
 
     def snapshot(self) -> list[tuple[BlockHash, Location]]:
-        """Return every block and its place at one moment."""
+        """Return all blocks and their locations at one moment."""
         with self._mutex:
             return [item for blocks in self._kinds.values() for item in blocks.items()]
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Read blocks into page-aligned buffers, those that follow one another at once, and check them.
+        """Read and check blocks; adjacent records are read in one system call.
+
+        Args:
+            kind: KV format of the blocks.
+            hashes: Hashes of the blocks.
+            into: One page-aligned buffer per block.
 
         Returns:
-            Which are right. What is not there is ``False``; so is what is damaged, see :meth:`forget_damaged`.
+            One flag per block; ``False``: missing, or damaged (see :meth:`forget_damaged`).
         """
         results = [False] * len(hashes)
         places = [(i, place) for i, name in enumerate(hashes) if (place := self.find(kind, name)) is not None]
@@ -169,20 +180,21 @@ class DiskIndex:
         return results
 
     def forget_damaged(self) -> list[tuple[KvFormat, BlockHash]]:
-        """Make the blocks unfindable that were found damaged since the last call, and return them to be buried."""
-        found = []
+        """Remove the blocks that were damaged in reads since the last call, and return them for deletion from disk."""
+        removed = []
         while self._damaged:
             kind, name, place = self._damaged.pop()
             if self.drop(kind, name, place):
-                found.append((kind, name))
-        return found
+                removed.append((kind, name))
+        return removed
 
     def _read_run(self, kind: KvFormat, blocks: Sequence[tuple[BlockHash, Location, memoryview]]) -> list[bool]:
-        """Read blocks whose records follow one another, in one system call."""
+        """Read blocks with adjacent records in one system call."""
         start = blocks[0][1]
-        if not start.segment.hold():
+        if not start.segment.acquire():
             return [False] * len(blocks)
-        counters, size = self.counters, kind.block_bytes
+        counters = self.counters
+        size = kind.block_bytes
         gap = pages(size) - size
         with contextlib.closing(mmap.mmap(-1, 2 * PAGE)) as scratch, memoryview(scratch) as skipped:
             buffers: list[memoryview] = []
@@ -197,7 +209,7 @@ class DiskIndex:
                 self._damaged += [(kind, name, place) for name, place, _ in blocks]
                 return [False] * len(blocks)
             finally:
-                start.segment.let_go()
+                start.segment.release()
                 for buffer in buffers[1::2]:
                     buffer.release()
         results = []

@@ -1,8 +1,8 @@
-"""One append-only file of records of one kind of KV, and what lies in it, byte for byte.
+"""Segments: append-only files of records of one KV format, and their byte layout.
 
-A segment is a header page and then records, each a header page followed by its payload, padded to whole pages. Integers
-are little endian. Every header ends in a checksum that is seeded with the store's own random number and covers where
-the header lies, so neither a stale page nor a payload made to look like a header is taken for one.
+A segment is a header page followed by records, each a header page and its payload, padded to whole pages. Integers are
+little endian. Every header ends in a checksum that is seeded with the store's secret random number and covers the
+header's position, so neither a stale page nor a payload crafted to look like a header is accepted as one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SUM = struct.Struct("<Q")
 _IOV_MAX = 512
 _SCAN_BYTES = 1 << 20
 EMPTY = memoryview(b"")
-"""Payload of a record that has none."""
+"""Payload of a record without one."""
 
 
 class RecordType(enum.IntEnum):
-    """What a record says: here is a block; forget that block; everything before me was synced."""
+    """Type of a record: a block, the deletion of a block, or a mark that everything before it was synced."""
 
     BLOCK = 1
     TOMBSTONE = 2
@@ -51,8 +51,11 @@ class Record:
     """A record's header.
 
     Attributes:
-        sequence: Rises with every record of a store; of two records of a block the higher one counts.
-        digest: XXH3-128 of the payload.
+        type: Type of the record.
+        sequence: Number that rises with every record of a store; of two records of a block the higher one is valid.
+        block_hash: Hash of the block; zeros for a mark.
+        num_bytes: Size of the payload.
+        digest: XXH3-128 digest of the payload.
     """
 
     type: RecordType
@@ -63,12 +66,12 @@ class Record:
 
     @property
     def disk_bytes(self) -> int:
-        """What it takes in a segment."""
+        """Size of the record in a segment."""
         return PAGE + pages(self.num_bytes)
 
 
 def disk_bytes(kind: KvFormat) -> int:
-    """Return what the record of a block takes in a segment."""
+    """Return the size of a block's record in a segment."""
     return PAGE + pages(kind.block_bytes)
 
 
@@ -79,9 +82,9 @@ def encode_segment(kind: KvFormat, segment_id: int, secret: int) -> bytes:
 
 
 def decode_segment(page: bytes, segment_id: int, secret: int) -> KvFormat | None:
-    """Return what a segment holds, or ``None`` if the page is not the first of this very segment."""
+    """Return a segment's KV format, or ``None`` if the page is not this segment's first page."""
     body = page[: _SEGMENT.size]
-    if not _holds(page, _SEGMENT.size, xxhash.xxh3_64_intdigest(body, seed=secret)):
+    if not _has_checksum(page, _SEGMENT.size, xxhash.xxh3_64_intdigest(body, seed=secret)):
         return None
     magic, version, number, block_bytes, key, content_key = _SEGMENT.unpack(body)
     if magic != _SEGMENT_MAGIC or version != VERSION or number != segment_id:
@@ -90,7 +93,7 @@ def decode_segment(page: bytes, segment_id: int, secret: int) -> KvFormat | None
 
 
 def encode_record(record: Record, kind: KvFormat, place: tuple[int, int], secret: int) -> bytes:
-    """Return a record's header page. ``place`` is its segment's number and its offset there."""
+    """Return a record's header page; ``place`` is its segment's number and its offset in the segment."""
     body = _RECORD.pack(
         _RECORD_MAGIC,
         VERSION,
@@ -105,9 +108,9 @@ def encode_record(record: Record, kind: KvFormat, place: tuple[int, int], secret
 
 
 def decode_record(page: bytes, kind: KvFormat, place: tuple[int, int], secret: int) -> Record | None:
-    """Return a record's header, or ``None`` if the page is not that of a record at this place."""
+    """Return a record's header, or ``None`` if the page is not a valid header at this place."""
     body = page[: _RECORD.size]
-    if not body.startswith(_RECORD_MAGIC) or not _holds(page, _RECORD.size, _record_sum(body, place, secret)):
+    if not body.startswith(_RECORD_MAGIC) or not _has_checksum(page, _RECORD.size, _record_sum(body, place, secret)):
         return None
     _, version, number, sequence, num_bytes, block_hash, key, digest = _RECORD.unpack(body)
     if version != VERSION or key != kind.key:
@@ -127,23 +130,24 @@ def _page(body: bytes, checksum: int) -> bytes:
     return (body + _SUM.pack(checksum)).ljust(PAGE, b"\0")
 
 
-def _holds(page: bytes, size: int, checksum: int) -> bool:
+def _has_checksum(page: bytes, size: int, checksum: int) -> bool:
     return len(page) >= size + _SUM.size and int(_SUM.unpack_from(page, size)[0]) == checksum
 
 
 class Segment:
-    """An open segment. The writer's thread appends; any thread reads between ``hold`` and ``let_go``.
+    """An open segment. The writer's thread appends; any thread reads between ``acquire`` and ``release``.
 
     Attributes:
-        end: Where the next record goes.
-        live_bytes: Of records that can still be found.
-        tombstone_bytes: Of deletions, needed as long as an older segment of the kind is there; the rest is garbage.
-        written: Where the last record ends that is not a mark.
-        synced: Where the part ends that would survive a loss of power.
+        end: Offset of the next record.
+        live_bytes: Total size of the records of blocks that are still in the index.
+        tombstone_bytes: Total size of the tombstones, needed while an older segment of the KV format exists.
+        written: Offset of the end of the last record that is not a mark.
+        synced: Offset of the end of the part that survives a loss of power.
     """
 
     def __init__(self, segment_id: int, kind: KvFormat, fd: int, end: int, *, direct: bool) -> None:
-        self.segment_id, self.kind = segment_id, kind
+        self.segment_id = segment_id
+        self.kind = kind
         self.end = self.written = self.synced = end
         self.live_bytes = self.tombstone_bytes = 0
         self.direct = direct
@@ -151,31 +155,30 @@ class Segment:
         self._mutex = threading.Lock()
         self._users = 1  # the store itself
 
-    def hold(self) -> bool:
-        """Keep the file open; ``False`` if it is closed already."""
+    def acquire(self) -> bool:
+        """Keep the file open until :meth:`release`; ``False`` if it is already closed."""
         with self._mutex:
             if not self._users:
                 return False
             self._users += 1
             return True
 
-    def let_go(self) -> None:
-        """End a ``hold``; the last one closes the file."""
+    def release(self) -> None:
+        """End an :meth:`acquire`; the last user closes the file."""
         with self._mutex:
             self._users -= 1
             if not self._users:
                 os.close(self._fd)
 
     def append(self, writes: Sequence[tuple[Record, memoryview]], secret: int) -> list[int]:
-        """Write records with their payloads (empty for a tombstone) at the end and return their offsets.
-
-        What fails leaves the file as it was.
+        """Append records with their payloads (empty for a tombstone) and return their offsets.
 
         Raises:
-            OSError: Nothing was appended.
+            OSError: Nothing was appended; the file is as before.
         """
         total = sum(record.disk_bytes for record, _ in writes)
-        offsets, at = [], self.end
+        offsets: list[int] = []
+        at = self.end
         heads = mmap.mmap(-1, PAGE * len(writes))  # aligned, as O_DIRECT wants it
         parts: list[memoryview] = []
         with memoryview(heads) as view:
@@ -201,34 +204,34 @@ class Segment:
         return offsets
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from consecutive bytes at ``offset``.
+        """Read consecutive bytes at ``offset`` into buffers.
 
         Raises:
-            OSError: The file is shorter or cannot be read.
+            OSError: The file is too short or cannot be read.
         """
         for at in range(0, len(buffers), _IOV_MAX):
             group = buffers[at : at + _IOV_MAX]
             wanted = sum(len(buffer) for buffer in group)
             done = os.preadv(self._fd, group, offset)
             while done < wanted:
-                count = os.preadv(self._fd, _after(group, done), offset + done)
+                count = os.preadv(self._fd, _skip_bytes(group, done), offset + done)
                 if count <= 0:
                     raise OSError(f"segment {self.segment_id:016x} ends at {offset + done}")
                 done += count
             offset += wanted
 
     def sync(self, sequence: int, secret: int) -> bool:
-        """Make everything appended so far survive a loss of power, and note in the file that it does.
+        """Sync everything appended so far to disk, and append a mark.
 
         Args:
-            sequence: Of the note.
-            secret: Of the store.
+            sequence: Sequence number of the mark.
+            secret: The store's secret, which seeds checksums.
 
         Returns:
-            ``False`` if nothing was appended since the last time.
+            ``False`` if nothing was appended since the last sync.
 
         Raises:
-            OSError: It may not survive.
+            OSError: The sync failed; appended records may be lost.
         """
         if self.written <= self.synced:
             return False
@@ -236,15 +239,15 @@ class Segment:
         os.fdatasync(self._fd)
         self.synced = end
         mark = Record(RecordType.MARK, sequence, BlockHash(bytes(HASH_BYTES)), 0, bytes(16))
-        with contextlib.suppress(OSError):  # a full disk: a start reads payloads from the mark before on
+        with contextlib.suppress(OSError):  # a full disk: recovery then checks payloads from the previous mark on
             self.append([(mark, EMPTY)], secret)
         return True
 
-    def cut(self) -> None:
-        """Give up what was not synced, in the file too.
+    def truncate_unsynced(self) -> None:
+        """Discard records that were not synced, also from the file.
 
         Raises:
-            OSError: It is still in the file.
+            OSError: They are still in the file.
         """
         self.end = self.written = self.synced
         os.ftruncate(self._fd, self.end)
@@ -253,9 +256,10 @@ class Segment:
         at = self.end
         for first in range(0, len(parts), _IOV_MAX):
             group = parts[first : first + _IOV_MAX]
-            wanted, done = sum(len(part) for part in group), 0
+            wanted = sum(len(part) for part in group)
+            done = 0
             while done < wanted:
-                done += os.pwritev(self._fd, _after(group, done), at + done)
+                done += os.pwritev(self._fd, _skip_bytes(group, done), at + done)
             at += wanted
         if at != self.end + total:
             raise OSError("a record's parts do not add up")
@@ -264,24 +268,24 @@ class Segment:
 def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[KvFormat, list[tuple[int, Record]]] | None:
     """Read a segment's record headers.
 
-    A page that is no header where one should be is damage or a torn end; the search goes on page by page behind it, so
-    that damage costs the records it hit and no others.
+    An invalid page at a header's position is damage or a torn end; the scan continues page by page behind it, so that
+    damage costs only the records it hit.
 
     Args:
-        fd: Of the file.
-        segment_id: Its number.
-        secret: Of the store.
-        start: Where to begin; records before it are known.
+        fd: File descriptor of the segment.
+        segment_id: Number of the segment.
+        secret: The store's secret, which seeds checksums.
+        start: Offset to start at; earlier records are known.
 
     Returns:
-        Its kind, and offsets and headers; ``None`` if it is not such a segment.
+        The KV format, and offsets and headers of the records; ``None`` if the file is not this segment.
     """
     kind = decode_segment(os.pread(fd, PAGE, 0), segment_id, secret)
     if kind is None:
         return None
     size = os.fstat(fd).st_size
     at = max(PAGE, start)
-    found: list[tuple[int, Record]] = []
+    records: list[tuple[int, Record]] = []
     while at + PAGE <= size:
         record = decode_record(os.pread(fd, PAGE, at), kind, (segment_id, at), secret)
         if record is None or at + record.disk_bytes > size:
@@ -291,21 +295,21 @@ def scan(fd: int, segment_id: int, secret: int, start: int = 0) -> tuple[KvForma
             log.warning("segment %016x is damaged at %d, goes on at %d", segment_id, at, following)
             at = following
             continue
-        found.append((at, record))
+        records.append((at, record))
         at += record.disk_bytes
-    return kind, found
+    return kind, records
 
 
 def sound_end(fd: int, records: Sequence[tuple[int, Record]], start: int) -> int:
-    """Return where the records end that are whole, payloads included.
+    """Return the offset of the end of the intact records, including payloads.
 
-    What lies before the last mark was synced. Behind it a loss of power may have left anything: those few records are
-    read, and what follows the first that is torn was never acknowledged.
+    Everything before the last mark was synced. Behind it a loss of power may have damaged anything, so those records'
+    payloads are checked; records after the first torn one were never acknowledged.
 
     Args:
-        fd: Of the file.
-        records: From :func:`scan`.
-        start: Where it began; everything before was synced.
+        fd: File descriptor of the segment.
+        records: Offsets and headers from :func:`scan`.
+        start: Offset at which the scan started; everything before was synced.
     """
     end = max([start, *(offset + PAGE for offset, record in records if record.type is RecordType.MARK)])
     for offset, record in records:
@@ -346,14 +350,14 @@ def _padded(payload: memoryview) -> list[memoryview]:
     return [payload[:], memoryview(bytes(short))] if short else [payload[:]]
 
 
-def _after(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+def _skip_bytes(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
     if not done:
         return parts
-    left = []
+    remaining = []
     for part in parts:
         if done >= len(part):
             done -= len(part)
             continue
-        left.append(part[done:])
+        remaining.append(part[done:])
         done = 0
-    return left
+    return remaining

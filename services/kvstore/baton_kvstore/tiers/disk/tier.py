@@ -1,9 +1,9 @@
-"""The disk tier as the store uses it: reads in the caller's thread, everything else in a thread of its own.
+"""The disk tier: reads in the caller's thread, everything else in a writer thread.
 
-Writes and deletions are taken in order, many at a time, appended together and synced together: at the latest
-``sync_interval_s`` after they were written, at once if a caller waits for it. The queue is bounded by bytes; who finds
-it full comes back later. Readers never wait for the queue. A disk that fails is given nothing to write for a few
-seconds at a time; what lies there is read all the same.
+Writes and deletions are processed in order and in batches, appended together and synced together: at the latest
+``sync_interval_s`` after they were written, at once if a caller waits for it. The queue is bounded by bytes; a full
+queue rejects writes. Reads never wait for the queue. After a failure the disk gets no writes for a few seconds; its
+blocks can still be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.log import DiskLog
-from baton_kvstore.tiers.tier import Bury, Job, LowerTier, TierStats, Write
+from baton_kvstore.tiers.tier import Delete, Job, LowerTier, TierStats, Write
 from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, LogLimit, TierListener
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ class DiskTier(LowerTier):
     """A bounded store of blocks in files.
 
     Args:
-        disk: The log; closed with this.
-        queue_bytes: Blocks that may wait to be written.
-        sync_interval_s: Longest time that a written block may be lost to a loss of power.
-        checkpoint_interval_s: Between two checkpoints of the index.
+        disk: The log of segments; closed with this.
+        queue_bytes: Maximum size of the blocks waiting to be written.
+        sync_interval_s: Longest time until a written block is synced, in seconds.
+        checkpoint_interval_s: Time between two checkpoints of the index, in seconds.
     """
 
     name = "disk"
@@ -51,65 +51,60 @@ class DiskTier(LowerTier):
         super().__init__(queue_bytes)
         self._log = disk
         disk.leaving = lambda kind: self.leaving(kind)
-        self._sync_interval_s, self._checkpoint_interval_s = sync_interval_s, checkpoint_interval_s
+        self._sync_interval_s = sync_interval_s
+        self._checkpoint_interval_s = checkpoint_interval_s
         self._dirty_since: float | None = None
         self._checkpoint_due: float | None = time.monotonic() + checkpoint_interval_s
         self.counters = disk.index.counters
         self.breaker = CircuitBreaker(1, _COOLDOWN_S)
-        self._written = False  # something, since the last failure
+        self._written = False  # whether a write succeeded since the last failure
         self._upkeep = LogLimit()
         self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
         self._thread.start()
 
     @property
     def resting(self) -> bool:
-        """Whether nothing is given to the disk to write for a while, because that failed."""
+        """Whether the disk gets no writes for a while, because one failed."""
         return self.breaker.open
 
     def listen(self, listener: TierListener) -> None:
-        """Tell a listener what is there, and then every change."""
         self._log.index.listen(listener)
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether a block can be read; never waits."""
         return self._log.index.find(kind, block_hash) is not None
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Fill page-aligned buffers, in the calling thread. ``False``: a block is not there or was damaged."""
         results = self._log.index.read(kind, hashes, into)
         if not all(results):
-            with self._jobs.changed:  # before they can be queued to be written again
+            with self._jobs.changed:  # so that the deletion is queued before a new write of the block
                 for damaged, name in self._log.index.forget_damaged():
-                    self._jobs.add(Bury(damaged, [name], lambda right: None))
+                    self._jobs.add(Delete(damaged, [name], lambda right: None))
         return results
 
     def takes(self, kind: KvFormat) -> bool:
-        """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= min(MAX_BLOCK_BYTES, self._log.max_bytes // 8)
 
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
     ) -> list[BlockHash]:
-        """Forget blocks (``None``: all of the kind), also those on their way; ``done``: no restart finds them again."""
         with self._jobs.changed:
             writes = self._jobs.writes(kind)
-            under_way = {name for job in writes for name in job.hashes}
-            found = self._log.index.hide(kind, hashes, [job.unwanted for job in writes])
+            queued = {name for job in writes for name in job.hashes}
+            removed = self._log.index.hide(kind, hashes, [job.unwanted for job in writes])
             if hashes is None:
                 for job in writes:
                     job.unwanted.update(job.hashes)
-                buried = None
+                deleted = None
             else:
-                there = under_way | set(found)
-                buried = [name for name in hashes if name in there]
-            known = buried is None or bool(buried)
-            if known and self._jobs.add(Bury(kind, buried, done)):
-                return found
-        done(not known)
-        return found
+                known = queued | set(removed)
+                deleted = [name for name in hashes if name in known]
+            is_needed = deleted is None or bool(deleted)
+            if is_needed and self._jobs.add(Delete(kind, deleted, done)):
+                return removed
+        done(not is_needed)
+        return removed
 
     def stats(self) -> TierStats:
-        """Return what metrics show."""
         counters = self.counters
         return TierStats(
             num_blocks=len(self._log.index),
@@ -126,7 +121,7 @@ class DiskTier(LowerTier):
         )
 
     def close(self) -> None:
-        """Write and sync what is queued, checkpoint, and close; no reads may be running."""
+        """Write and sync queued blocks, write a checkpoint, and close; no reads may be running."""
         self._jobs.close()
         self._thread.join()
         self._log.close()
@@ -139,22 +134,22 @@ class DiskTier(LowerTier):
             with jobs.changed:
                 while not jobs and not jobs.closing and not self._due():
                     jobs.changed.wait(self._wait_s())
-                taken = jobs.take(_BATCH_BYTES)
+                batch = jobs.pop_batch(_BATCH_BYTES)
                 ending = jobs.closing and not jobs
-            self._work(taken)
+            self._process_jobs(batch)
             if ending:
-                self._end()
+                self._finish()
                 return
 
-    def _work(self, jobs: Sequence[Job]) -> None:
+    def _process_jobs(self, jobs: Sequence[Job]) -> None:
         waiting: list[tuple[Callable[[bool], None], bool]] = []
         for job in jobs:
             if isinstance(job, Write):
                 results = self._write(job)
-                self._jobs.finished(job)
+                self._jobs.finish(job)
                 job.done(results)
-            elif isinstance(job, Bury):
-                waiting.append((job.done, self._bury(job)))
+            elif isinstance(job, Delete):
+                waiting.append((job.done, self._delete(job)))
             else:
                 waiting.append((job.done, True))
         if jobs and self._dirty_since is None:
@@ -165,7 +160,7 @@ class DiskTier(LowerTier):
             synced = self._sync()
         for done, right in waiting:
             done(right and synced)
-        self._keep_up(now)
+        self._run_maintenance(now)
 
     def _write(self, job: Write) -> list[bool]:
         try:
@@ -176,12 +171,12 @@ class DiskTier(LowerTier):
             self._failed("writing blocks", error)
             return [self.holds(job.kind, name) for name in job.hashes]
 
-    def _bury(self, job: Bury) -> bool:
+    def _delete(self, job: Delete) -> bool:
         try:
             if job.hashes is None:
                 self._log.clear(job.kind)
             else:
-                self._log.bury(job.kind, job.hashes)
+                self._log.append_tombstones(job.kind, job.hashes)
         except OSError as error:
             self._failed("writing a deletion", error)
             return False
@@ -192,7 +187,7 @@ class DiskTier(LowerTier):
             self._log.sync()
         except OSError as error:
             self._failed("syncing", error)
-            self._dirty_since = time.monotonic()  # again after another interval
+            self._dirty_since = time.monotonic()  # retry after another interval
             return False
         self._dirty_since = None
         if self._checkpoint_due is None:
@@ -205,9 +200,9 @@ class DiskTier(LowerTier):
         self.counters.write_errors += 1
         self._written = False
         if self.breaker.failed():
-            log.error("the disk tier fails, and is left alone for a while (%s: %s)", what, error)
+            log.error("the disk tier fails, and gets no writes for a while (%s: %s)", what, error)
 
-    def _keep_up(self, now: float) -> None:
+    def _run_maintenance(self, now: float) -> None:
         if self._checkpoint_due is None or now < self._checkpoint_due:
             return
         self._checkpoint_due = None
@@ -220,7 +215,7 @@ class DiskTier(LowerTier):
             if (more := self._upkeep.due()) is not None:
                 log.error("upkeep of the disk tier failed: %s%s", error, more)
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._sync()
         try:
             self._log.checkpoint()
@@ -232,7 +227,8 @@ class DiskTier(LowerTier):
         return wait_s is not None and wait_s <= 0
 
     def _wait_s(self) -> float | None:
-        now, ends = time.monotonic(), []
+        now = time.monotonic()
+        ends: list[float] = []
         if self._dirty_since is not None:
             ends.append(self._dirty_since + self._sync_interval_s - now)
         if self._checkpoint_due is not None:
