@@ -59,7 +59,7 @@ def main() -> int:
     steps: list[list[str]] = []
     if modules:
         steps += [["ruff", "check", *modules], ["ruff", "format", "--check", *modules]]
-        steps += [["lint-imports"], ["mypy"], ["python", "scripts/check_names.py"]]
+        steps += [["lint-imports"], ["python", "scripts/check_names.py", *modules], ["mypy"]]
     if tests:
         steps.append(["python", "-m", "pytest", "-q", "-x", "-n", "2", "-m", "not thorough and not alone", *tests])
     for step in steps:
