@@ -157,7 +157,7 @@ class Notes:
 
     Args:
         path: The file; made if it is not there.
-        purpose: What the trials are for: file, load and targets.
+        purpose: Model file, load and latency targets of the trials.
 
     Raises:
         ConfigError: The file cannot be read or written, or is for another purpose.

@@ -170,7 +170,7 @@ class RivalContestant(Contestant):
 
     Args:
         name: One of ``RIVALS``.
-        agents: Its source and its target, not opened yet.
+        agents: Source agent and target agent of the pair, not opened yet.
         stage: Stage whose block size and number of blocks are used.
         seed: Seed of the blocks' order.
 

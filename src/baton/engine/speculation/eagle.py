@@ -397,7 +397,7 @@ class NextTokenHead:
         attention: Attention operator of the layer.
 
     Attributes:
-        hidden_of: Which hidden states of the target it reads.
+        hidden_of: Layers of the target model whose hidden states the head reads.
         width: Elements of one.
         spec: Shape of the layer's attention.
         attention: As given.

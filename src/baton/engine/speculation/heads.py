@@ -167,7 +167,7 @@ class EagleHead:
 
     Attributes:
         width: Elements of a hidden state.
-        hidden_of: Which hidden states of the target it reads.
+        hidden_of: Layers of the target model whose hidden states the head reads.
         spec: Shape of the layer's attention.
         attention: As given.
         dtype: The target's, by name.

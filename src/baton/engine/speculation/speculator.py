@@ -143,7 +143,7 @@ class Pace:
 
         Args:
             chances: float64 [n], of draft tokens, that each and those before it are right; falling.
-            sequences: Those that get a token from the step anyway.
+            sequences: Sequences that get a token from the step without drafts.
             rows: Tokens that the step computes anyway.
         """
         if not len(chances) or not self.times.knows(rows):
