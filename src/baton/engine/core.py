@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one step at a time.
 
 One thread owns an :class:`EngineCore` and calls all of its methods. A step polls the connector, schedules, runs one
-forward pass over all chosen tokens, samples, and returns what each sequence got; on a GPU the forward pass of the next
-step runs by then (:mod:`~baton.engine.step_pipeline`). Tokens that a load brought are returned at once, by a step of
-their own.
+forward pass over all chosen tokens, samples, and returns the new tokens of each sequence; on a GPU the forward pass of
+the next step runs by then (:mod:`~baton.engine.step_pipeline`). Tokens that a load brought are returned at once, by a
+step of their own.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EngineCore:
         self._events: list[KVEvent] = []
         self._block_size = executor.layout.block_size
         layout = executor.layout
-        # With layer groups, the last block is never written: it stands where a block was given back.
+        # With layer groups, the last block is never written: it replaces released blocks in block tables.
         pool_blocks = self.arena.num_blocks - (layout.num_groups > 1)
         self._pool = BlockPool(
             pool_blocks,
@@ -142,7 +142,7 @@ class EngineCore:
 
         Raises:
             InvalidRequestError: The request is wrong; names the field.
-            QueueFullError: Too many wait already.
+            QueueFullError: The number of waiting requests is at its limit, ``max_queue``.
         """
         request_id = request.request_id
         sampling = self.validate(request)
@@ -190,13 +190,13 @@ class EngineCore:
         removed token is registered in the prefix cache from then on.
 
         Args:
-            request_id: The request.
-            count: Output tokens to remove.
+            request_id: Id of the request.
+            count: Number of output tokens to remove.
             index: Index of the sequence within the request, 0 to n-1.
 
         Raises:
-            InternalError: There is no such sequence, it has not so many output tokens, it is being loaded, or its
-                blocks are promised to others.
+            InternalError: There is no such sequence, it has fewer output tokens, its KV is being loaded, or its blocks
+                are kept for other instances.
         """
         group = self._groups.get(request_id)
         if group is None or not 0 <= index < len(group.sequences):
@@ -216,7 +216,7 @@ class EngineCore:
         return num_blocks
 
     def limit_step_time(self, bounded: bool) -> None:
-        """Set whether steps with decodes are bounded in time if the configuration does not say.
+        """Set whether steps with decodes are bounded in time, unless the configuration sets it.
 
         Args:
             bounded: Whether clients wait for each token, as on a decode instance.
@@ -268,9 +268,9 @@ class EngineCore:
         return self._prefill_tokens
 
     def prompt_queue(self) -> dict[RequestId, tuple[int, bool]]:
-        """Return, per request whose prompt is being computed or waits, how many tokens are computed until it is.
+        """Return the number of tokens to compute until each unfinished prompt is complete, and whether it is running.
 
-        The request's own are included; the second value says whether it waits no more.
+        The number includes the prompt's own missing tokens.
         """
         scheduler = self._scheduler
         queue = dict[RequestId, tuple[int, bool]]()
@@ -287,7 +287,7 @@ class EngineCore:
         return self._pool.snapshot()
 
     def check_integrity(self) -> None:
-        """Check that all blocks add up; that none is held if no request is there.
+        """Check that every block has one owner, and that no block is allocated if there are no requests.
 
         Raises:
             AssertionError: A block leaked or is owned twice.
@@ -299,10 +299,11 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[SequenceOutput]:
-        """Do one step and return what sequences got; an empty list if there was nothing to do or to report.
+        """Run one step and return the new tokens of sequences; an empty list if there are none.
 
-        A step that finds tokens which came with their KV returns them and computes nothing, so that they do not wait
-        for a forward pass; the next step computes. That cannot go on for long: loads begin in steps that compute.
+        A step in which loads end returns the tokens that came with the KV and computes nothing, so that these tokens do
+        not wait for a forward pass; the next step computes. This cannot repeat for long: loads begin in steps that
+        compute.
 
         A failure of the model or the sampler ends the sequences of that step with ``FinishReason.ERROR``; the engine
         goes on.

@@ -193,27 +193,27 @@ class SchedulerSide:
     """Calls of the scheduler: loads, and which blocks must be kept."""
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
-        """Return how much could be loaded; ``None``: nothing should be.
+        """Return what to load for a request; ``None``: nothing.
 
         Args:
-            request: The request.
+            request: Request that is about to be scheduled.
             num_local_tokens: Number of leading tokens in the engine's own prefix cache.
         """
         return None
 
     def start_load(self, request: LoadRequest, num_local_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """Begin to fill blocks.
+        """Begin to load KV into a request's blocks.
 
         Args:
-            request: The request.
+            request: Request of the last :meth:`plan_load`.
             num_local_tokens: Number of leading tokens already in the pool; their blocks must not be written.
-            block_ids: All blocks of the request, from its first token on; with layer groups, those of each group one
-                after the other, with -1 for blocks that no later token will see.
+            block_ids: All blocks of the request, from its first token on; with layer groups, the blocks of one group
+                after the other, with -1 for blocks that no later token attends to.
         """
         raise InternalError(f"{type(self).__name__} plans loads but does not implement start_load")
 
     def cancel_load(self, request_id: RequestId) -> None:
-        """Stop a load. Its ``LoadUpdate`` still comes, once the last write into the blocks has ended."""
+        """Stop a load. Its ``LoadUpdate`` is still reported, after the last write into the blocks."""
 
     def poll_loads(self) -> list[LoadUpdate]:
         """Return the loads that ended since the last call."""
@@ -228,7 +228,7 @@ class SchedulerSide:
         return []
 
     def has_pending(self) -> bool:
-        """Return whether loads or kept blocks are outstanding."""
+        """Return whether loads are running or blocks of finished requests are kept."""
         return False
 
 
@@ -243,7 +243,7 @@ class WorkerSide:
     follows_all: bool = False
 
     def step_begins(self, saves: Sequence[PlannedSave]) -> None:
-        """Handle the begin of a step that computes prompts. A step that fails is not followed by ``blocks_computed``.
+        """Handle the start of a step that computes prompts. After a failed step ``blocks_computed`` is not called.
 
         Args:
             saves: Blocks of each request whose prompt makes progress; not empty.

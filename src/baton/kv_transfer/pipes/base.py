@@ -1,7 +1,8 @@
-"""What every kind of pipe offers: one-sided reads of a peer's blocks, out of memory that its owner serves.
+"""The interface of pipes: one-sided reads of a peer's KV blocks from memory that the peer serves.
 
-A kind is three classes in one file: a :class:`ReadPipe` (an open way to one peer), a :class:`PipeServer` (the owner's
-end), and the :class:`PipeKind` that makes both and is registered by name (``baton.config.pipes``).
+A kind of pipe is three classes in one file: a :class:`ReadPipe` (an open connection to one peer), a
+:class:`PipeServer` (the serving end), and the :class:`PipeKind` that creates both and is registered by name
+(``baton.config.pipes``).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class TcpOptions:
     """How a reader uses its TCP connections.
 
     Attributes:
-        streams: Connections that one read is split over.
-        streams_on_host: How many of them where both ends are on one host, and share its processors.
-        share_bytes: Least bytes that are worth a connection of their own.
-        checksums: Ask for checksums and compare them.
+        streams: Number of connections that one read is split over, at least 1.
+        streams_on_host: Number of connections if both ends share one host's processors, at least 1.
+        share_bytes: Smallest number of bytes that a connection of its own is opened for.
+        checksums: Whether checksums are requested and compared.
     """
 
     streams: int = 1
@@ -44,29 +45,29 @@ class TcpOptions:
 
 
 class MemoryNetwork:
-    """Where servers and readers of one process find each other."""
+    """Registry by which servers and readers within one process find each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._published: dict[str, tuple[Facts, KVShards]] = {}
 
     def publish(self, facts: Facts, shards: KVShards) -> str:
-        """Let an instance's arenas be read; returns their address."""
+        """Publish an instance's arenas for reading; return their address."""
         address = secrets.token_hex(8)
         with self._lock:
             self._published[address] = (facts, shards)
         return address
 
     def withdraw(self, address: str) -> None:
-        """End the reading of what was published there; harmless if repeated."""
+        """Unpublish an address. May be repeated."""
         with self._lock:
             self._published.pop(address, None)
 
     def find(self, address: str) -> tuple[Facts, KVShards]:
-        """Return what is published there.
+        """Return the facts and arenas published at an address.
 
         Raises:
-            PipeClosedError: Nothing is.
+            PipeClosedError: Nothing is published there.
         """
         with self._lock:
             if address not in self._published:
@@ -76,15 +77,15 @@ class MemoryNetwork:
 
 @dataclass(frozen=True, slots=True)
 class PipeOptions:
-    """What both ends of pipes may need.
+    """Options of both ends of a pipe.
 
     Attributes:
-        token: Shared token.
-        tcp: How a reader uses TCP connections; gloo heeds ``checksums``.
-        memory: Network of the ``memory`` kind.
-        tls: Certificates, if KV is to be encrypted on its way.
-        host_memory: Whether the host addresses what is served.
-        arena: This side's first; ``None``: not known. In device memory, it opens a peer's.
+        token: Shared token that both ends prove to know; ``None``: no proof is asked for.
+        tcp: How a reader uses TCP connections; gloo uses ``checksums`` alone.
+        memory: Network of the ``memory`` kind; ``None`` for the others.
+        tls: Certificates, if KV is encrypted in transit; ``None``: it is not.
+        host_memory: Whether the served arenas are in memory that the CPU can address.
+        arena: First arena of this side; ``None``: not known yet. One in device memory also opens a peer's memory.
     """
 
     token: Token | None = None
@@ -97,12 +98,12 @@ class PipeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeLimits:
-    """How long a server waits for its peer, in seconds.
+    """Time limits of a server for its peer.
 
     Attributes:
-        frame_s: For the rest of a frame once its first byte is there, and for a peer that takes none of what it
-            asked for.
-        idle_s: For the next request.
+        frame_s: Seconds from the first byte of a frame to its last, and seconds that a peer may read nothing of the
+            blocks it asked for.
+        idle_s: Seconds until the next request.
     """
 
     frame_s: float = 30.0
@@ -111,7 +112,7 @@ class ServeLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What a server serves, and where.
+    """The arenas that a server serves, and its address.
 
     Attributes:
         shards: Arenas that readers may copy from.
@@ -134,8 +135,9 @@ class ReadPipe(ABC):
     """One-sided reads of one peer's blocks. Thread safe; several reads may go on at once.
 
     Attributes:
-        group_bytes: Least bytes that are worth a read of their own while the source computes: what a read costs beside
-            its bytes should be small against them.
+        kind: Name of the kind of pipe.
+        group_bytes: Smallest read in bytes while the source still computes; large enough that the fixed cost of a read
+            is small beside it.
     """
 
     kind: ClassVar[str]
@@ -143,49 +145,51 @@ class ReadPipe(ABC):
 
     @abstractmethod
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; on return nothing writes into ``local`` any more, whatever happened.
+        """Copy blocks. When it returns or raises, nothing writes into ``local`` any more.
 
         Args:
-            reads: In range on both sides; the caller has checked.
+            reads: Blocks to copy; the caller has checked that they are in range on both sides.
             local: uint8 [blocks, block_bytes], the blocks of the target's rank.
             wait: Deadline and cancel flag.
 
         Returns:
-            bool [n]: which blocks had the offered generation before and after their copy, and came undamaged.
+            bool [n]: the blocks that had the offered generation before and after their copy, and arrived undamaged.
 
         Raises:
-            PipeClosedError: The peer is gone; what arrived must not be used.
-            DeadlineError, CancelledError: As their names say.
+            PipeClosedError: The peer is gone; the blocks that arrived must not be used.
+            DeadlineError: The deadline passed.
+            CancelledError: The cancel flag was set.
         """
 
     @abstractmethod
     def wait_ready(self, value: int, wait: Wait) -> int:
-        """Wait until the source's computation has come so far; returns how far it is.
+        """Wait until the source has computed up to a point; return its progress.
 
         Args:
-            value: Progress of the source to wait for, as an offer names it.
+            value: Progress to wait for, in the unit of the source's offer.
             wait: Deadline and cancel flag.
 
         Raises:
             PipeClosedError: The peer is gone.
-            DeadlineError, CancelledError: As their names say.
+            DeadlineError: The deadline passed.
+            CancelledError: The cancel flag was set.
         """
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the peer is there as far as this side knows; never blocks."""
+        """Return whether the peer is still connected, as far as this side knows; never blocks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close; reads under way fail. Harmless if repeated."""
+        """Close the pipe; running reads fail. May be repeated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRead:
-    """A read of what the source is still computing.
+    """A read of blocks that the source is still computing.
 
     Attributes:
-        reads: Blocks to copy, with steps.
+        reads: Blocks to copy, with the progress of the source that each needs.
         local: uint8 [blocks, block_bytes], the blocks of the target's rank.
     """
 
@@ -194,18 +198,18 @@ class LayerRead:
 
 
 class FollowingReadPipe(ReadPipe):
-    """A pipe that takes one request for all layers of what is being computed, and reads each as soon as it is there."""
+    """A pipe that requests all layers of a running computation at once, and reads each when it is computed."""
 
     @abstractmethod
     def follow(self, reads: Sequence[LayerRead], wait: Wait) -> tuple[list[Valid], float]:
-        """Make reads, each as soon as it can be; on return nothing writes into the local blocks any more.
+        """Make reads, each as soon as its blocks are computed. On return nothing writes into the local blocks any more.
 
         Args:
-            reads: In the order of their progress.
+            reads: The reads, in ascending order of the progress they need.
             wait: Deadline and cancel flag.
 
         Returns:
-            Parallel to ``reads`` what :meth:`ReadPipe.read` returns, and the seconds that passed in waiting.
+            The result of :meth:`ReadPipe.read` for each entry of ``reads``, and the seconds spent in waiting.
 
         Raises:
             BatonError: As :meth:`ReadPipe.read`.
@@ -213,14 +217,14 @@ class FollowingReadPipe(ReadPipe):
 
 
 class CastingReadPipe(ReadPipe):
-    """A pipe whose source's memory is mapped here, so that a read can convert what it copies."""
+    """A pipe that maps the source's memory, so that a read can convert the blocks to another KV format."""
 
     @abstractmethod
     def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
-        """Convert blocks; on return nothing writes into ``local`` any more, whatever happened.
+        """Copy and convert blocks. When it returns or raises, nothing writes into ``local`` any more.
 
         Args:
-            reads: In range on both sides, with ``casts``.
+            reads: Blocks to convert, in range on both sides, with ``casts``.
             local: uint8 [blocks, block_bytes], the blocks of the target's rank.
             wait: Deadline and cancel flag.
 
@@ -230,18 +234,18 @@ class CastingReadPipe(ReadPipe):
 
 
 class DeviceReadPipe(ReadPipe):
-    """A pipe that reads into device memory without a way through this host's memory."""
+    """A pipe that reads into device memory without a copy in this host's memory."""
 
     def reaches(self, arena: Arena) -> bool:
-        """Whether it can read into this arena; else its blocks go by way of host memory."""
+        """Return whether it can read into this arena; otherwise blocks are copied through host memory."""
         return True
 
     @abstractmethod
     def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
-        """Copy blocks; on return nothing writes into the arena any more, whatever happened.
+        """Copy blocks. When it returns or raises, nothing writes into the arena any more.
 
         Args:
-            reads: In range on both sides; nothing is converted.
+            reads: Blocks to copy, in range on both sides; they are not converted.
             arena: Arena of the target's rank, in device memory.
             wait: Deadline and cancel flag.
 
@@ -254,36 +258,36 @@ class DeviceReadPipe(ReadPipe):
 
 
 class PipeServer(ABC):
-    """The serving end of one kind of pipe: from its creation until ``close`` readers may connect.
+    """The serving end of one kind of pipe. Readers may connect from its creation until ``close``.
 
     Attributes:
-        address: Where readers connect, as the kind writes it.
+        address: Address that readers connect to, in the format of the kind.
     """
 
     address: str
 
     @abstractmethod
     def close(self) -> None:
-        """Stop serving and give back what was taken; every connection has ended. Harmless if repeated."""
+        """Stop serving, end all connections and release all resources. May be repeated."""
 
 
 class SocketPipeServer(PipeServer):
-    """A serving end that readers connect to through a socket.
+    """A server that readers connect to through a socket.
 
     The block server accepts connections, bounds their number, shakes hands and calls :meth:`serve` in a thread per
     connection.
 
     Attributes:
-        listener: Bound; not listening yet.
+        listener: Bound socket that does not listen yet.
     """
 
     listener: socket.socket
 
     def admit(self, stream: Stream, wait: Wait) -> Stream:
-        """Look at a new connection before its handshake; returns the stream to go on with.
+        """Check a new connection before its handshake; return the stream to continue with.
 
         Raises:
-            BatonError: The peer is refused; it is told why.
+            BatonError: The peer is refused; the reason is sent to it.
         """
         return stream
 
@@ -292,12 +296,12 @@ class SocketPipeServer(PipeServer):
         """Serve one reader until it hangs up.
 
         Args:
-            stream: After the handshake.
-            wait: For what the kind itself still has to exchange.
+            stream: Stream after the handshake.
+            wait: Deadline and cancel flag of the kind's own handshake.
 
         Raises:
-            PipeClosedError: The reader left.
-            BatonError: Why the connection ends; the peer is told.
+            PipeClosedError: The reader has disconnected.
+            BatonError: Why the connection ends; the reason is sent to the peer.
         """
 
     def close(self) -> None:
@@ -306,14 +310,14 @@ class SocketPipeServer(PipeServer):
 
 
 class PipeKind(ABC):
-    """One kind of pipe, as one fetcher or one block server uses it; it owns what its pipes share.
+    """One kind of pipe, used by one fetcher or one block server; it owns the resources that its pipes share.
 
     Args:
         options: Options of both ends.
 
     Attributes:
-        name: As ``--pipes`` and endpoints say it.
-        serves_host_memory_only: Whether it can serve no arena in device memory.
+        name: Name of the kind in ``--pipes`` and in endpoints.
+        serves_host_memory_only: Whether it cannot serve an arena in device memory.
 
     Raises:
         ConfigError: An option that the kind needs is missing.
