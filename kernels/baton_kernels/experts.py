@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary, RowsCall, address
 from baton_kernels.row_wise import Activation, gated_reference
 
 
@@ -109,7 +109,7 @@ class CpuRouting:
         self._experts = experts
         self._bias = None if routing.bias is None else routing.bias.detach().float().contiguous()
         self._call = RoutingCall(
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            bias=address(self._bias),
             experts=experts,
             top_k=routing.top_k,
             groups=routing.groups,
@@ -208,7 +208,7 @@ def experts_reference(
     return out
 
 
-class ExpertsCall(ctypes.Structure):
+class ExpertsCall(RowsCall):
     """The C structure ``Experts`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -221,7 +221,37 @@ class ExpertsCall(ctypes.Structure):
     ]
 
 
-class CpuExperts:
+class NativeExperts:
+    """Base of the C++ operators for the experts of one layer.
+
+    Attributes:
+        hidden: Number of elements of a token.
+    """
+
+    hidden: int
+    _run: Any
+    """C function that takes the address of ``_call``."""
+    _call: RowsCall
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return :func:`experts_reference` in x's dtype.
+
+        Rows of x and residual may have any stride; ``ids`` int32 and ``weights`` float32 are contiguous.
+        """
+        out = x.new_empty(len(x), self.hidden)
+        call = self._call
+        call.set_tensors(x, out, residual)
+        call.ids = ids.data_ptr()
+        call.weights = weights.data_ptr()
+        call.tokens = len(x)
+        call.top_k = ids.shape[1]
+        self._run(ctypes.byref(call))
+        return out
+
+
+class CpuExperts(NativeExperts):
     """The C++ operator for the experts of one layer, in float32 or bfloat16; sums in float32, rounded once.
 
     Raises:
@@ -265,28 +295,3 @@ class CpuExperts:
             alpha=activation.alpha,
             limit=activation.limit,
         )
-
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return :func:`experts_reference` in x's dtype.
-
-        Rows of x and residual may have any stride; ``ids`` int32 and ``weights`` float32 are contiguous.
-        """
-        out = x.new_empty(len(x), self.hidden)
-        call = self._call
-        call.x = x.data_ptr()
-        call.ids = ids.data_ptr()
-        call.weights = weights.data_ptr()
-        call.out = out.data_ptr()
-        call.tokens = len(x)
-        call.x_stride = x.stride(0)
-        call.top_k = ids.shape[1]
-        if residual is None:
-            call.residual = None
-        else:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        call.threads = torch.get_num_threads()
-        self._run(ctypes.byref(call))
-        return out

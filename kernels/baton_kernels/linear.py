@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.cpu.library import BoundCall, CpuLibrary, LinearOperator
+from baton_kernels.cpu.library import BoundCall, CpuLibrary, LinearOperator, RowsCall, address
 
 
 def linear_reference(
@@ -42,7 +42,7 @@ class PackedLinear(Protocol):
         """Return the output, plus the residual, [rows, out_features] for x [rows, in_features]."""
 
 
-class LinearCall(ctypes.Structure):
+class LinearCall(RowsCall):
     """The C structure ``Linear`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -66,7 +66,7 @@ class CpuLinear:
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._call = LinearCall(
             packed=self._packed.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            bias=address(self._bias),
             in_features=self.in_features,
             out_features=self.out_features,
             out_stride=self.out_features,
@@ -79,28 +79,13 @@ class CpuLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.out_features)
         call = self._call
-        call.x = x.data_ptr()
-        call.out = out.data_ptr()
+        call.set_tensors(x, out, residual)
         call.rows = x.shape[0]
-        call.x_stride = x.stride(0)
-        if residual is None:
-            call.residual = None
-        else:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
-        call = LinearCall.from_buffer_copy(self._call)
-        call.x = x.data_ptr()
-        call.out = out.data_ptr()
-        call.x_stride = x.stride(0)
-        if residual is not None:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        return BoundCall(self._run, call, (x, out, residual, self._packed, self._bias))
+        return self._call.bind(self._run, x, out, residual, self._packed, self._bias)
 
 
 class PairsLinear(CpuLinear):

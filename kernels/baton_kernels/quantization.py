@@ -19,6 +19,15 @@ from typing import Any, ClassVar, Self
 import torch
 
 
+class Form(enum.IntEnum):
+    """The forms of weights, as operators number them."""
+
+    INT8 = 0
+    INT4 = 1
+    FP8 = 2
+    TABLE = 3
+
+
 class ActivationType(enum.Enum):
     """Number type that inputs are rounded to."""
 
@@ -102,6 +111,7 @@ class QuantizedWeight(ABC):
         ValueError: Shapes or dtypes that do not fit each other.
     """
 
+    FORM: ClassVar[Form]
     VALUE_DTYPE: ClassVar[torch.dtype]
     VALUES_PER_ELEMENT: ClassVar[int] = 1
     """Values that share one element of ``values``: 2 where a byte holds two of 4 bits, the even column in the low
@@ -255,6 +265,7 @@ class IntegerWeight(QuantizedWeight):
 class Int8Weight(IntegerWeight):
     """``scale * (value - zero)`` with values -128 to 127, int8 [rows, columns]."""
 
+    FORM: ClassVar[Form] = Form.INT8
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.int8
 
     def unpack(self) -> torch.Tensor:
@@ -269,6 +280,7 @@ class Int4Weight(IntegerWeight):
         zeros: float32, shaped as ``scales``.
     """
 
+    FORM: ClassVar[Form] = Form.INT4
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.uint8
     VALUES_PER_ELEMENT: ClassVar[int] = 2
 
@@ -288,6 +300,7 @@ class TableWeight(QuantizedWeight):
         table: float32 [16].
     """
 
+    FORM: ClassVar[Form] = Form.TABLE
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.uint8
     VALUES_PER_ELEMENT: ClassVar[int] = 2
 
@@ -321,6 +334,7 @@ class Fp8Weight(QuantizedWeight):
             columns) per tensor.
     """
 
+    FORM: ClassVar[Form] = Form.FP8
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.float8_e4m3fn
 
     block: tuple[int, int]

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary
+from baton_kernels.cpu.library import CpuLibrary, address
+from baton_kernels.experts import NativeExperts
 from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, QuantizedWeight
-from baton_kernels.quantized_linear import PackedWeights, QuantizedShape, address, multiplies_integers
+from baton_kernels.quantized_linear import AnyDtypeCall, PackedWeights, QuantizedShape, multiplies_integers
 from baton_kernels.row_wise import Activation, gated_reference
 
 
@@ -114,7 +115,7 @@ class PlainQuantizedExperts:
         return quantized_experts_reference(*arguments, dtype=torch.float32).to(x.dtype)
 
 
-class QuantizedExpertsCall(ctypes.Structure):
+class QuantizedExpertsCall(AnyDtypeCall):
     """The C structure ``QuantizedExperts`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -129,7 +130,7 @@ class QuantizedExpertsCall(ctypes.Structure):
     ]
 
 
-class CpuQuantizedExperts:
+class CpuQuantizedExperts(NativeExperts):
     """The C++ operator for the experts of one layer, in any of the float types; sums in float32, rounded once.
 
     Raises:
@@ -176,28 +177,6 @@ class CpuQuantizedExperts:
             alpha=activation.alpha,
             limit=activation.limit,
         )
-
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = x.new_empty(len(x), self.hidden)
-        call = self._call
-        call.x = x.data_ptr()
-        call.ids = ids.data_ptr()
-        call.weights = weights.data_ptr()
-        call.out = out.data_ptr()
-        call.tokens = len(x)
-        call.x_stride = x.stride(0)
-        call.top_k = ids.shape[1]
-        call.dtype = DTYPE_CODES[x.dtype]
-        if residual is None:
-            call.residual = None
-        else:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        call.threads = torch.get_num_threads()
-        self._run(ctypes.byref(call))
-        return out
 
 
 def make_quantized_experts(

@@ -13,14 +13,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary, RowsCall, address
 from baton_kernels.linear import PackedLinear
 from baton_kernels.quantization import (
     EXACT,
     ActivationScheme,
     ActivationType,
     Fp8Weight,
-    Int4Weight,
     Int8Weight,
     IntegerWeight,
     QuantizedWeight,
@@ -30,7 +29,6 @@ from baton_kernels.quantization import (
 
 TILE_ELEMENTS = 1 << 17
 """Elements of the weight that the plain layer dequantizes at a time."""
-_FORMS: dict[type[Any], int] = {Int8Weight: 0, Int4Weight: 1, Fp8Weight: 2, TableWeight: 3}
 _NARROW = (torch.bfloat16, torch.float16)
 _INT8_BASE = 128
 """Added to values of int8 and to their zeros: packed ones are unsigned."""
@@ -153,7 +151,7 @@ class PackedWeights:
             in_features=first.columns,
             out_features=first.rows,
             group=first.group,
-            form=_FORMS[type(first)],
+            form=first.FORM,
             narrow=narrow,
             own_zeros=zero is None,
             zero=zero or 0,
@@ -175,7 +173,7 @@ class PackedWeights:
             library.quantized.pack(shape, values.data_ptr(), scales.data_ptr(), zeros_address, target)
 
     def _fits(self, weight: QuantizedWeight) -> bool:
-        shape = (weight.columns, weight.rows, weight.group, _FORMS[type(weight)])
+        shape = (weight.columns, weight.rows, weight.group, weight.FORM)
         if shape != (self.shape.in_features, self.shape.out_features, self.shape.group, self.shape.form):
             return False
         if isinstance(weight, TableWeight):
@@ -183,7 +181,15 @@ class PackedWeights:
         return not isinstance(weight, IntegerWeight) or same_order(weight.order, self.order)
 
 
-class QuantizedCall(ctypes.Structure):
+class AnyDtypeCall(RowsCall):
+    """Base of the C structures of operators whose inputs and results are of any of the float types."""
+
+    def set_tensors(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> None:
+        super().set_tensors(x, out, residual)
+        self.dtype = DTYPE_CODES[x.dtype]
+
+
+class QuantizedCall(AnyDtypeCall):
     """The C structure ``QuantizedLinear`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -236,17 +242,8 @@ class CpuQuantizedLinear:
     def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.out_features)
         call = self._call
-        call.x = x.data_ptr()
-        call.x_stride = x.stride(0)
-        call.out = out.data_ptr()
+        call.set_tensors(x, out, residual)
         call.rows = len(x)
-        call.dtype = DTYPE_CODES[x.dtype]
-        if residual is None:
-            call.residual = None
-        else:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        call.threads = torch.get_num_threads()
         self._run(ctypes.byref(call))
         return out
 
@@ -254,21 +251,7 @@ class CpuQuantizedLinear:
         """See :class:`~baton_kernels.cpu.library.BindableOperator`; inputs that torch rounds cannot be bound."""
         if self._rounds_ahead is not None:
             return None
-        call = QuantizedCall.from_buffer_copy(self._call)
-        call.x = x.data_ptr()
-        call.x_stride = x.stride(0)
-        call.out = out.data_ptr()
-        call.dtype = DTYPE_CODES[x.dtype]
-        call.residual = None
-        if residual is not None:
-            call.residual = residual.data_ptr()
-            call.residual_stride = residual.stride(0)
-        return BoundCall(self._run, call, (x, out, residual, self._weights, self._bias))
-
-
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a tensor's elements, or ``None`` for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
+        return self._call.bind(self._run, x, out, residual, self._weights, self._bias)
 
 
 def _scales_and_zeros(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
+from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary, RowsCall
 
 
-class RowCall(ctypes.Structure):
+class RowCall(RowsCall):
     """The C structure ``RowOp`` of ``csrc/operators.h``."""
 
     _fields_: ClassVar[list[Any]] = [
@@ -23,26 +23,16 @@ class RowCall(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("eps", "offset", "alpha", "limit")),
     ]
 
-    def run(self, function: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    residual_stride = 0  # the structure has none: a residual is contiguous
+
+    def run(
+        self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call a function of the library for x [rows, ...], with rows of any stride; return ``out``."""
-        self.x = x.data_ptr()
-        self.out = out.data_ptr()
+        self.set_tensors(x, out, residual)
         self.rows = x.shape[0]
-        self.x_stride = x.stride(0)
-        self.threads = torch.get_num_threads()
         function(ctypes.byref(self))
         return out
-
-    def bind(
-        self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, *keeps: Any
-    ) -> BoundCall:
-        """Return a bound call of a function; see :class:`~baton_kernels.cpu.library.BindableOperator`."""
-        call = RowCall.from_buffer_copy(self)
-        call.x = x.data_ptr()
-        call.out = out.data_ptr()
-        call.x_stride = x.stride(0)
-        call.residual = None if residual is None else residual.data_ptr()
-        return BoundCall(function, call, (x, out, residual, *keeps))
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -68,8 +58,8 @@ class CpuRmsNorm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the norm of x [rows, dim], rows of any stride, plus a contiguous residual, contiguous [rows, dim]."""
-        self._call.residual = None if residual is None else residual.data_ptr()
-        return self._call.run(self._run, x, torch.empty_like(x, memory_format=torch.contiguous_format))
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._call.run(self._run, x, out, residual)
 
     def bind(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> BoundCall | None:
         return self._call.bind(self._run, x, out, residual, self._weight)

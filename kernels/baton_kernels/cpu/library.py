@@ -265,6 +265,33 @@ class BoundCall:
     checked: bool = False
 
 
+class RowsCall(ctypes.Structure):
+    """Base of the C structures of operators over rows, which may have any stride, with a residual."""
+
+    def set_tensors(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Set inputs, results and what is added to these, and the number of threads."""
+        self.x = x.data_ptr()
+        self.x_stride = x.stride(0)
+        self.out = out.data_ptr()
+        self.residual = address(residual)
+        if residual is not None:
+            self.residual_stride = residual.stride(0)
+        self.threads = torch.get_num_threads()
+
+    def bind(
+        self, function: Any, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, *keeps: Any
+    ) -> BoundCall:
+        """Return a bound call of a function; see :class:`BindableOperator`."""
+        call = type(self).from_buffer_copy(self)
+        call.set_tensors(x, out, residual)
+        return BoundCall(function, call, (x, out, residual, *keeps))
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's elements, or ``None`` for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @runtime_checkable
 class BindableOperator(Protocol):
     """An operator over rows whose calls can be bound to memory."""

@@ -19,9 +19,8 @@ from baton_kernels.gpu import converts_fp8
 from baton_kernels.quantization import (
     ActivationScheme,
     ActivationType,
+    Form,
     Fp8Weight,
-    Int4Weight,
-    Int8Weight,
     IntegerWeight,
     QuantizedWeight,
     TableWeight,
@@ -29,15 +28,6 @@ from baton_kernels.quantization import (
 
 INPUT_FACTOR = 2.0**-7
 """Factor of rounded inputs: sums of values up to 448 would exceed the range of float16."""
-
-
-class Form(enum.IntEnum):
-    """The forms of :mod:`baton_kernels.quantization`, as kernels number them."""
-
-    INT8 = 0
-    INT4 = 1
-    FP8 = 2
-    TABLE = 3
 
 
 class Scales(enum.IntEnum):
@@ -51,14 +41,6 @@ class Scales(enum.IntEnum):
     """Several per row, each for a power of two of columns."""
     ANY = 3
     """One per value, which is looked up."""
-
-
-_FORMS: dict[type[QuantizedWeight], Form] = {
-    Int8Weight: Form.INT8,
-    Int4Weight: Form.INT4,
-    Fp8Weight: Form.FP8,
-    TableWeight: Form.TABLE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +76,6 @@ class DeviceWeights:
         """Bytes of all tensors."""
         tensors = (self.values, self.scales, self.zeros, self.table, self.order)
         return sum(each.numel() * each.element_size() for each in tensors if each is not None)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a byte has two values."""
-        return self.form in (Form.INT4, Form.TABLE)
 
     def scales_of(self, tile_k: int) -> tuple[Scales, int]:
         """Return the scales of a tile, and ``tile_k``, reduced if all columns of a smaller tile share a scale."""
@@ -182,7 +159,7 @@ def rounded_inputs(x: torch.Tensor, activations: ActivationScheme) -> tuple[torc
 def _shape(weight: QuantizedWeight) -> tuple[Form, int, int, int, int, bool]:
     ordered = isinstance(weight, IntegerWeight) and weight.order is not None
     height = min(weight.block[0], weight.rows) if isinstance(weight, Fp8Weight) else 1
-    return _FORMS[type(weight)], weight.rows, weight.columns, weight.group, height, ordered
+    return weight.FORM, weight.rows, weight.columns, weight.group, height, ordered
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from baton.dialects.response_template import NAME, read_response_template
 from baton.dialects.syntax import (
+    CallNotation,
     Channels,
     JsonCall,
     NamedCall,
@@ -23,7 +24,6 @@ from baton.errors import ConfigError
 # ruff: noqa: RUF001  DeepSeek's anchors have fullwidth bars in them
 
 
-_JSON = (JsonCall(),)
 _HARMONY = Channels(
     begin=("<|start|>assistant", "<|channel|>"),
     first=(" to=", "to="),
@@ -37,181 +37,142 @@ _HARMONY = Channels(
 )
 
 
-def _deepseek(name_end: str, end: tuple[str, ...], begin: str, separators: tuple[str, ...] = ()) -> Section:
-    return Section(
-        begin=("<｜tool▁calls▁begin｜>",),
-        end=("<｜tool▁calls▁end｜>",),
-        calls=(NamedCall(begin=begin, name_end=(name_end,), end=end),),
-        separators=separators,
-        many=True,
-    )
+def _dialect(name: str, *sections: Section, **options: Any) -> ToolDialect:
+    return ToolDialect(name=name, sections=sections, **options)
+
+
+def _section(begin: str, end: str, *calls: CallNotation, **options: Any) -> Section:
+    """Return a section; ``end`` may be empty: it has none."""
+    return Section(begin=(begin,), end=(end,) if end else (), calls=calls, **options)
+
+
+def _named(begin: str, name_end: str, *end: str, **options: Any) -> NamedCall:
+    return NamedCall(begin=begin, name_end=(name_end,), end=end, **options)
+
+
+def _deepseek(call: NamedCall, separators: tuple[str, ...] = ()) -> Section:
+    return _section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, separators=separators, many=True)
 
 
 def _dsml(section: str) -> Section:
     parameter = Parameters(
         begin='<｜DSML｜parameter name="', name_end='"', end="</｜DSML｜parameter>", string_flag=True
     )
-    return Section(
-        begin=(f"<｜DSML｜{section}>",),
-        end=(f"</｜DSML｜{section}>",),
-        calls=(
-            NamedCall(
-                begin='<｜DSML｜invoke name="', name_end=('">',), end=("</｜DSML｜invoke>",), parameters=parameter
-            ),
-        ),
-        many=True,
-        gap="\n",
-    )
+    call = _named('<｜DSML｜invoke name="', '">', "</｜DSML｜invoke>", parameters=parameter)
+    return _section(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", call, many=True, gap="\n")
 
 
+_HERMES = _section("<tool_call>", "</tool_call>", JsonCall(), many=True, gap="\n")
 _DIALECTS = (
-    ToolDialect(
-        name="hermes",
-        sections=(Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True, gap="\n"),),
-    ),
-    ToolDialect(
-        name="llama3_json",
-        sections=(
-            Section(
-                begin=("<|python_tag|>",),
-                calls=(JsonCall(arguments=("parameters", "arguments")),),
-                bare=True,
-                separators=("; ", ";"),
-                many=True,
-            ),
+    _dialect("hermes", _HERMES),
+    _dialect(
+        "llama3_json",
+        _section(
+            "<|python_tag|>",
+            "",
+            JsonCall(arguments=("parameters", "arguments")),
+            bare=True,
+            separators=("; ", ";"),
+            many=True,
         ),
     ),
-    ToolDialect(
-        name="pythonic",
-        sections=(
-            Section(begin=("<|python_start|>",), end=("<|python_end|>",), calls=(PythonCall(),), bare=True),
-            Section(
-                begin=("<function_calls>",),
-                end=("</function_calls>",),
-                calls=(PythonCall(brackets=False),),
-                many=True,
-                gap="\n",
-            ),
-        ),
+    _dialect(
+        "pythonic",
+        _section("<|python_start|>", "<|python_end|>", PythonCall(), bare=True),
+        _section("<function_calls>", "</function_calls>", PythonCall(brackets=False), many=True, gap="\n"),
     ),
-    ToolDialect(
-        name="mistral",
-        sections=(
-            Section(
-                begin=("[TOOL_CALLS]",),
-                calls=(
-                    JsonCall(listed=True),
-                    NamedCall(
-                        name_end=("[ARGS]",),
-                        name_before=("{",),
-                        name=r"(?P<name>[\w.\-]+)(?:\[CALL_ID\](?P<id>[a-zA-Z0-9]{1,64}))?",
-                    ),
-                ),
+    _dialect(
+        "mistral",
+        _section(
+            "[TOOL_CALLS]",
+            "",
+            JsonCall(listed=True),
+            NamedCall(
+                name_end=("[ARGS]",),
+                name_before=("{",),
+                name=r"(?P<name>[\w.\-]+)(?:\[CALL_ID\](?P<id>[a-zA-Z0-9]{1,64}))?",
             ),
         ),
         ids="nine",
     ),
-    ToolDialect(
-        name="qwen3_coder",
-        sections=(
-            Section(
-                begin=("<tool_call>",),
-                end=("</tool_call>",),
-                calls=(
-                    NamedCall(
-                        begin="<function=",
-                        name_end=(">",),
-                        end=("</function>",),
-                        parameters=Parameters(begin="<parameter=", name_end=">", end="</parameter>", lines=True),
-                    ),
-                ),
-                bare=True,
-                gap="\n",
+    _dialect(
+        "qwen3_coder",
+        _section(
+            "<tool_call>",
+            "</tool_call>",
+            _named(
+                "<function=",
+                ">",
+                "</function>",
+                parameters=Parameters(begin="<parameter=", name_end=">", end="</parameter>", lines=True),
             ),
+            bare=True,
+            gap="\n",
         ),
     ),
-    ToolDialect(
-        name="deepseek_v3",
-        sections=(
-            _deepseek(
-                "\n```json\n",
-                ("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
+    _dialect(
+        "deepseek_v3",
+        _deepseek(
+            _named(
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-                ("\n",),
+                "\n```json\n",
+                *("\n```<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"),
             ),
+            separators=("\n",),
         ),
     ),
-    ToolDialect(
-        name="deepseek_v3.1",
-        sections=(_deepseek("<｜tool▁sep｜>", ("<｜tool▁call▁end｜>",), "<｜tool▁call▁begin｜>"),),
-    ),
-    ToolDialect(name="deepseek_v3.2", sections=(_dsml("function_calls"), _dsml("tool_calls"))),
-    ToolDialect(
-        name="glm4",
-        sections=(
-            Section(
-                begin=("<tool_call>",),
-                end=("</tool_call>",),
-                calls=(
-                    NamedCall(
-                        name_end=("\n",),
-                        name_before=("<arg_key>", "</tool_call>"),
-                        parameters=Parameters(
-                            begin="<arg_key>", name_end="</arg_key>\n<arg_value>", end="</arg_value>"
-                        ),
-                    ),
-                ),
-                gap="\n",
+    _dialect("deepseek_v3.1", _deepseek(_named("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))),
+    _dialect("deepseek_v3.2", _dsml("function_calls"), _dsml("tool_calls")),
+    _dialect(
+        "glm4",
+        _section(
+            "<tool_call>",
+            "</tool_call>",
+            NamedCall(
+                name_end=("\n",),
+                name_before=("<arg_key>", "</tool_call>"),
+                parameters=Parameters(begin="<arg_key>", name_end="</arg_key>\n<arg_value>", end="</arg_value>"),
             ),
+            gap="\n",
         ),
     ),
-    ToolDialect(
-        name="kimi_k2",
-        sections=(
-            Section(
-                begin=("<|tool_calls_section_begin|>",),
-                end=("<|tool_calls_section_end|>",),
-                calls=(
-                    NamedCall(
-                        begin="<|tool_call_begin|>",
-                        name_end=("<|tool_call_argument_begin|>",),
-                        end=("<|tool_call_end|>",),
-                        name=r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)",
-                        written_name="functions.{name}:{index}",
-                    ),
-                ),
-                many=True,
+    _dialect(
+        "kimi_k2",
+        _section(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            _named(
+                "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                name=r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)",
+                written_name="functions.{name}:{index}",
             ),
+            many=True,
         ),
         ids="written",
         ends_reasoning=True,
     ),
-    ToolDialect(
-        name="minimax_m2",
-        sections=(
-            Section(
-                begin=("<minimax:tool_call>",),
-                end=("</minimax:tool_call>",),
-                calls=(
-                    NamedCall(
-                        begin='<invoke name="',
-                        name_end=('">',),
-                        end=("</invoke>",),
-                        parameters=Parameters(begin='<parameter name="', name_end='">', end="</parameter>"),
-                    ),
-                ),
-                many=True,
-                gap="\n",
+    _dialect(
+        "minimax_m2",
+        _section(
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            _named(
+                '<invoke name="',
+                '">',
+                "</invoke>",
+                parameters=Parameters(begin='<parameter name="', name_end='">', end="</parameter>"),
             ),
+            many=True,
+            gap="\n",
         ),
     ),
     ToolDialect(name="gpt_oss", channels=_HARMONY),
-    ToolDialect(
-        name="granite",
-        sections=(
-            Section(begin=("<|tool_call|>", "<function_call>"), calls=(JsonCall(listed=True),), many=True),
-            Section(begin=("<tool_call>",), end=("</tool_call>",), calls=_JSON, many=True, gap="\n"),
-        ),
+    _dialect(
+        "granite",
+        Section(begin=("<|tool_call|>", "<function_call>"), calls=(JsonCall(listed=True),), many=True),
+        _HERMES,
     ),
 )
 TOOL_DIALECTS: Mapping[str, ToolDialect] = {dialect.name: dialect for dialect in _DIALECTS}

@@ -39,12 +39,13 @@ import numpy.typing as npt
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.sampler_row import LEAST_TEMPERATURE, SamplerRow, apply_edits
+from baton.engine.grammar.constraint import StepMasks
+from baton.engine.sampler_row import LEAST_TEMPERATURE, SamplerRow, apply_edits, mask_rows
 from baton.types import SamplingParams, TokenLogprob
 from baton_kernels.cpu import OperatorsMissingError, load_library, runnable_variants
 from baton_kernels.cpu.library import DTYPE_CODES, CpuLibrary, ThreadTeam
 from baton_kernels.random_numbers import Draws, exponentials
-from baton_kernels.sampling import MOST_KEPT, CpuSampler, RowFilter, Watch
+from baton_kernels.sampling import MOST_KEPT, CpuSampler, Watch
 from baton_kernels.token_mask import CpuTokenMask, TokenMask, Upload, has_token, mask_tokens
 
 
@@ -94,24 +95,6 @@ ChooseOnDevice = Callable[..., torch.Tensor]
 """As :class:`baton_kernels.gpu.sampling.TritonSampler` is called."""
 
 
-class ChooseTokens(Protocol):
-    """As :class:`baton_kernels.sampling.CpuSampler` is called."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        filters: Sequence[RowFilter],
-        draws: Draws,
-        masks: Sequence[TokenMask | None],
-        *,
-        at: Sequence[int] | None = None,
-        again: bool = False,
-        kept: npt.NDArray[np.int64] | None = None,
-        watch: Watch | None = None,
-    ) -> list[int]:
-        """Return a token per row."""
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -145,39 +128,14 @@ def gpu_sampler(device: torch.device) -> ChooseOnDevice | None:
     return TritonSampler(device)
 
 
-def token_sampler(device: torch.device, *, on_gpu: bool = False) -> ChooseTokens | None:
+def token_sampler(device: torch.device, *, on_gpu: bool = False) -> CpuSampler | ChooseOnDevice | None:
     """Return the operator that samples where logits are, or ``None``.
 
     Args:
         device: Device of the logits.
         on_gpu: Whether it is to be that of a GPU, which Triton's interpreter runs where logits are on a CPU.
     """
-    if not on_gpu and device.type == "cpu":
-        return cpu_sampler()
-    sampler = gpu_sampler(device)
-    if sampler is None:
-        return None
-
-    def choose(
-        logits: torch.Tensor,
-        filters: Sequence[RowFilter],
-        draws: Draws,
-        masks: Sequence[TokenMask | None],
-        *,
-        at: Sequence[int] | None = None,
-        again: bool = False,
-        kept: npt.NDArray[np.int64] | None = None,
-        watch: Watch | None = None,
-    ) -> list[int]:
-        keys = draws.keys(at, [again and one.unfiltered for one in filters])
-        if at is not None:
-            logits = logits[torch.tensor(at, device=logits.device)]
-        tokens: list[int] = sampler(logits, filters, keys, masks).tolist()
-        if watch is not None:
-            watch.ready(0, len(watch.rows), tokens)
-        return tokens
-
-    return choose
+    return gpu_sampler(device) if on_gpu or device.type != "cpu" else cpu_sampler()
 
 
 @functools.cache
@@ -226,22 +184,6 @@ Amend: TypeAlias = Callable[[torch.Tensor, list[int], tuple[int, ...]], None]
 rows whose logits are not finite."""
 
 
-class LateMasks(Protocol):
-    """Knows the grammars of rows that have no mask yet."""
-
-    def refused(self, rows: Sequence[SamplerRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
-        """Return which rows, by index, are not to have their token.
-
-        Args:
-            rows: R rows.
-            token_ids: Of each its token, and before it what has to be allowed, too, for it to be the right one; none
-                where that would not do.
-        """
-
-    def set_masks(self, rows: Sequence[SamplerRow]) -> None:
-        """Set the masks of rows."""
-
-
 @torch.inference_mode()
 def sample(
     logits: torch.Tensor,
@@ -249,7 +191,7 @@ def sample(
     amend: Amend | None = None,
     *,
     on_gpu: bool = False,
-    late: LateMasks | None = None,
+    late: StepMasks | None = None,
 ) -> SamplerOutput:
     """Choose one token per row.
 
@@ -258,7 +200,7 @@ def sample(
         rows: R rows.
         amend: May change the chosen tokens before log probabilities are taken.
         on_gpu: Whether the operator of a GPU chooses, wherever the logits are.
-        late: Masks of rows under a grammar that have none yet; default: these rows may get any token.
+        late: Computes masks of rows under a grammar that have none yet; default: these rows may get any token.
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits = edit_logits(logits.detach(), rows)
@@ -281,12 +223,12 @@ def sample(
 
 
 def _choose_before_masks(
-    operator: ChooseTokens | None,
+    operator: CpuSampler | ChooseOnDevice | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
     draws: Draws,
     waiting: Sequence[int],
-    late: LateMasks,
+    late: StepMasks,
 ) -> list[int]:
     """Choose a token per row, again where a grammar refuses it; ``waiting``: the rows whose grammars are asked.
 
@@ -300,8 +242,10 @@ def _choose_before_masks(
         places = waiting[begin:end]
         own = [rows[i] for i in places]
         wanted = [_tokens_to_allow(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
-        if refused := late.refused(own, wanted):
-            late.set_masks([own[i] for i in refused])
+        if refused := late.refused(mask_rows(own), wanted):
+            again_rows = [own[i] for i in refused]
+            for row, mask in zip(again_rows, late.late(mask_rows(again_rows)), strict=True):
+                row.mask = mask
             _choose_again(operator, logits, rows, draws, [places[i] for i in refused], again)
 
     tokens = _choose(operator, logits, rows, draws, kept=kept, watch=Watch(ready, waiting))
@@ -332,7 +276,7 @@ def _allows(row: SamplerRow, token: int) -> bool:
 
 
 def _choose_again(
-    operator: ChooseTokens | None,
+    operator: CpuSampler | ChooseOnDevice | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
     draws: Draws,
@@ -347,7 +291,7 @@ def _choose_again(
 
 
 def _choose(
-    operator: ChooseTokens | None,
+    operator: CpuSampler | ChooseOnDevice | None,
     logits: torch.Tensor,
     rows: Sequence[SamplerRow],
     draws: Draws,
@@ -371,11 +315,25 @@ def _choose(
     """
     filters = [row.filter for row in rows]
     masks = [row.mask if again or not row.unfiltered else None for row in rows]
-    if operator is not None:
+    if isinstance(operator, CpuSampler):
         return operator(logits, filters, draws, masks, at=at, again=again, kept=kept, watch=watch)
     keys = draws.keys(at, [again and row.unfiltered for row in rows])
     if at is not None:
         logits = logits[torch.tensor(at, device=logits.device)]
+    chosen = _choose_in_torch(logits, rows, keys, masks) if operator is None else operator(logits, filters, keys, masks)
+    tokens: list[int] = chosen.tolist()
+    if watch is not None:
+        watch.ready(0, len(watch.rows), tokens)
+    return tokens
+
+
+def _choose_in_torch(
+    logits: torch.Tensor,
+    rows: Sequence[SamplerRow],
+    keys: npt.NDArray[np.uint64],
+    masks: Sequence[TokenMask | None],
+) -> npt.NDArray[np.int64]:
+    """Return a token per row; arguments parallel to the logits [R, vocab]."""
     logits = logits.float()
     if any(mask is not None for mask in masks):
         logits = logits.clone()
@@ -385,10 +343,7 @@ def _choose(
     if drawn:
         subset = logits if len(drawn) == len(rows) else logits[drawn]
         chosen[drawn] = draw(filtered_probs(subset, [rows[i].params for i in drawn]), keys[drawn])
-    tokens: list[int] = chosen.tolist()
-    if watch is not None:
-        watch.ready(0, len(watch.rows), tokens)
-    return tokens
+    return chosen
 
 
 def edit_logits(logits: torch.Tensor, rows: Sequence[SamplerRow], upload: Upload | None = None) -> torch.Tensor:

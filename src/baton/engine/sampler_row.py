@@ -187,19 +187,6 @@ class SamplerRow:
             each step.
     """
 
-    __slots__ = (
-        "_banned",
-        "constraint",
-        "counts",
-        "edits",
-        "filter",
-        "mask",
-        "params",
-        "position",
-        "seed",
-        "unfiltered",
-    )
-
     def __init__(
         self,
         params: SamplingParams,
@@ -269,15 +256,9 @@ class SamplerRow:
     def unguided(self) -> SamplerRow:
         """Return a row that draws alike, but for its grammar."""
         row = SamplerRow.__new__(SamplerRow)
-        row.params = self.params
-        row.seed = self.seed
-        row.edits = self.edits
-        row.filter = self.filter
-        row.unfiltered = self.unfiltered
-        row._banned = self._banned
-        row.position = self.position
-        row.counts = self.counts
-        row.mask = row.constraint = None
+        row.__dict__.update(self.__dict__)
+        row.mask = None
+        row.constraint = None
         return row
 
     @property
@@ -303,6 +284,11 @@ class SamplerRow:
     def mask_row(self, constraint: Constraint) -> MaskRow:
         """Return what the mask of its next token is computed from."""
         return MaskRow(constraint, self._banned[self.position >= self.params.min_tokens])
+
+
+def mask_rows(rows: Iterable[SamplerRow]) -> list[MaskRow]:
+    """Return what the masks of the next tokens of those rows are computed from that are under a grammar."""
+    return [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
 
 
 def _banned_tokens(

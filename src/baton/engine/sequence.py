@@ -31,6 +31,7 @@ from baton.seeds import sequence_seed
 from baton.types import BlockHash, BlockId, FinishReason, SamplingParams, TokenLogprob
 
 
+@dataclass(slots=True, eq=False)
 class WindowTable:
     """One sequence's blocks of one layer group with a sliding window.
 
@@ -40,37 +41,32 @@ class WindowTable:
     Attributes:
         group: Number of the group.
         window: Number of tokens that a token attends to, itself included; 0: all before it.
+        null: Id of the null block, which stands for blocks before ``first``.
         first: Index of the first block held.
         block_ids: Block ids from that index on.
-        table: Block ids by index, int32, with spare capacity; the null block before ``first``.
+        table: Block ids by index, int32, with spare capacity.
     """
 
-    __slots__ = ("_null", "block_ids", "first", "group", "table", "window")
+    group: int
+    window: int
+    null: int
+    first: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)
+    table: npt.NDArray[np.int32] = field(init=False)
 
-    def __init__(self, group: int, window: int, null: int) -> None:
-        self.group = group
-        self.window = window
-        self._null = null
-        self.first = 0
-        self.block_ids: list[BlockId] = []
-        self.table: npt.NDArray[np.int32] = np.full(16, null, np.int32)
+    def __post_init__(self) -> None:
+        self.table = np.full(16, self.null, np.int32)
 
     def begin(self, first: int, block_ids: SequenceOf[BlockId]) -> None:
         """Replace all blocks by these, from an index on."""
         self.first = first
         self.block_ids = []
-        self.table[:] = self._null
+        self.table[:] = self.null
         self.append(block_ids)
 
     def append(self, block_ids: SequenceOf[BlockId]) -> None:
         """Add blocks at the end."""
-        have = self.first + len(self.block_ids)
-        want = self.first + len(self.block_ids) + len(block_ids)
-        if want > len(self.table):
-            table = np.full(max(want, 2 * len(self.table)), self._null, np.int32)
-            table[: len(self.table)] = self.table
-            self.table = table
-        self.table[have:want] = block_ids
+        self.table = _put_at(self.table, self.first + len(self.block_ids), block_ids, self.null)
         self.block_ids.extend(block_ids)
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
@@ -82,7 +78,7 @@ class WindowTable:
         count = min(max(0, place - self.first), len(self.block_ids))
         gone = self.block_ids[:count]
         self.block_ids = self.block_ids[count:]
-        self.table[self.first : self.first + count] = self._null
+        self.table[self.first : self.first + count] = self.null
         self.first += count
         return gone
 
@@ -98,6 +94,19 @@ class WindowTable:
         gone = self.block_ids
         self.begin(0, ())
         return gone
+
+
+def _put_at(
+    table: npt.NDArray[np.int32], place: int, block_ids: SequenceOf[BlockId], fill: int
+) -> npt.NDArray[np.int32]:
+    """Put block ids at a place of a table, the only ones behind it; return the table, or a larger one with ``fill``."""
+    end = place + len(block_ids)
+    if end > len(table):
+        larger = np.full(max(end, 2 * len(table)), fill, np.int32)
+        larger[:place] = table[:place]
+        table = larger
+    table[place:end] = block_ids
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +238,7 @@ class RequestGroup:
         return siblings
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One of the ``n`` sequences of a request.
 
@@ -253,78 +263,57 @@ class Sequence:
         num_passed: Later sequences that were admitted first, while there was no room for this one.
     """
 
-    __slots__ = (
-        "admitted",
-        "block_ids",
-        "buffer",
-        "finish_reason",
-        "group",
-        "hashes",
-        "high_water",
-        "index",
-        "key",
-        "max_output",
-        "num_accepted",
-        "num_cached",
-        "num_committed",
-        "num_computed",
-        "num_drafted",
-        "num_expected",
-        "num_in_flight",
-        "num_lost",
-        "num_passed",
-        "num_preemptions",
-        "num_prompt",
-        "num_prompt_computed",
-        "num_reloaded",
-        "num_repeated",
-        "num_tokens",
-        "num_transferred",
-        "sampler",
-        "state",
-        "table",
-        "windows",
-    )
+    group: RequestGroup
+    index: int
+    key: SortKey = field(init=False)
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: FinishReason | None = None
+    num_prompt: int = field(init=False)
+    num_tokens: int = field(init=False)
+    buffer: npt.NDArray[np.uint32] = field(init=False)
+    max_output: int = field(init=False)
+    num_computed: int = 0
+    num_committed: int = 0
+    num_in_flight: int = 0
+    num_expected: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)
+    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(16, np.int32))
+    windows: list[WindowTable] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    sampler: SamplerRow = field(init=False)
+    admitted: bool = False
+    num_cached: int = 0
+    num_transferred: int = 0
+    num_prompt_computed: int = 0
+    high_water: int = 0
+    num_preemptions: int = 0
+    num_lost: int = 0
+    num_reloaded: int = 0
+    num_repeated: int = 0
+    num_passed: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
-    def __init__(self, group: RequestGroup, index: int) -> None:
+    def __post_init__(self) -> None:
+        group = self.group
         request = group.request
         prompt = request.prompt_token_ids
         output = request.output_token_ids
-        self.group = group
-        self.index = index
-        self.key: SortKey = (group.priority, group.arrival, index)
-        self.state = SequenceState.WAITING
-        self.finish_reason: FinishReason | None = None
+        self.key = (group.priority, group.arrival, self.index)
         self.num_prompt = len(prompt)
         self.num_tokens = len(prompt) + len(output)
-        self.buffer: npt.NDArray[np.uint32] = np.empty(self.num_tokens + 32, np.uint32)
+        self.buffer = np.empty(self.num_tokens + 32, np.uint32)
         self.buffer[: self.num_prompt] = prompt
         self.buffer[self.num_prompt : self.num_tokens] = output
         self.max_output = 1 + len(output) if request.prefill_only else group.sampling.max_tokens or 1
-        self.num_computed = 0
-        self.num_committed = 0
-        self.num_in_flight = self.num_expected = 0
-        self.block_ids: list[BlockId] = []
-        self.table: npt.NDArray[np.int32] = np.zeros(16, np.int32)
-        self.windows: list[WindowTable] = []
-        self.hashes: list[BlockHash] = []
         self.sampler = SamplerRow(
             group.sampling,
-            sequence_seed(group.sampling.seed or 0, index),
+            sequence_seed(group.sampling.seed or 0, self.index),
             stop_ids=sorted(group.stop_ids),
             prompt=prompt,
             output=output,
             constraint=None if request.constraint is None else request.constraint.fork(),
         )
-        self.admitted = False
-        self.num_cached = 0
-        self.num_transferred = 0
-        self.num_prompt_computed = 0
-        self.high_water = 0
-        self.num_preemptions = 0
-        self.num_lost = self.num_reloaded = self.num_repeated = 0
-        self.num_passed = 0
-        self.num_drafted = self.num_accepted = 0
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -400,13 +389,7 @@ class Sequence:
             for i, window in enumerate(self.windows, 1):
                 window.append(block_ids[i * each : (i + 1) * each])
             block_ids = block_ids[:each]
-        have = len(self.block_ids)
-        want = len(self.block_ids) + len(block_ids)
-        if want > len(self.table):
-            table = np.zeros(max(want, 2 * len(self.table)), np.int32)
-            table[:have] = self.table[:have]
-            self.table = table
-        self.table[have:want] = block_ids
+        self.table = _put_at(self.table, len(self.block_ids), block_ids, 0)
         self.block_ids.extend(block_ids)
 
     def attach_prefix(self, prefix: PrefixHit, windows: list[WindowTable], block_size: int) -> None:

@@ -24,6 +24,7 @@ def json_schema_grammar(
     schema: Any,
     field: str = "json_schema",
     *,
+    kind: str = "json_schema",
     whitespace_pattern: str | None = None,
     disable_any_whitespace: bool = False,
 ) -> Grammar:
@@ -32,6 +33,7 @@ def json_schema_grammar(
     Args:
         schema: The schema, decoded or as JSON.
         field: Name of the request field, for errors.
+        kind: Kind of its source, for metrics.
         whitespace_pattern: What may stand between the parts of JSON; default: at most a space.
         disable_any_whitespace: Nothing may.
 
@@ -41,21 +43,16 @@ def json_schema_grammar(
     rule = json_rule(
         schema, field, whitespace_pattern=whitespace_pattern, disable_any_whitespace=disable_any_whitespace
     )
-    return check_grammar(Grammar("json_schema", f"start: {rule}"), field)
+    return check_grammar(Grammar(kind, f"start: {rule}"), field)
 
 
-def json_object_grammar(
-    field: str = "json_object", *, whitespace_pattern: str | None = None, disable_any_whitespace: bool = False
-) -> Grammar:
-    """Return the grammar of any JSON object.
+def json_object_grammar(field: str = "json_object", **whitespace: Any) -> Grammar:
+    """Return the grammar of any JSON object; whitespace as :func:`json_schema_grammar` has it.
 
     Raises:
         InvalidRequestError: The pattern for whitespace is wrong.
     """
-    rule = json_rule(
-        {"type": "object"}, field, whitespace_pattern=whitespace_pattern, disable_any_whitespace=disable_any_whitespace
-    )
-    return check_grammar(Grammar("json_object", f"start: {rule}"), field)
+    return json_schema_grammar({"type": "object"}, field, kind="json_object", **whitespace)
 
 
 def regex_grammar(pattern: Any, field: str = "regex") -> Grammar:
@@ -277,13 +274,13 @@ class StructuredOutputs:
         place = self.place
         match kind:
             case "json" | "json_object":
-                spaces = {
-                    "whitespace_pattern": self.whitespace_pattern,
-                    "disable_any_whitespace": self.disable_any_whitespace,
-                }
-                if kind == "json":
-                    return json_schema_grammar(self.json, place, **spaces)  # type: ignore[arg-type]
-                return json_object_grammar(place, **spaces)  # type: ignore[arg-type]
+                return json_schema_grammar(
+                    self.json if kind == "json" else {"type": "object"},
+                    place,
+                    kind="json_schema" if kind == "json" else kind,
+                    whitespace_pattern=self.whitespace_pattern,
+                    disable_any_whitespace=self.disable_any_whitespace,
+                )
             case "regex":
                 return regex_grammar(self.regex, place)
             case "choice":

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from baton.child_process import ChildProcess, RunningProcess, start_python
@@ -199,9 +200,7 @@ class MultiprocessExecutor(InProcessExecutor):
         fds = [arena.fd if handle is None else handle[1] for arena, handle in zip(arenas, exported, strict=True)]
         message: Message = {"do": "bind", "handles": [handle[0].hex() if handle else "" for handle in exported]}
         try:
-            self._run_on_all_ranks(
-                message, lambda: super(MultiprocessExecutor, self).bind(shards), [(fd,) for fd in fds]
-            )
+            self._run_on_all_ranks(message, partial(super().bind, shards), [(fd,) for fd in fds])
         finally:
             for handle in exported:
                 if handle is not None:
@@ -220,23 +219,28 @@ class MultiprocessExecutor(InProcessExecutor):
         return [*own_bytes, *(int(answer["bytes"]) for answer in self.ask({"do": "measured"}))]
 
     def _run_on_all_ranks(
-        self, message: Message, call: Callable[[], ResultT], descriptors: Sequence[Sequence[int]] = ()
+        self,
+        message: Message,
+        call: Callable[[], ResultT],
+        descriptors: Sequence[Sequence[int]] = (),
+        timeout_s: float = LOAD_TIMEOUT_S,
     ) -> tuple[ResultT, list[Message]]:
         """Have all followers do something while this rank does it, in which ranks wait for each other.
 
         Raises:
-            ConfigError, InternalError: A rank could not.
+            ConfigError, InternalError: A rank could not; it may go well the next time.
             ExecutorLostError: A follower died.
         """
         if not self.communicator.connected:
             self._connect_ranks()
-        self._send(message, descriptors)
         try:
-            return call(), self._collect_answers(LOAD_TIMEOUT_S)
+            self._send(message, descriptors)
+            return call(), self._collect_answers(timeout_s)
         except Exception as error:
             self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
             raise (error if isinstance(error, ConfigError) else self._cause_of(error)) from error
         except BaseException:
+            # Interrupted: answers that are still to come will be passed over by their number.
             self.communicator.disconnect()
             raise
 
@@ -265,29 +269,13 @@ class MultiprocessExecutor(InProcessExecutor):
     def _run(
         self, batch: ForwardBatch, scratch_blocks: int = 0, offset: int = 0, *, stored: bool = False
     ) -> ForwardOutput:
-        """Run a step on all ranks.
-
-        Raises:
-            InternalError: A rank failed; the next step may work.
-            ExecutorLostError: A rank is gone.
-        """
+        """Run a step on all ranks; see :meth:`_run_on_all_ranks`."""
         if self._buffer is None:
             raise InternalError("a step before the ranks have met")
-        if not self.communicator.connected:
-            self._connect_ranks()
         self._buffer.write(batch)
-        try:
-            self._send({"do": "step", "scratch_blocks": scratch_blocks, "offset": offset, "stored": stored})
-            output = super()._run(batch, scratch_blocks, offset, stored=stored)
-            self._collect_answers(STEP_TIMEOUT_S)
-        except Exception as error:
-            self.communicator.disconnect()  # ranks that wait for this one fail now, and answer
-            raise self._cause_of(error) from error
-        except BaseException:
-            # Interrupted: answers that are still to come will be passed over by their number.
-            self.communicator.disconnect()
-            raise
-        return output
+        message = {"do": "step", "scratch_blocks": scratch_blocks, "offset": offset, "stored": stored}
+        run_here = partial(super()._run, batch, scratch_blocks, offset, stored=stored)
+        return self._run_on_all_ranks(message, run_here, timeout_s=STEP_TIMEOUT_S)[0]
 
     def move_kv(self, moves: KVMoves) -> None:
         self._send({"do": "move", "sources": moves.sources.tolist(), "targets": moves.targets.tolist()})

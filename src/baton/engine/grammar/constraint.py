@@ -72,20 +72,6 @@ class Constraint:
         refusals: Tokens in a row that were chosen without a mask and refused.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_forced",
-        "_origin",
-        "_seen",
-        "cost",
-        "eos_token_ids",
-        "error",
-        "grammar",
-        "matcher",
-        "refusals",
-        "started",
-    )
-
     def __init__(self, origin: GrammarMatcher, grammar: Grammar, eos_token_ids: frozenset[int]) -> None:
         self._origin = origin
         self.grammar = grammar
@@ -110,17 +96,8 @@ class Constraint:
     def fork(self) -> Constraint:
         """Return another one in the same state."""
         copy = Constraint.__new__(Constraint)
-        copy._origin = self._origin
-        copy.grammar = self.grammar
-        copy.eos_token_ids = self.eos_token_ids
-        copy.cost = self.cost
-        copy.refusals = self.refusals
+        copy.__dict__.update(self.__dict__)
         copy.matcher = self.matcher.fork()
-        copy.started = self.started
-        copy.error = self.error
-        copy._seen = self._seen
-        copy._ahead = self._ahead
-        copy._forced = self._forced
         return copy
 
     def append(self, token: int) -> None:
@@ -341,7 +318,7 @@ class StepMasks:
 
         Args:
             rows: Rows without a mask in this step.
-            token_ids: What :meth:`MaskRow.take` is to take, parallel to them.
+            token_ids: What :meth:`MaskRow.try_consume` is to take, parallel to them.
         """
         started = time.perf_counter()
         refused = self._refused(rows, token_ids)

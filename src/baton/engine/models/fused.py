@@ -100,17 +100,7 @@ class FusedDecoder:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run tokens through this rank's layers.
 
-        Args:
-            tokens: int64 [T].
-            positions: int64 [T], the positions that ``plan`` was prepared for.
-            rows: int64 [R], tokens whose logits are returned.
-            plan: The attention backend's plan of this batch.
-            pools: KV pools of this rank's layers.
-            hidden_of: Layers whose inputs are returned; -1: the hidden states after the final norm.
-
-        Returns:
-            The logits [R, vocab], or [0, 0] on a rank that has no head, and the hidden states [T, width] of
-            ``hidden_of``, or none if this rank does not have all of them.
+        Arguments and results are those of :meth:`.GenericDecoder.forward`; a rank without a head has logits [0, 0].
         """
         states: dict[int, torch.Tensor] = {}
         ranks = self._communicator

@@ -315,8 +315,7 @@ class LayerMaker:
         shared = self._gated_mlp(module.shared_experts) if "shared_experts" in parts else None
         router = getattr(module, self._family.router)
         try:
-            operators = self._operators
-            return make_mixture(router, experts, shared, self._family, operators.routing, operators.linear)
+            return make_mixture(router, experts, shared, self._family, self._operators)
         except (AttributeError, ValueError) as error:
             raise NotFusableError(f"another router ({error})") from error
 

@@ -82,17 +82,15 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
     return ExpertWeights(gate_up, down)
 
 
-class ExpertsByDefinition:
-    """Quantized experts, computed by their module."""
-
-    def __init__(self, module: QuantizedExpertsModule) -> None:
-        self._module = module
-
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._module(x, ids, weights)
-        return out if residual is None else out.add_(residual)
+def _run_module(
+    module: QuantizedExpertsModule,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out: torch.Tensor = module(x, ids, weights)
+    return out if residual is None else out.add_(residual)
 
 
 def pack_quantized_experts(module: QuantizedExpertsModule, make: MakeQuantizedExperts) -> RunExperts:
@@ -106,21 +104,10 @@ def pack_quantized_experts(module: QuantizedExpertsModule, make: MakeQuantizedEx
         run_experts = make(weights, module.activation, module.activations)
     except ValueError as error:
         log.warning("quantized experts run by their definition, slowly: %s", error)
-        return ExpertsByDefinition(module)
+        return partial(_run_module, module)
     for weight in module.weights:
         weight.release()
     return run_experts
-
-
-def pack_experts(module: nn.Module, library: CpuLibrary) -> RunExperts | None:
-    """Return the C++ operator for a module of experts; ``None``: the operator does not support the module."""
-    if isinstance(module, QuantizedExpertsModule):
-        return pack_quantized_experts(module, partial(_cpu_quantized_experts, library))
-    weights = expert_weights(module)
-    activation = gated_activation(module)
-    if weights is None or activation is None or weights.gate_up.dtype not in CPU_DTYPES:
-        return None
-    return CpuExperts(library, weights, activation)
 
 
 def _cpu_quantized_experts(
@@ -177,8 +164,7 @@ def make_mixture(
     experts: RunExperts,
     shared: Any,
     family: Family,
-    make_routing: Callable[[Routing, int], Route],
-    make_linear: Callable[[torch.Tensor, torch.Tensor | None], PackedLinear],
+    operators: LayerOperators,
 ) -> Mixture:
     """Return a mixture of experts.
 
@@ -187,8 +173,7 @@ def make_mixture(
         experts: Operator of this rank's experts.
         shared: Shared MLP (x, residual), or ``None``.
         family: The model's family, with the way that its router chooses experts.
-        make_routing: Makes the operator of a router: (routing, number of experts).
-        make_linear: Makes a linear layer: (weight, bias or ``None``).
+        operators: Makes the operators of router and routing.
 
     Raises:
         ValueError: The router's numbers contradict each other.
@@ -205,8 +190,9 @@ def make_mixture(
         top_groups=int(getattr(router, "topk_group", 1)),
         bias=getattr(router, "e_score_correction_bias", None),
     )
-    linear = PlainLinear(weight.float(), bias) if wide else make_linear(weight, None if bias is None else bias.detach())
-    return Mixture(linear, make_routing(routing, len(weight)), experts, shared, wide_router=wide)
+    make_linear = PlainLinear if wide else operators.linear
+    linear = make_linear(weight.float() if wide else weight, None if bias is None else bias.detach())
+    return Mixture(linear, operators.routing(routing, len(weight)), experts, shared, wide_router=wide)
 
 
 # Operators of a device
@@ -294,7 +280,15 @@ class CpuOperators:
         return weights is not None and weights.gate_up.dtype in CPU_DTYPES
 
     def experts(self, module: nn.Module) -> RunExperts | None:
-        return None if self._library is None else pack_experts(module, self._library)
+        if self._library is None:
+            return None
+        if isinstance(module, QuantizedExpertsModule):
+            return pack_quantized_experts(module, partial(_cpu_quantized_experts, self._library))
+        weights = expert_weights(module)
+        activation = gated_activation(module)
+        if weights is None or activation is None or weights.gate_up.dtype not in CPU_DTYPES:
+            return None
+        return CpuExperts(self._library, weights, activation)
 
     @property
     def _required(self) -> CpuLibrary:

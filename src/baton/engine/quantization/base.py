@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from baton_kernels.quantization import EXACT, ActivationScheme, QuantizedWeight
 
 CONFIG_NAME = "quantization_config"
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TensorSource(Protocol):
@@ -103,6 +104,26 @@ def need_tensor(source: TensorSource, name: str, owner: str, *dtypes: torch.dtyp
         actual = str(source.dtype(name)).removeprefix("torch.")
         raise tensor_error(source, name, f"must be {wanted}, is {actual}")
     return source.shape(name)
+
+
+def need_matrix(
+    source: TensorSource, name: str, *dtypes: torch.dtype, sides: str = "[rows, columns]"
+) -> tuple[int, int]:
+    """Return both sides of a required matrix.
+
+    Args:
+        source: The checkpoint.
+        name: Name of the matrix.
+        dtypes: Allowed dtypes; none: any dtype.
+        sides: Names of both sides in errors; one may be a fraction, of a matrix whose elements hold several values.
+
+    Raises:
+        ConfigError: The tensor is missing, of another dtype, no matrix, or empty.
+    """
+    shape = need_tensor(source, name, name, *dtypes)
+    if len(shape) != 2 or 0 in shape:
+        raise tensor_error(source, name, f"must be {sides}, is {list(shape)}")
+    return shape[0], shape[1]
 
 
 def need_shape(source: TensorSource, name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:

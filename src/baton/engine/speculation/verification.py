@@ -11,7 +11,6 @@ keeps the distribution but not the sequence, and is there for those who want it
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -19,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.grammar.constraint import MaskRow, StepMasks
+from baton.engine.grammar.constraint import StepMasks
 from baton.engine.runner.input_batch import ForwardOutput, KVMoves, StepBatch
 from baton.engine.sampler import QueuedSample, SamplerOutput, gpu_sampler, queue_sample, sample
-from baton.engine.sampler_row import SamplerRow
+from baton.engine.sampler_row import SamplerRow, mask_rows
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.rejection import DrawnDraft, keep_or_replace
 from baton.engine.speculation.speculator import DrawnFrom
@@ -65,24 +64,6 @@ class _Rows:
     parents: tuple[int, ...] = ()
 
 
-class _LateMasks:
-    """A :class:`~baton.engine.sampler.LateMasks`."""
-
-    def __init__(self, masks: StepMasks) -> None:
-        self._masks = masks
-
-    def refused(self, rows: SequenceOf[SamplerRow], token_ids: SequenceOf[SequenceOf[int]]) -> list[int]:
-        return self._masks.refused(_mask_rows(rows), token_ids)
-
-    def set_masks(self, rows: SequenceOf[SamplerRow]) -> None:
-        for row, mask in zip(rows, self._masks.late(_mask_rows(rows)), strict=True):
-            row.mask = mask
-
-
-def _mask_rows(rows: SequenceOf[SamplerRow]) -> list[MaskRow]:
-    return [row.mask_row(row.constraint) for row in rows if row.constraint is not None]
-
-
 class StepSampling:
     """The choice of one step's tokens. Masks are computed while the forward pass runs, or when they are missed.
 
@@ -117,7 +98,7 @@ class StepSampling:
         self._pending: Future[list[TokenMask]] | None = None
         self._queued: QueuedSample | None = None
         if masks is not None and self._guided:
-            self._pending = masks.begin(_mask_rows(self._guided))
+            self._pending = masks.begin(mask_rows(self._guided))
 
     def end_masks(self) -> None:
         """Wait for the masks; to be called once, whatever became of the forward pass."""
@@ -143,8 +124,7 @@ class StepSampling:
         if staging is not None and operator is not None:
             self._queued = queue_sample(wanted, self._samplers, operator, staging)
             return
-        late = None if self._masks is None else _LateMasks(self._masks)
-        sampled = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=late)
+        sampled = sample(wanted, self._samplers, amend, on_gpu=staging is not None, late=self._masks)
         self._queued = QueuedSample(torch.tensor(sampled.token_ids), lambda: sampled)
 
     @property

@@ -26,7 +26,7 @@ from baton.engine.sampler_row import SamplerRow
 from baton.grammar import StructuredOutputs, regex_grammar
 from baton.types import RequestId, SamplingParams
 from baton_kernels.cpu.library import ThreadTeam
-from baton_kernels.token_mask import has_token, pack_mask
+from baton_kernels.token_mask import TokenMask, has_token, pack_mask
 
 PROMPT = [5, 9, 14, 33, 21, 7, 50]
 Answers = dict[tuple[str, int], list[int]]
@@ -216,14 +216,15 @@ def test_logits_that_are_no_numbers_are_looked_at_again_under_the_mask() -> None
     for row in rows:
         row.constraint = object()  # type: ignore[assignment]
 
-    class Late:
-        def refused(self, missing: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
-            assert list(tokens) == [[]] * len(missing)
-            return list(range(len(missing)))
+    class Late(StepMasks):
+        def __init__(self) -> None: ...
 
-        def set_masks(self, missing: Sequence[SamplerRow]) -> None:
-            for row in missing:
-                row.mask = pack_mask(np.arange(70) > 30)
+        def refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
+            assert list(token_ids) == [[]] * len(rows)
+            return list(range(len(rows)))
+
+        def late(self, rows: Sequence[MaskRow]) -> list[TokenMask]:
+            return [pack_mask(np.arange(70) > 30)] * len(rows)
 
     found = sample(logits, rows, late=Late())
     assert found.bad_rows == (2,)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from baton.engine import sampler
+from baton.engine.grammar.constraint import MaskRow, StepMasks
 from baton.engine.sampler import sample
 from baton.engine.sampler_row import SamplerRow
 from baton.types import SamplingParams
-from baton_kernels.token_mask import pack_mask
+from baton_kernels.token_mask import TokenMask, pack_mask
 
 DRAWS, ROWS = 100_000, 500
 
@@ -41,13 +42,14 @@ def test_draws_under_a_mask_are_free_draws_rescaled(
         SamplerRow(SamplingParams(temperature=temperature), 0, stop_ids=(), prompt=(), output=()) for _ in range(ROWS)
     ]
 
-    class Late:
-        def refused(self, _: Sequence[SamplerRow], tokens: Sequence[Sequence[int]]) -> list[int]:
-            return [i for i, (token,) in enumerate(tokens) if not mask[token]]
+    class Late(StepMasks):
+        def __init__(self) -> None: ...
 
-        def set_masks(self, missing: Sequence[SamplerRow]) -> None:
-            for row in missing:
-                row.mask = pack_mask(mask)
+        def refused(self, rows: Sequence[MaskRow], token_ids: Sequence[Sequence[int]]) -> list[int]:
+            return [i for i, (token,) in enumerate(token_ids) if not mask[token]]
+
+        def late(self, rows: Sequence[MaskRow]) -> list[TokenMask]:
+            return [pack_mask(mask)] * len(rows)
 
     if path == "late":
         for row in rows:

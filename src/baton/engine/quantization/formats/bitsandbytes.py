@@ -20,11 +20,13 @@ import torch
 
 from baton.engine.quantization.base import (
     CONFIG_NAME,
+    SCALE_TYPES,
     StoredWeight,
     TensorSource,
     check_scales,
     config_error,
     field_of,
+    need_matrix,
     need_shape,
     need_tensor,
     tensor_error,
@@ -88,15 +90,13 @@ def _find_int8_weight(source: TensorSource, module: str) -> StoredWeight:
     weight = f"{module}.weight"
     scb = f"{module}.SCB"
     layout = f"{module}.weight_format"
-    shape = source.shape(weight)
-    if len(shape) != 2:
-        raise tensor_error(source, weight, f"must be [rows, columns], is {list(shape)}")
-    need_tensor(source, scb, weight, torch.float32, torch.float16, torch.bfloat16)
+    shape = need_matrix(source, weight)
+    need_tensor(source, scb, weight, *SCALE_TYPES)
     need_shape(source, scb, (shape[0],))
     if layout in source and int(source.read(layout).item()) != ROW_FORMAT:
         raise tensor_error(source, layout, f"must be {ROW_FORMAT} (rows), is {int(source.read(layout).item())}")
     tensors = tuple(name for name in (weight, scb, layout) if name in source)
-    return StoredWeight(weight, (shape[0], shape[1]), tensors, partial(_read_int8, source, weight, scb))
+    return StoredWeight(weight, shape, tensors, partial(_read_int8, source, weight, scb))
 
 
 def _read_int8(source: TensorSource, weight: str, scb: str, _: int) -> Int8Weight:

@@ -18,6 +18,7 @@ import torch
 
 from baton.engine.quantization.base import (
     CONFIG_NAME,
+    SCALE_TYPES,
     StoredWeight,
     TensorSource,
     config_error,
@@ -25,6 +26,7 @@ from baton.engine.quantization.base import (
     field_of,
     names_field,
     need_group,
+    need_matrix,
     need_shape,
     need_tensor,
     read_scales,
@@ -35,7 +37,6 @@ from baton.engine.quantization.formats.floats import (
     FP8,
     decode_e8m0,
     fp8_block,
-    matrix_shape,
     read_fp8_weight,
     static_scale,
 )
@@ -169,7 +170,6 @@ def _is_targeted(group: _Group, module: str) -> bool:
 
 
 STRATEGIES = {"tensor", "channel", "group", "block", "tensor_group"}
-SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPANIONS = (
     "weight_scale",
     "weight_zero_point",
@@ -303,8 +303,7 @@ def stored_weight(args: WeightArgs, source: TensorSource, module: str, activatio
     if values not in source:
         raise tensor_error(source, other, f"{CONFIG_NAME}.{args.field}: {args.form!r} has it as {values}")
     if args.kind == "float" and not packed:
-        need_tensor(source, values, values, FP8)
-        shape = matrix_shape(source, values)
+        shape = need_matrix(source, values, FP8)
         block = fp8_block(source, values, f"{module}.weight_scale", args.block)
         read: Any = partial(read_fp8_weight, source, values, f"{module}.weight_scale", block)
     elif args.kind == "float":
@@ -323,18 +322,15 @@ def _count_groups(args: WeightArgs, source: TensorSource, values: str, columns: 
 
 def _integer_shape(args: WeightArgs, source: TensorSource, module: str, values: str) -> tuple[int, int]:
     if args.form == "pack-quantized":
-        packed = need_tensor(source, values, values, torch.int32)
+        packed = need_matrix(source, values, torch.int32)
         stated = f"{module}.weight_shape"
-        if len(packed) != 2:
-            raise tensor_error(source, values, f"must be [rows, columns], is {list(packed)}")
         need_tensor(source, stated, values, torch.int64, torch.int32)
         need_shape(source, stated, (2,))
         rows, columns = (int(side) for side in source.read(stated).tolist())
         if min(rows, columns) < 1 or packed != (rows, -(-columns * args.bits // 32)):
             raise tensor_error(source, values, f"is {list(packed)}, but {stated} says {[rows, columns]}")
     else:
-        need_tensor(source, values, values, torch.int8)
-        rows, columns = matrix_shape(source, values)
+        rows, columns = need_matrix(source, values, torch.int8)
     if args.bits == 4 and columns % 2:
         raise tensor_error(source, values, f"4-bit weights need an even number of columns, has {columns}")
     groups = _count_groups(args, source, values, columns)
@@ -388,11 +384,8 @@ def _read_integer(
 
 
 def _float4_shape(args: WeightArgs, source: TensorSource, module: str, values: str) -> tuple[int, int]:
-    packed = need_tensor(source, values, values, torch.uint8)
-    if len(packed) != 2 or 0 in packed:
-        raise tensor_error(source, values, f"must be [rows, columns / 2], is {list(packed)}")
-    rows = packed[0]
-    columns = packed[1] * 2
+    rows, width = need_matrix(source, values, torch.uint8, sides="[rows, columns / 2]")
+    columns = width * 2
     groups = _count_groups(args, source, values, columns)
     scale = f"{module}.weight_scale"
     whole = f"{module}.weight_global_scale"

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from baton.engine.quantization.base import (
+    SCALE_TYPES,
     StoredWeight,
     TensorSource,
     config_error,
     field_of,
+    need_matrix,
     need_shape,
     need_tensor,
     read_scales,
@@ -30,7 +32,6 @@ from baton.engine.quantization.base import (
 from baton_kernels.quantization import ActivationScheme, ActivationType, Fp8Weight, TableWeight
 
 FP8 = torch.float8_e4m3fn
-SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
@@ -52,7 +53,7 @@ def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
     for name in source.names():
         if not name.endswith(".weight") or source.dtype(name) is not FP8:
             continue
-        shape = matrix_shape(source, name)
+        shape = need_matrix(source, name)
         scale = next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in source), name + SCALE_SUFFIXES[-1])
         inputs = name.removesuffix("weight") + "input_scale"
         block = fp8_block(source, name, scale, None if size is None else (size[0], size[1]))
@@ -63,18 +64,6 @@ def read_fp8(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
         read = partial(read_fp8_weight, source, name, scale, block)
         weights.append(StoredWeight(name, shape, tensors, read, activations=activations))
     return weights
-
-
-def matrix_shape(source: TensorSource, name: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a weight.
-
-    Raises:
-        ConfigError: The weight is no matrix, or empty.
-    """
-    shape = source.shape(name)
-    if len(shape) != 2 or 0 in shape:
-        raise tensor_error(source, name, f"must be [rows, columns], is {list(shape)}")
-    return shape[0], shape[1]
 
 
 def fp8_block(source: TensorSource, name: str, scale: str, size: tuple[int, int] | None) -> tuple[int, int]:
@@ -91,7 +80,7 @@ def fp8_block(source: TensorSource, name: str, scale: str, size: tuple[int, int]
         ConfigError: The scales are missing, or of another shape.
     """
     need_tensor(source, scale, name, *SCALE_TYPES)
-    rows, columns = matrix_shape(source, name)
+    rows, columns = need_matrix(source, name)
     if size is not None:
         height = min(size[0], rows)
         width = min(size[1], columns)

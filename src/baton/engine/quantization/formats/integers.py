@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from baton.engine.quantization.base import (
+    SCALE_TYPES,
     StoredWeight,
     TensorSource,
     config_error,
     field_of,
     need_group,
+    need_matrix,
     need_shape,
     need_tensor,
     read_scales,
@@ -133,13 +135,10 @@ def read_awq(config: dict[str, Any], source: TensorSource) -> list[StoredWeight]
 
 def _find_awq_weight(source: TensorSource, module: str, group: int, *, zero_point: bool) -> StoredWeight:
     qweight, qzeros, scales = (f"{module}.{part}" for part in AWQ_PARTS)
-    packed = need_tensor(source, qweight, qweight, torch.int32)
-    if len(packed) != 2 or 0 in packed:
-        raise tensor_error(source, qweight, f"must be [columns, rows / 8], is {list(packed)}")
-    columns = packed[0]
-    rows = packed[1] * 8
+    columns, width = need_matrix(source, qweight, torch.int32, sides="[columns, rows / 8]")
+    rows = width * 8
     groups = need_group(source, qweight, columns if group == -1 else group, columns, "group_size")
-    need_tensor(source, scales, qweight, torch.float16, torch.bfloat16, torch.float32)
+    need_tensor(source, scales, qweight, *SCALE_TYPES)
     need_shape(source, scales, (groups, rows))
     if zero_point:
         need_tensor(source, qzeros, qweight, torch.int32)
@@ -242,12 +241,9 @@ def _scheme_of_module(whole: _GptqScheme, rules: dict[str, Any], module: str) ->
 def _find_gptq_weight(source: TensorSource, module: str, scheme: _GptqScheme) -> StoredWeight:
     qweight, qzeros, scales, g_idx = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx"))
     each = 32 // scheme.bits
-    packed = need_tensor(source, qweight, qweight, torch.int32)
-    if len(packed) != 2 or 0 in packed:
-        raise tensor_error(source, qweight, f"must be [columns / {each}, rows], is {list(packed)}")
-    columns = packed[0] * each
-    rows = packed[1]
-    need_tensor(source, scales, qweight, torch.float16, torch.bfloat16, torch.float32)
+    height, rows = need_matrix(source, qweight, torch.int32, sides=f"[columns / {each}, rows]")
+    columns = height * each
+    need_tensor(source, scales, qweight, *SCALE_TYPES)
     need_tensor(source, qzeros, qweight, torch.int32)
     group = columns if scheme.group == -1 else scheme.group
     groups = -(-columns // group)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from baton.engine.quantization.base import (
+    SCALE_TYPES,
     StoredWeight,
     TensorSource,
+    need_matrix,
     need_tensor,
     read_scales,
     tensor_error,
 )
-from baton.engine.quantization.formats.floats import FP8, fp8_block, matrix_shape, read_fp8_weight
+from baton.engine.quantization.formats.floats import FP8, fp8_block, read_fp8_weight
 from baton_kernels.quantization import EXACT, ActivationScheme, ActivationType, Int8Weight
 
 DATA = "qdata"
@@ -27,7 +29,6 @@ SCALE = "scale"
 ZERO = "zero_point"
 INTEGERS = {"Int8Tensor", "IntxUnpackedToInt8Tensor"}
 FLOATS = {"Float8Tensor"}
-SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_torchao(_: dict[str, Any], source: TensorSource) -> list[StoredWeight]:
@@ -52,8 +53,7 @@ def _find_weight(source: TensorSource, module: str, leaf: str, data: str) -> Sto
     tensors = tuple(name for name in (data, scale, zero) if name in source)
     activations = _input_scheme(source, data, attributes)
     if kind in FLOATS:
-        need_tensor(source, data, data, FP8)
-        shape = matrix_shape(source, data)
+        shape = need_matrix(source, data, FP8)
         block = fp8_block(source, data, scale, None)
         read: Any = partial(read_fp8_weight, source, data, scale, block)
         return StoredWeight(parameter, shape, tensors, read, activations=activations)
@@ -61,8 +61,7 @@ def _find_weight(source: TensorSource, module: str, leaf: str, data: str) -> Sto
         raise tensor_error(
             source, data, f"torchao's {kind} is not supported, only {', '.join(sorted(INTEGERS | FLOATS))}"
         )
-    need_tensor(source, data, data, torch.int8)
-    rows, columns = matrix_shape(source, data)
+    rows, columns = need_matrix(source, data, torch.int8)
     stored = need_tensor(source, scale, data, *SCALE_TYPES)
     groups = stored[1] if len(stored) == 2 else 1
     if stored not in {(), (1,), (1, 1), (rows,), (rows, groups)} or not groups or columns % groups:
