@@ -68,8 +68,8 @@ class OtlpExporter:
         given = None if sample_rate is None else ParentBased(TraceIdRatioBased(sample_rate))
         self._sampler = TracerProvider(sampler=given, resource=self._resource, shutdown_on_exit=False).sampler
         self._count, self._clock = count, _EpochClock()
-        self._on_way = _OnWay()
-        self._exporter = _Counted(OTLPSpanExporter(endpoint), endpoint, self._on_way, count)
+        self._slots = threading.Semaphore(_QUEUE)  # one per span that is queued or being sent
+        self._exporter = _Counted(OTLPSpanExporter(endpoint), endpoint, self._slots, count)
         self._batches = BatchSpanProcessor(self._exporter, max_queue_size=_QUEUE)
 
     def samples(self, trace_id: str, parent: TraceContext | None) -> bool:
@@ -82,7 +82,7 @@ class OtlpExporter:
         """Queue a span; one for which there is no room is dropped."""
         if span.context is None:
             return
-        if not self._on_way.try_add(_QUEUE):
+        if not self._slots.acquire(blocking=False):
             self._count("dropped", 1)
             return
         self._batches.on_end(self._readable(span, span.context))
@@ -136,32 +136,16 @@ class _EpochClock:
         return self._offset
 
 
-class _OnWay:
-    """Counts the spans that are queued or being sent."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    def try_add(self, most: int) -> bool:
-        """Count one more, if there is room."""
-        with self._lock:
-            if self._count >= most:
-                return False
-            self._count += 1
-            return True
-
-    def give_back(self, count: int) -> None:
-        """Count those that have been sent, or not."""
-        with self._lock:
-            self._count -= count
-
-
 class _Counted(SdkExporter):
     """Counts what another exporter does, and says once when the collector is away, and when it is back."""
 
-    def __init__(self, exporter: SdkExporter, endpoint: str, on_way: _OnWay, count: Callable[[str, int], None]) -> None:
-        self._exporter, self._endpoint, self._on_way, self._tell = exporter, endpoint, on_way, count
+    def __init__(
+        self, exporter: SdkExporter, endpoint: str, slots: threading.Semaphore, count: Callable[[str, int], None]
+    ) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._slots = slots
+        self._count = count
         self._away = False
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says so once per try
 
@@ -171,9 +155,9 @@ class _Counted(SdkExporter):
         try:
             result = self._exporter.export(spans)
         finally:
-            self._on_way.give_back(len(spans))
+            self._slots.release(len(spans))
             well = result is SpanExportResult.SUCCESS
-            self._tell("exported" if well else "failed", len(spans))
+            self._count("exported" if well else "failed", len(spans))
             if well and self._away:
                 log.info("the collector %s takes spans again", self._endpoint)
             elif not well and not self._away:

@@ -27,7 +27,7 @@ MAX_TENANTS = 50
 TIERS: Final = ("memory", "disk", "redis", "object")
 """Tiers that always have metrics, even if the store does not use them."""
 
-# Help texts by attribute of :class:`StoreStats`, :class:`ShareUse`, :class:`TierStats` and the counters.
+# Help texts by attribute of :class:`StoreStats`, :class:`Share`, :class:`TierStats` and the counters.
 _STORE_GAUGES: Final = {
     "capacity_bytes": "Memory for blocks",
     "used_bytes": "Bytes of blocks held or being filled",

@@ -126,8 +126,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 else min(_PROMOTION_SHARE * left, self._config.pull_timeout_s)
             )
             fingerprint = read_fingerprint(request.fingerprint)
-            wanted = LeaseRequest(ttl_s, tenant_from_pb(request.tenant))
-            lease, more = await self._tiers.get(fingerprint, hashes, wanted, time.monotonic() + wait_s)
+            tenant = tenant_from_pb(request.tenant)
+            wanted = LeaseRequest(fingerprint, time.monotonic() + wait_s, ttl_s, tenant)
+            lease, more = await self._tiers.get(hashes, wanted)
             if span.recording:
                 num_found = 0 if lease is None else len(lease.entries)
                 span.attributes.update({"baton.blocks_asked": len(hashes), "baton.blocks_found": num_found})

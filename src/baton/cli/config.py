@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.deployment import autoscale_config, own_flags, plan_from, read_file, service_configs
+from baton.cli.plan import autoscale_config, own_flags, plan_from, read_file, service_configs
 from baton.cli.supervisor import ProcessSpec
 from baton.cli.up import add_deployment_flags
 from baton.config import add_flags

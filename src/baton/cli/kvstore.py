@@ -98,12 +98,7 @@ async def clear_blocks(args: argparse.Namespace, access: AccessConfig) -> None:
 
 
 async def _fingerprint(address: str, access: AccessConfig) -> common_pb2.Fingerprint:
-    async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        try:
-            info = readable(await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+    info = await _call(address, access, worker_pb2_grpc.WorkerServiceStub, "GetInfo", worker_pb2.GetInfoRequest())
     fingerprint: common_pb2.Fingerprint = info.fingerprint
     return fingerprint
 
@@ -112,9 +107,12 @@ async def _call_store(address: str, access: AccessConfig, method: str, request: 
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"{address!r} is not HOST:PORT", field="stores")
+    return await _call(address, access, kvstore_pb2_grpc.KvStoreServiceStub, method, request)
+
+
+async def _call(address: str, access: AccessConfig, stub: Any, method: str, request: Any) -> Any:
     async with open_channel(address, token=read_token(access.token_file), tls=read_tls(access)) as channel:
-        stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         try:
-            return readable(await getattr(stub, method)(request, timeout=_TIMEOUT_S))
+            return readable(await getattr(stub(channel), method)(request, timeout=_TIMEOUT_S))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
-from email.message import Message
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import httpx
 
 from baton.client import AsyncClient, Client
 from baton.config import add_flags, from_flags
 from baton.config.flags import AccessConfig
 from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, NotFoundError, UnauthenticatedError, UnavailableError
-from baton.rpc.service_token import Token, read_token
-from baton.rpc.tls import Tls, read_tls
+from baton.rpc.tls import read_tls
 
 NOTHING = "-"
 HTTP_HINT = "is one running there? start one with baton up, or name another with --url"
@@ -36,37 +33,6 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
         "--tls-name", default="", help="name that its certificate must have; default: the host of --url"
     )
     parser.add_argument("--timeout-s", type=float, default=10.0, help="seconds to wait for an answer (default: 10)")
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirects: the API key is for the given router only."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message[str, str], newurl: str
-    ) -> None:
-        """Override: no redirect is followed."""
-
-
-class _NamedHost(urllib.request.HTTPSHandler):
-    """Connects to the host of the URL, and requires a certificate for ``name``, if one is given."""
-
-    def __init__(self, context: ssl.SSLContext, name: str) -> None:
-        super().__init__(context=context)
-        self._tls = context
-        self._name = name
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        def open_connection(host: str, **options: Any) -> http.client.HTTPSConnection:
-            connection = http.client.HTTPSConnection(host, context=self._tls, **options)
-            if self._name:
-                connection.connect = lambda: self._connect(connection)  # type: ignore[method-assign]
-            return connection
-
-        return self.do_open(open_connection, req)
-
-    def _connect(self, connection: http.client.HTTPSConnection) -> None:
-        http.client.HTTPConnection.connect(connection)
-        connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=self._name)
 
 
 def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
@@ -85,24 +51,27 @@ def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
         raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {shown_url(args.url)!r}", field="url")
     if not args.timeout_s > 0:
         raise ConfigError("--timeout-s must be above 0", field="timeout_s")
-    headers = {"accept": "application/json"}
+    headers = {"accept": "application/json", "accept-encoding": "identity"}
     if args.api_key_file:
         headers["authorization"] = f"Bearer {read_api_key(args.api_key_file)}"
-    # No proxies from the environment: the router is where --url says.
-    secure = _NamedHost(_context(args.tls_ca), args.tls_name)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect, secure)
+    # Neither proxies from the environment nor redirects: the key is for the router that --url names.
+    options: dict[str, Any] = {"sni_hostname": args.tls_name} if args.tls_name else {}
+    client = httpx.Client(headers=headers, verify=_context(args.tls_ca), timeout=args.timeout_s, trust_env=False)
+    shown = shown_url(args.url)
 
     def ask(path: str) -> Any:
-        request = urllib.request.Request(args.url.rstrip("/") + path, headers=headers)
         try:
-            with opener.open(request, timeout=args.timeout_s) as answer:
-                return json.loads(answer.read(_MAX_ANSWER_BYTES))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refused(error, shown_url(args.url)) from error
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise UnavailableError(f"no answer of a router from {shown_url(args.url)}: {reason}") from error
+            with client.stream("GET", args.url.rstrip("/") + path, extensions=options) as answer:
+                body = b""
+                for part in answer.iter_bytes():
+                    body += part
+                    if len(body) > _MAX_ANSWER_BYTES:
+                        raise UnavailableError(f"{shown} answers more than {_MAX_ANSWER_BYTES} bytes; is it a router?")
+            if not answer.is_success:
+                raise _refused(answer.status_code, body, shown)
+            return json.loads(body)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise UnavailableError(f"no answer of a router from {shown}: {error}") from error
 
     return ask
 
@@ -130,14 +99,14 @@ def read_api_key(path: str) -> str:
     return key
 
 
-def _refused(error: urllib.error.HTTPError, url: str) -> BatonError:
-    if error.code == 401:
+def _refused(status: int, body: bytes, url: str) -> BatonError:
+    if status == 401:
         return UnauthenticatedError(f"{url} wants an API key: give --api-key-file")
     try:
-        message = json.loads(error.read(2**16))["error"]["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        message = f"{url} answers {error.code}; is it a router?"
-    return (NotFoundError if error.code == 404 else UnavailableError)(plain(message))
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"{url} answers {status}; is it a router?"
+    return (NotFoundError if status == 404 else UnavailableError)(plain(message))
 
 
 def plain(value: object) -> str:
@@ -160,16 +129,6 @@ def add_grpc_flags(parser: argparse.ArgumentParser, *, timeout_s: float = 600.0)
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help=text)
     add_flags(parser, AccessConfig)
     parser.set_defaults(hint=GRPC_HINT)
-
-
-def access(args: argparse.Namespace) -> tuple[Token | None, Tls | None]:
-    """Return the services' token and certificates from the flags.
-
-    Raises:
-        ConfigError: A file cannot be read.
-    """
-    config = from_flags(AccessConfig, args)
-    return read_token(config.token_file), read_tls(config)
 
 
 def open_client(args: argparse.Namespace) -> Client:

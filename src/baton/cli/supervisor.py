@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from baton.child_process import ChildProcess, RunningProcess, start_python
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health, open_channel
 from baton.rpc.errors import readable
+from baton.rpc.server import require_free_port
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 
@@ -389,11 +389,7 @@ def _require_free_ports(plan: DeploymentPlan) -> None:
     for spec in (spec for group in plan.groups for spec in group):
         for _, address in spec.listens:
             host, _, port = address.partition("/")[0].rpartition(":")
-            with socket.socket() as item:
-                item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    item.bind((host, int(port)))
-                except OSError as error:
-                    raise ConfigError(
-                        f"{spec.name} cannot listen on {host}:{port}: {error.strerror}", field="port"
-                    ) from error
+            try:
+                require_free_port(host, int(port))
+            except ConfigError as error:
+                raise ConfigError(f"{spec.name} {error.message}", field=error.field) from error

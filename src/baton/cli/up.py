@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -19,8 +19,7 @@ from rich.table import Table
 
 from baton.autoscale.controller import AutoscaleMetrics, Controller
 from baton.cli.autoscale import ProcessFleet
-from baton.cli.deployment import autoscale_config, own_token, plan_from, read_file, restarts, worker_config
-from baton.cli.plan import HOST
+from baton.cli.plan import HOST, autoscale_config, own_token, plan_from, read_file, restarts, worker_config
 from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
 from baton.client import AsyncClient
 from baton.config import EngineConfig, add_flags
@@ -41,27 +40,8 @@ _STATES = {"waits": 0, "starts": 1, "ready": 2}
 """States of a process during the start of the deployment, in order; a starting instance loads its model."""
 
 
-class Output(Protocol):
-    """Output of ``baton up``."""
-
-    def line(self, name: str, text: str) -> None:
-        """Show a line of a process's log."""
-
-    def starting(self, plan: DeploymentPlan) -> contextlib.AbstractContextManager[None]:
-        """Show the progress of the start while the context is open."""
-
-    def state(self, name: str, state: str) -> None:
-        """Show that a process ``starts`` or is ``ready``."""
-
-    def up(self, plan: DeploymentPlan, processes: dict[str, ManagedProcess], own: dict[str, str]) -> None:
-        """Show that everything is up; ``own``: addresses of this process, by kind."""
-
-    def show_event(self, event: str, text: str, *, style: str = "") -> None:
-        """Show another event."""
-
-
 class TextOutput:
-    """Text output.
+    """The output of ``baton up`` as text.
 
     Args:
         console: Console to print to; bars are shown on terminals only.
@@ -73,12 +53,14 @@ class TextOutput:
         self._tasks: dict[str, TaskID] = {}
 
     def line(self, name: str, text: str) -> None:
+        """Show a line of a process's log."""
         colour = _COLOURS.get(name.split("-")[0], "white")
         self._console.print(f"[{colour}]{name:>10} |[/{colour}] ", end="")
         self._console.print(text, markup=False)
 
     @contextlib.contextmanager
     def starting(self, plan: DeploymentPlan) -> Iterator[None]:
+        """Show the progress of the start while the context is open."""
         if not self._console.is_terminal:
             yield
             return
@@ -98,6 +80,7 @@ class TextOutput:
                 self._bars = None
 
     def state(self, name: str, state: str) -> None:
+        """Show that a process ``starts`` or is ``ready``."""
         if self._bars is None or name not in self._tasks:
             return
         task = self._tasks[name]
@@ -109,7 +92,7 @@ class TextOutput:
             self._bars.stop_task(task)
 
     def up(self, plan: DeploymentPlan, processes: dict[str, ManagedProcess], own: dict[str, str]) -> None:
-        """Print a table of processes and their addresses."""
+        """Print a table of processes and their addresses; ``own``: addresses of this process, by kind."""
         table = Table(title="Baton is up")
         for column in ("process", "pid", "listens"):
             table.add_column(column)
@@ -123,11 +106,12 @@ class TextOutput:
         )
 
     def show_event(self, event: str, text: str, *, style: str = "") -> None:
+        """Show another event."""
         self._console.print(text, style=style or None, markup=False)
 
 
 class JsonOutput:
-    """JSON output: an object per line, with an ``event``."""
+    """The same as JSON: an object per line, with an ``event``."""
 
     def line(self, name: str, text: str) -> None:
         self._print("log", process=name, line=text)
@@ -156,6 +140,7 @@ class JsonOutput:
         print(json.dumps({"event": event, **fields}), flush=True)
 
 
+Output: TypeAlias = TextOutput | JsonOutput
 _FILE_HELP = "the deployment in one file (YAML); the environment and flags go before it"
 _CALL_TIMEOUT_S = 10.0
 

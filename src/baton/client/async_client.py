@@ -32,9 +32,17 @@ from baton.client.request import (
     check_messages,
     read_structured,
 )
-from baton.client.routers import Opening, Routers
 from baton.client.scaling import Switch, plan_switches, switch_role
-from baton.client.settings import CLOSED, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, RNG, Settings, check_timeout
+from baton.client.settings import (
+    CLOSED,
+    DEFAULT_RETRIES,
+    DEFAULT_TIMEOUT_S,
+    RNG,
+    Opening,
+    Routers,
+    Settings,
+    check_timeout,
+)
 from baton.client.types import (
     Generation,
     Instance,

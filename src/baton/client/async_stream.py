@@ -20,8 +20,7 @@ import grpc.aio
 
 from baton.api.v1 import router_pb2
 from baton.client.request import AnswerParser
-from baton.client.routers import Opening
-from baton.client.settings import CLOSED, Budget
+from baton.client.settings import CLOSED, Budget, Opening
 from baton.client.types import Answer, Answered, Chunk, Generation
 from baton.errors import UnavailableError
 from baton.rpc.errors import from_rpc_error, readable

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.config.flags import option
-from baton.errors import ConfigError
+from baton.config.flags import option, require, require_at_least
 
 _ABOVE_ZERO = ("scale_prefill_queue_s", "scale_decode_queue", "scale_interval_s", "scale_window_s")
 _AT_LEAST_ZERO = ("scale_ttft_ms", "scale_itl_ms", "scale_cooldown_s", "scale_drain_s", "scale_max_instances")
@@ -49,24 +48,17 @@ class AutoscaleConfig:
     scale_dry_run: bool = option(False, "only say what would be done, and why")
 
     def __post_init__(self) -> None:
-        for name in _ABOVE_ZERO:
-            self._require(name, getattr(self, name) > 0, "above 0")
-        for name in _AT_LEAST_ZERO:
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("scale_kv", 0 < self.scale_kv <= 1, "above 0 and at most 1")
-        self._require("scale_relaxed", 0 < self.scale_relaxed < 1, "between 0 and 1")
-        self._require("scale_idle", 0 <= self.scale_idle < self.scale_relaxed, "at least 0 and below scale_relaxed")
-        self._require("scale_window_s", self.scale_window_s <= 180, "at most 180")
-        self._require("scale_interval_s", self.scale_interval_s <= self.scale_window_s, "at most scale_window_s")
-        self._require("scale_min_prefill", self.scale_min_prefill >= 0, "at least 0")
-        self._require("scale_min_decode", self.scale_min_decode >= 1, "at least 1")
+        require(self, _ABOVE_ZERO, lambda x: x > 0, "be above 0")
+        require_at_least(self, 0, *_AT_LEAST_ZERO)
+        require(self, ["scale_kv"], lambda x: 0 < x <= 1, "be above 0 and at most 1")
+        require(self, ["scale_relaxed"], lambda x: 0 < x < 1, "be between 0 and 1")
+        require(self, ["scale_idle"], lambda x: 0 <= x < self.scale_relaxed, "be at least 0 and below scale_relaxed")
+        require(self, ["scale_window_s"], lambda x: x <= 180, "be at most 180")
+        require(self, ["scale_interval_s"], lambda x: x <= self.scale_window_s, "be at most scale_window_s")
+        require_at_least(self, 0, "scale_min_prefill")
+        require_at_least(self, 1, "scale_min_decode")
         least = self.scale_min_prefill + self.scale_min_decode
-        bounded = not self.scale_max_instances or self.scale_max_instances >= least
-        self._require("scale_max_instances", bounded, f"0 or at least {least}, which stay")
-
-    def _require(self, name: str, fine: bool, what: str) -> None:
-        if not fine:
-            raise ConfigError(f"{name} must be {what}, got {getattr(self, name)}", field=name)
+        require(self, ["scale_max_instances"], lambda x: x == 0 or x >= least, f"be 0 or at least {least}, which stay")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.config.secrets import read_secret_file
@@ -257,6 +257,34 @@ def options_by_name(names: Sequence[str], options: Sequence[str], *, field: str)
             raise ConfigError(f"{item!r} is not name.key=value for one of {', '.join(names) or 'none'}", field=field)
         by_name[name][key] = value
     return by_name
+
+
+def require(config: object, names: Sequence[str], fits: Callable[[Any], bool], what: str) -> None:
+    """Check the values of fields; ``None`` is not a value and always fits.
+
+    Args:
+        config: The configuration.
+        names: Names of the fields.
+        fits: Returns whether a value is allowed.
+        what: What a value must do, such as "be above 0", for errors.
+
+    Raises:
+        ConfigError: A value is not allowed; names the field.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not fits(value):
+            raise ConfigError(f"{name} must {what}, got {value}", field=name)
+
+
+def require_at_least(config: object, least: int, *names: str) -> None:
+    """Check that no field is below a bound; raises as :func:`require` does."""
+    require(config, names, lambda value: value >= least, f"be at least {least}")
+
+
+def require_ports(config: object, *names: str) -> None:
+    """Check that fields are numbers of ports, or 0; raises as :func:`require` does."""
+    require(config, names, lambda port: 0 <= port <= 65535, "be between 0 and 65535")
 
 
 def _parse(text: str, kind: type, variable: str) -> Any:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option, options_by_name
+from baton.config.flags import (
+    CLEAR_KV_HELP,
+    ServiceConfig,
+    option,
+    options_by_name,
+    require,
+    require_at_least,
+    require_ports,
+)
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.errors import ConfigError
 
@@ -88,26 +96,16 @@ class TierConfig:
             if url and name not in self.tiers:
                 raise ConfigError(f"the {name} tier is configured, but tiers does not name it", field="tiers")
         tier_options(self)
-        at_least_1 = ("capacity_bytes", "disk_readers", "object_requests", "known_blocks")
-        _require(self, at_least_1, lambda x: x >= 1, "be at least 1")
-        sizes = "disk_bytes", "disk_segment_bytes"
-        _require(self, sizes, lambda x: x >= _MIN_DISK_BYTES, f"be at least {_MIN_DISK_BYTES}")
-        _require(self, ("redis_bytes", "redis_ttl_s", "raise_after"), lambda x: x >= 0, "not be negative")
+        require_at_least(self, 1, "capacity_bytes", "disk_readers", "object_requests", "known_blocks")
+        require_at_least(self, _MIN_DISK_BYTES, "disk_bytes", "disk_segment_bytes")
+        require(self, ("redis_bytes", "redis_ttl_s", "raise_after"), lambda x: x >= 0, "not be negative")
         pauses = "disk_sync_s", "disk_checkpoint_s", "lookup_again_s"
-        _require(self, pauses, lambda x: 0.0 <= x <= 3600.0, "be in [0, 3600]")
+        require(self, pauses, lambda x: 0.0 <= x <= 3600.0, "be in [0, 3600]")
         timeouts = "redis_timeout_s", "object_timeout_s", "lookup_timeout_s"
-        _require(self, timeouts, lambda x: 0.0 < x <= 3600.0, "be above 0 and at most 3600")
-        _require(self, ("memory_full", "memory_spare"), lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
+        require(self, timeouts, lambda x: 0.0 < x <= 3600.0, "be above 0 and at most 3600")
+        require(self, ("memory_full", "memory_spare"), lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
         if self.redis_url and not self.redis_prefix:
             raise ConfigError("redis_prefix must not be empty", field="redis_prefix")
-
-
-def _require(config: TierConfig, names: Sequence[str], fits: Callable[[float], bool], what: str) -> None:
-    """Raise :class:`ConfigError` unless each value fits; the message says that it must ``what``."""
-    for name in names:
-        value = getattr(config, name)
-        if not fits(value):
-            raise ConfigError(f"{name} must {what}, got {value}", field=name)
 
 
 def tier_options(config: TierConfig) -> dict[str, dict[str, str]]:
@@ -156,13 +154,13 @@ class KVStoreConfig(TierConfig, ServiceConfig):
 
     def __post_init__(self) -> None:
         self.check_tiers()
-        at_least_1 = "max_blocks_per_call", "max_leases", "max_fingerprints", "pull_workers", "max_pending_puts"
-        _require(self, at_least_1, lambda x: x >= 1, "be at least 1")
-        _require(self, ("tenant_bytes", "tenant_disk_bytes"), lambda x: x >= 0, "be at least 0")
+        require_at_least(self, 1, "max_blocks_per_call", "max_leases", "max_fingerprints")
+        require_at_least(self, 1, "pull_workers", "max_pending_puts")
+        require_at_least(self, 0, "tenant_bytes", "tenant_disk_bytes")
         times = "default_lease_s", "max_lease_s", "pull_timeout_s"
-        _require(self, times, lambda x: 0.0 < x <= 3600.0, "be above 0 and at most 3600")
-        _require(self, ("drain_timeout_s",), lambda x: 0.0 <= x <= 3600.0, "be in [0, 3600]")
+        require(self, times, lambda x: 0.0 < x <= 3600.0, "be above 0 and at most 3600")
+        require(self, ("drain_timeout_s",), lambda x: 0.0 <= x <= 3600.0, "be in [0, 3600]")
         if self.default_lease_s > self.max_lease_s:
             raise ConfigError("default_lease_s must be at most max_lease_s", field="default_lease_s")
         check_pipes(self.pipes, without=frozenset({"memory"}))
-        _require(self, ("port", "kv_port", "metrics_port"), lambda x: 0 <= x < 65536, "be between 0 and 65535")
+        require_ports(self, "port", "kv_port", "metrics_port")

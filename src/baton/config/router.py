@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 
 from baton.config.autoscale import KUBERNETES_ACCOUNT, KUBERNETES_ACCOUNT_HELP, KUBERNETES_API_HELP
-from baton.config.flags import ServiceConfig, option
+from baton.config.flags import ServiceConfig, option, require, require_at_least, require_ports
 from baton.config.secrets import shown_url
 from baton.config.stores import DISCOVER
 from baton.errors import ConfigError
 
-_ROOM = (("instance_slots", 0), ("prefill_queue_tokens", 0))
 _HOST = re.compile(r"^(\*|(\*\.)?[A-Za-z0-9_.\-]+)$")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 """An origin as browsers send it: scheme and host without a path."""
@@ -175,12 +174,8 @@ class RouterConfig(ServiceConfig):
     )
 
     def __post_init__(self) -> None:
-        rate = self.trace_sample_rate
-        if rate is not None and not 0.0 <= rate <= 1.0:
-            raise ConfigError(f"trace_sample_rate must be in [0, 1], got {rate}", field="trace_sample_rate")
-        for name in ("port", "grpc_port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
+        require(self, ["trace_sample_rate"], lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
+        require_ports(self, "port", "grpc_port", "metrics_port")
         for name in ("prefill", "decode", *(() if self.kvstore == (DISCOVER,) else ("kvstore",))):
             for address in getattr(self, name):
                 check_address(address, field=name)
@@ -191,12 +186,9 @@ class RouterConfig(ServiceConfig):
             raise ConfigError("a store is named twice in --kvstore", field="kvstore")
         if DISCOVER in self.kvstore and not self.redis:
             raise ConfigError("--kvstore discover needs --redis", field="redis")
-        for name in ("prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances", "load_interval_ms"):
-            _at_least(self, name, 1)
-        for name in ("probe_failures", "max_request_sequences"):
-            _at_least(self, name, 1)
-        if self.max_inflight_per_instance is not None:
-            _at_least(self, "max_inflight_per_instance", 0)
+        require_at_least(self, 1, "prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances")
+        require_at_least(self, 1, "load_interval_ms", "probe_failures", "max_request_sequences")
+        require_at_least(self, 0, "max_inflight_per_instance")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -215,22 +207,18 @@ class RouterConfig(ServiceConfig):
             if not _HOST.match(name):
                 raise ConfigError(f"allowed_hosts: {name!r} is no host name; it has no port", field="allowed_hosts")
         check_sharing(self.redis, self.redis_prefix, self.replica_name)
-        for name, least in (("replicas", 0), ("replica_interval_ms", 1), ("replica_forget_s", 20)):
-            _at_least(self, name, least)
-        for name in ("max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms", "queue_requests"):
-            _at_least(self, name, 0)
-        for name, least in (("block_size", 1), ("remote_prefill_threshold", 0), *_ROOM):
-            if getattr(self, name) is not None:
-                _at_least(self, name, least)
-        _at_least(self, "queue_tokens", 1)
-        if not 0 < self.queue_tenant_share <= 1:
-            raise ConfigError("queue_tenant_share must be above 0 and at most 1", field="queue_tenant_share")
+        require_at_least(self, 20, "replica_forget_s")
+        require_at_least(self, 1, "replica_interval_ms", "block_size", "queue_tokens")
+        require_at_least(self, 0, "replicas", "max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms")
+        require_at_least(
+            self, 0, "queue_requests", "instance_slots", "prefill_queue_tokens", "remote_prefill_threshold"
+        )
+        require(self, ["queue_tenant_share"], lambda x: 0 < x <= 1, "be above 0 and at most 1")
         more_than_0 = ("request_timeout_s", "lease_ttl_s", "probe_interval_s", "probe_timeout_s", "reconnect_max_s")
-        for name in (*more_than_0, "breaker_open_s", "queue_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}", field=name)
-        for name in ("no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"):
-            _at_least(self, name, 0)
+        require(self, (*more_than_0, "breaker_open_s", "queue_timeout_s"), lambda x: x > 0, "be above 0")
+        require_at_least(
+            self, 0, "no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"
+        )
 
 
 def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None:
@@ -271,9 +259,3 @@ def check_address(address: str, *, field: str) -> None:
     match = _ADDRESS.match(address)
     if match is None or not 1 <= int(match[2]) <= 65535:
         raise ConfigError(f"{shown_url(address)!r} is not host:port", field=field)
-
-
-def _at_least(config: RouterConfig, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not value >= least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}", field=name)

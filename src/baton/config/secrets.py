@@ -58,6 +58,15 @@ def open_ready(path: str | os.PathLike[str]) -> BinaryIO:
     return file
 
 
+def file_stamp(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """Return what changes when a file is replaced, or its content or mode changes; ``None``: there is none."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino
+
+
 def require_own_folder(folder: int | str | os.PathLike[str], shown: object, field: str) -> None:
     """Refuse a folder of another user, who could replace its files; root's folders are accepted.
 

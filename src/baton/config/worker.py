@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option
+from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option, require, require_at_least, require_ports
 from baton.config.pipes import AUTO, PIPES_HELP, check_pipes
 from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
@@ -179,45 +179,23 @@ class EngineConfig:
     seed: int = option(0, "seed for requests that bring none")
 
     def __post_init__(self) -> None:
-        sizes = ("threads", "tp", "pp", "block_size", "max_num_seqs", "max_num_batched_tokens")
-        for name in (*sizes, "prefill_chunk", "max_queue"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
-        for name in ("kv_blocks", "max_model_len", "max_loads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
+        require_at_least(self, 1, "threads", "tp", "pp", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        require_at_least(self, 1, "prefill_chunk", "max_queue", "kv_blocks", "max_model_len", "max_loads")
         if self.speculative_model and self.speculative in {"none", "ngram", "suffix", "mtp"}:
             raise ConfigError(f"speculative {self.speculative} takes no speculative_model", field="speculative_model")
-        if not 1 <= self.speculative_tp <= MAX_RANKS:
-            raise ConfigError(
-                f"speculative_tp must be between 1 and {MAX_RANKS}, got {self.speculative_tp}", field="speculative_tp"
-            )
-        drafts = self.speculative_tokens
-        if drafts is not None and not 1 <= drafts <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got {drafts}",
-                field="speculative_tokens",
-            )
+        require(self, ["speculative_tp"], lambda x: 1 <= x <= MAX_RANKS, f"be between 1 and {MAX_RANKS}")
+        most = MAX_SPECULATIVE_TOKENS
+        require(self, ["speculative_tokens"], lambda x: 1 <= x <= most, f"be between 1 and {most}")
         self._check_width()
-        if self.step_budget_ms is not None and not 0.0 <= self.step_budget_ms < math.inf:
-            raise ConfigError(f"step_budget_ms must not be negative, got {self.step_budget_ms}", field="step_budget_ms")
-        if self.itl_slo_ms is not None and not 0.0 < self.itl_slo_ms < math.inf:
-            raise ConfigError(f"itl_slo_ms must be positive, got {self.itl_slo_ms}", field="itl_slo_ms")
+        require(self, ["step_budget_ms"], lambda x: 0.0 <= x < math.inf, "not be negative")
+        require(self, ["itl_slo_ms"], lambda x: 0.0 < x < math.inf, "be positive")
         if self.tp * self.pp > MAX_RANKS:
             raise ConfigError(f"tp * pp must be at most {MAX_RANKS}, got {self.tp * self.pp}", field="tp")
         self._check_devices()
-        if not 0.0 <= self.tenant_cache_share <= 1.0:
-            raise ConfigError(
-                f"tenant_cache_share must be in [0, 1], got {self.tenant_cache_share}", field="tenant_cache_share"
-            )
-        if not 0.0 < self.load_share <= 1.0:
-            raise ConfigError(f"load_share must be in (0, 1], got {self.load_share}", field="load_share")
+        require(self, ["tenant_cache_share"], lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
+        require(self, ["load_share"], lambda x: 0.0 < x <= 1.0, "be in (0, 1]")
         _check_graphs(self.cuda_graphs)
-        if not 0.0 < self.pool_fraction <= 0.95:
-            raise ConfigError(
-                f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}", field="kv_memory_fraction"
-            )
+        require(self, ["kv_memory_fraction"], lambda x: 0.0 < x <= 0.95, "be in (0, 0.95]")
 
     def _check_devices(self) -> None:
         """Check that a list of devices has one device for each rank."""
@@ -234,8 +212,8 @@ class EngineConfig:
         """Check ``speculative_width``, and that method and acceptance support trees."""
         width = self.speculative_width
         field = "speculative_width"
-        if not 1 <= width <= MAX_SPECULATIVE_WIDTH:
-            raise ConfigError(f"{field} must be between 1 and {MAX_SPECULATIVE_WIDTH}, got {width}", field=field)
+        most = MAX_SPECULATIVE_WIDTH
+        require(self, [field], lambda x: 1 <= x <= most, f"be between 1 and {most}")
         why = ""
         if self.speculative in _CHAINS:
             why = f"speculative {self.speculative} has no trees"
@@ -345,16 +323,9 @@ class WorkerConfig(ServiceConfig):
     drain_timeout_s: float = option(30.0, "seconds that running requests get at shutdown")
 
     def __post_init__(self) -> None:
-        for name in ("port", "kv_port", "metrics_port"):
-            if not 0 <= getattr(self, name) < 65536:
-                raise ConfigError(f"{name} must be between 0 and 65535, got {getattr(self, name)}", field=name)
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}", field=name)
-        if not 0.0 < self.unclaimed_share <= 1.0:
-            raise ConfigError(
-                f"unclaimed_share must be above 0 and at most 1, got {self.unclaimed_share}", field="unclaimed_share"
-            )
+        require_ports(self, "port", "kv_port", "metrics_port")
+        require(self, _POSITIVE, lambda x: x > 0, "be positive")
+        require(self, ["unclaimed_share"], lambda x: 0.0 < x <= 1.0, "be above 0 and at most 1")
         check_pipes(self.pipes)
         for name, addresses in (
             ("routers", self.routers),
@@ -366,12 +337,7 @@ class WorkerConfig(ServiceConfig):
                     raise ConfigError(f"{name}: {address!r} is not host:port", field=name)
         if self.kvstore and StoreAddress.parse(self.kvstore).discover and not self.redis:
             raise ConfigError("--kvstore discover needs --redis, where the nodes register", field="redis")
-        if self.kvstore_replication not in (1, 2):
-            raise ConfigError(
-                f"kvstore_replication must be 1 or 2, got {self.kvstore_replication}", field="kvstore_replication"
-            )
-        for name in ("kvstore_hot_loads", "kvstore_ttl_s"):
-            if not 0.0 <= getattr(self, name) <= 1e9:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", field=name)
+        require(self, ["kvstore_replication"], lambda x: x in (1, 2), "be 1 or 2")
+        require(self, ["kvstore_hot_loads", "kvstore_ttl_s"], lambda x: 0.0 <= x <= 1e9, "not be negative")
         if self.host in {"0.0.0.0", "::", "[::]"} and not self.advertise:
             raise ConfigError(f"listening on {self.host} needs --advertise: others cannot dial it", field="advertise")

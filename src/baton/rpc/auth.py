@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+from baton.config.kvstore import KVStoreConfig
 from baton.config.pipes import clear_pipes
+from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError, PermissionDeniedError
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
@@ -42,7 +44,7 @@ def require_safe_bind(host: str, token: Token | None, tls: Tls | None = None) ->
         raise ConfigError(message, field="host")
 
 
-def require_clear_pipes(config: PipeFields, tls: Tls | None) -> None:
+def require_clear_pipes(config: KVStoreConfig | WorkerConfig, tls: Tls | None) -> None:
     """Refuse to send KV in the clear off loopback while calls are encrypted, unless ``--clear-kv`` allows it.
 
     Raises:
@@ -52,25 +54,6 @@ def require_clear_pipes(config: PipeFields, tls: Tls | None) -> None:
         return
     message = f"KV would leave {config.host} in the clear: say --clear-kv, or --pipes auto, or shm,tls"
     raise ConfigError(message, field="clear_kv")
-
-
-class PipeFields(Protocol):
-    """The part of a configuration that says how KV travels.
-
-    Attributes:
-        host: Address that the service listens on.
-        pipes: Enabled kinds of pipe.
-        clear_kv: Whether KV may travel in the clear.
-    """
-
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def pipes(self) -> tuple[str, ...]: ...
-
-    @property
-    def clear_kv(self) -> bool: ...
 
 
 Admits: TypeAlias = Callable[[str, str | bytes | None], bool]

@@ -33,6 +33,8 @@ from baton.errors import (
 T = TypeVar("T")
 
 DETAILS_KEY = "grpc-status-details-bin"
+STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+"""Statuses by their numbers on the wire."""
 _NO_CONNECTION = "failed to connect"
 _HUNG_UP = "Socket closed"
 """gRPC's message when a peer ended a handshake, which comes without a reason."""

@@ -20,14 +20,13 @@ from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, UnavailableError
-from baton.rpc.errors import from_status
-from baton.rpc.http2.message_stream import CLOSED, MessageSink, MessageStream, StreamEnded
+from baton.rpc.errors import STATUS_CODES, from_status
+from baton.rpc.http2.message_stream import CLOSED, Connector, MessageStream, StreamEnded
 
 log = logging.getLogger(__name__)
 
 _MAX_BATCH_BYTES = 4 * 2**20
 """Prompt bytes after which a message takes no further starts; one message must stay below gRPC's limit."""
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class CallEnded(Exception):
@@ -90,13 +89,6 @@ class Reader(Protocol):
 
     def token_writer(self) -> TokenWriter | None:
         """Return a writer for the tokens that follow, until something else arrives; ``None`` if there is none."""
-
-
-class Connector(Protocol):
-    """Opens calls to an instance; :class:`baton.rpc.http2.message_stream.Dialer` is one."""
-
-    async def open(self, method: str, sink: MessageSink) -> MessageStream:
-        """Open a call of a bidirectional method; see ``Dialer.open``."""
 
 
 class Call:
@@ -396,5 +388,5 @@ class CallStream:
 
 
 def _call_failure(end: worker_pb2.CallEnd) -> CallEnded:
-    code = _CODES.get(end.code, grpc.StatusCode.UNKNOWN)
+    code = STATUS_CODES.get(end.code, grpc.StatusCode.UNKNOWN)
     return CallEnded(from_status(code, end.message, end.details), code)

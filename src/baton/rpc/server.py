@@ -362,16 +362,10 @@ def _guard_unary(
     behavior: Callable[[Any, Any], Awaitable[Any]], checks: Sequence[Check]
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
-        try:
+        async with _errors_as_statuses(context):
             for check in checks:
                 check(context)
             return await behavior(request, context)
-        except BatonError as error:
-            await abort_with(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:
-            await _abort_internal(context, error)
 
     return call
 
@@ -382,17 +376,12 @@ def _guard_stream(
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         responses = None
         try:
-            for check in checks:
-                check(context)
-            responses = behavior(request, context)
-            async for response in responses:
-                yield response
-        except BatonError as error:
-            await abort_with(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:
-            await _abort_internal(context, error)
+            async with _errors_as_statuses(context):
+                for check in checks:
+                    check(context)
+                responses = behavior(request, context)
+                async for response in responses:
+                    yield response
         finally:
             # The handler's own clean-up must run now, not when the garbage collector finds it.
             close = getattr(responses, "aclose", None)
@@ -402,14 +391,23 @@ def _guard_stream(
     return call
 
 
+@contextlib.asynccontextmanager
+async def _errors_as_statuses(context: Any) -> AsyncIterator[None]:
+    """End a call with the status of what its handler raises."""
+    try:
+        yield
+    except BatonError as error:
+        await abort_with(context, error)
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception as error:
+        log.exception("a handler failed")
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+
+
 async def abort_with(context: Any, error: BatonError) -> None:
     """End a call with an error's status and details."""
     await context.abort(status_code(error), error.message, ((DETAILS_KEY, status_details(error)),))
-
-
-async def _abort_internal(context: Any, error: Exception) -> None:
-    log.exception("a handler failed")
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
 
 
 LIVENESS = "liveness"

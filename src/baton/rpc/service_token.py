@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
 
-from baton.config.secrets import read_secret_file
+from baton.config.secrets import file_stamp, read_secret_file
 from baton.errors import ConfigError
 from baton.rpc.audit import audit
 
@@ -38,7 +37,7 @@ class Token:
         self._lock = threading.Lock()
         self._keys: dict[bytes, tuple[bytes, ...]] = {}
         self._generation = 0
-        self._seen = _stamp(path)
+        self._seen = file_stamp(path)
         self._looked = time.monotonic()
 
     def __repr__(self) -> str:
@@ -78,7 +77,7 @@ class Token:
             return
         with self._lock:
             self._looked = time.monotonic()
-            stamp = _stamp(self._path)
+            stamp = file_stamp(self._path)
             if stamp == self._seen:
                 return
             self._seen = stamp
@@ -131,11 +130,3 @@ def _checked(tokens: Sequence[str], path: str) -> tuple[str, ...]:
     if len(tokens) > MAX_TOKENS:
         raise ConfigError(f"the token file {path} has more than {MAX_TOKENS} lines", field="token_file")
     return tuple(tokens)
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_mtime_ns, info.st_ctime_ns, info.st_ino  # a mode that was mended counts, too

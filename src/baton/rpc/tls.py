@@ -12,7 +12,6 @@ all that is configured.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import ssl
 import threading
@@ -20,11 +19,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from baton.config.secrets import open_ready, read_secret_file
+from baton.config.flags import AccessConfig
+from baton.config.secrets import file_stamp, open_ready, read_secret_file
 from baton.errors import ConfigError, PermissionDeniedError
 from baton.rpc.audit import audit
 
@@ -34,25 +34,6 @@ ALPN = "h2"
 """How both ends of a TLS handshake name HTTP/2."""
 _MAX_FILE_BYTES = 1 << 20
 _ROUNDS = 8
-
-
-class TlsFields(Protocol):
-    """The part of a configuration that says where certificates are; see :class:`Tls`."""
-
-    @property
-    def tls_cert(self) -> str: ...
-
-    @property
-    def tls_key(self) -> str: ...
-
-    @property
-    def tls_ca(self) -> str: ...
-
-    @property
-    def tls_name(self) -> str: ...
-
-    @property
-    def tls_roles(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +54,7 @@ class Tls:
         roles: Pattern of the URIs in certificates that carry their holders' roles; empty: certificates have no roles.
 
     Attributes:
+        name: Name that peers' certificates must have; empty: the host under which they are reached.
         roles: Rules of what each role may call; ``None``: holders of certificates may call everything.
 
     Raises:
@@ -82,7 +64,7 @@ class Tls:
     def __init__(self, cert: str, key: str, ca: str, *, name: str = "", roles: str = "") -> None:
         self.roles = CertificateRoles(roles) if roles else None
         self._paths = (Path(cert), Path(key), Path(ca))
-        self._name = name
+        self.name = name
         self._lock = threading.Lock()
         self.generation = 0
         """How often the files were read again."""
@@ -108,12 +90,7 @@ class Tls:
 
     def channel_options(self) -> list[tuple[str, Any]]:
         """Return the channel options that check :attr:`name`."""
-        return [("grpc.ssl_target_name_override", self._name)] if self._name else []
-
-    @property
-    def name(self) -> str:
-        """Name that peers' certificates must have; empty: the host under which they are reached."""
-        return self._name
+        return [("grpc.ssl_target_name_override", self.name)] if self.name else []
 
     def pipe_context(self, *, server_side: bool) -> ssl.SSLContext:
         """Return the context of a connection that carries KV: both ends show certificates.
@@ -179,8 +156,8 @@ class Tls:
     def _server_configuration(material: _Material) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
 
-    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_stamp(path) for path in self._paths)
+    def _stamp(self) -> list[tuple[int, ...] | None]:
+        return [file_stamp(path) for path in self._paths]
 
     def _read(self) -> _Material:
         cert, key, ca = self._paths
@@ -191,7 +168,7 @@ class Tls:
         )
 
 
-def read_tls(config: TlsFields) -> Tls | None:
+def read_tls(config: AccessConfig) -> Tls | None:
     """Return a configuration's certificates; ``None``: it names none.
 
     Raises:
@@ -269,14 +246,6 @@ def _read(path: Path, field: str) -> bytes:
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes", field=field)
     return data
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_mtime_ns, info.st_size, info.st_ino
 
 
 def _methods(service: str, *names: str) -> frozenset[str]:

@@ -9,8 +9,7 @@ import subprocess
 import pytest
 
 from baton.cli import completion
-from baton.cli.main import main
-from baton.cli.parser import CommandParser
+from baton.cli.main import CommandParser, main
 from baton.cli.status import render
 from baton.errors import QueueFullError
 from baton.testing import Asked, FakeRouter

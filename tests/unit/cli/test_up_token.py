@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.deployment import own_token, plan_from
+from baton.cli.plan import own_token, plan_from
 from baton.cli.up import add_parser
 from baton.errors import ConfigError
 

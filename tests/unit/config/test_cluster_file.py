@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from baton.cli import config as config_command
-from baton.cli.deployment import plan_from, read_file, service_configs
 from baton.cli.main import main
+from baton.cli.plan import plan_from, read_file, service_configs
 from baton.cli.up import add_parser
 from baton.config.cluster_file import ClusterFile, cluster_schema
 from baton.config.document import read_document

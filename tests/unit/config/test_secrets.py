@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cli import deployment, up
+from baton.cli import up
+from baton.cli.plan import plan_from
 from baton.config import add_flags, from_flags
 from baton.config.flags import option
 from baton.config.router import check_address
@@ -94,7 +95,7 @@ def test_baton_up_gives_passwords_to_nobody_by_command_line() -> None:
     up.add_parser(parser.add_subparsers())
     words = "--discover redis --redis redis://:s3cr3t@h:1/0 --strict-fields"
     args = parser.parse_args(["up", f"--router-args={words}", "--decode-args=--kvstore=redis://u:s3cr3t@h"])
-    plan = deployment.plan_from(args)
+    plan = plan_from(args)
     for spec in (plan.router, *plan.workers):
         assert "s3cr3t" not in " ".join(spec.args)
     assert plan.router.args[-3:] == ("--discover", "redis", "--strict-fields")

@@ -16,7 +16,8 @@ import torch
 from tests.support.models.architectures import copy_of
 from tests.support.models.checkpoints import make_checkpoint
 
-from baton.cli import deployment, up
+from baton.cli import up
+from baton.cli.plan import plan_from
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator, Rendezvous
 from baton.engine.executor.channel import (
@@ -317,7 +318,7 @@ def test_sizes_out_of_bounds(values: dict[str, int], field: str) -> None:
 def plan(*args: str) -> Any:
     parser = argparse.ArgumentParser()
     up.add_parser(parser.add_subparsers())
-    return deployment.plan_from(parser.parse_args(["up", "--model", "x", *args]))
+    return plan_from(parser.parse_args(["up", "--model", "x", *args]))
 
 
 def test_up_gives_each_role_its_sizes() -> None:

@@ -186,7 +186,7 @@ async def test_a_lease_that_comes_in_the_moment_its_get_ends_is_not_left(
             return granted
 
         monkeypatch.setattr(server.store, "lease", lease)
-        getting = asyncio.ensure_future(server.tiers.get(KIND, chain, LeaseRequest(WAIT_S), deadline))
+        getting = asyncio.ensure_future(server.tiers.get(chain, LeaseRequest(KIND, deadline, WAIT_S)))
         await asyncio.wait([getting], timeout=WAIT_S)
         if end == "cancelled":
             assert getting.cancelled()

@@ -263,7 +263,7 @@ class Tenants(RuleBasedStateMachine):
         assert sum(share.used_bytes for share in self.store.quotas) == self.store.used_bytes
         assert sum(share.pinned_bytes for share in self.store.quotas) == self.store.client_pins.pinned_bytes
         for share in self.store.quotas:
-            assert not share.quota or share.used_bytes <= share.quota
+            assert not share.quota_bytes or share.used_bytes <= share.quota_bytes
 
     def teardown(self) -> None:
         self.store.close()

@@ -108,7 +108,7 @@ class ClientPins:
         share = entry.share
         if self.pinned_bytes + size > self._limit:
             raise QueueFullError(f"{self.pinned_bytes} bytes are pinned, of {self._limit} that may be")
-        if share is not None and share.quota and share.pinned_bytes + size > _SHARE * share.quota:
+        if share is not None and share.quota_bytes and share.pinned_bytes + size > _SHARE * share.quota_bytes:
             raise QueueFullError(f"{share.pinned_bytes} bytes are pinned for this tenant; half its quota may be")
         self._count(entry, size, pinned=True)
         return True

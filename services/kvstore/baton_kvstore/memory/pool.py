@@ -1,12 +1,15 @@
-"""Slots per KV format: each format has an arena as large as the whole budget, of which only used slots take memory."""
+"""Blocks in slots, the shares that tenants have of them, and the slots of each KV format.
+
+Each format has an arena as large as the whole budget, of which only used slots take memory.
+"""
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -14,10 +17,14 @@ from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash
-from baton_kvstore.types import PAGE, kv_format_of
+from baton_kvstore.types import PAGE, KvFormat, by_kind, kv_format_of
 
 MAX_SLOTS = 2**32 - 1
 """Block ids are uint32 on the wire."""
+_LOOKED_AT = 64
+"""Number of cold blocks that are searched for one that a lower tier already holds."""
+_NEARLY = 0.75
+"""Share of a quota above which cold blocks are written to lower tiers ahead of eviction."""
 
 
 class State(enum.Enum):
@@ -26,26 +33,6 @@ class State(enum.Enum):
     PENDING = enum.auto()
     READY = enum.auto()
     GONE = enum.auto()
-
-
-class Owner(Protocol):
-    """Tenant whose quota a block counts against; implemented by :class:`baton_kvstore.memory.quotas.Share`."""
-
-    name: str
-    quota: int
-    pinned_bytes: int
-    disk_quota: int
-    disk_bytes: int
-    disk_evictions: int
-
-    def remove_entry(self, entry: Entry) -> None:
-        """Count a slot that was freed."""
-
-    def pin(self, entry: Entry) -> None:
-        """Make a block unevictable."""
-
-    def unpin(self, entry: Entry, *, used: bool) -> None:
-        """Make a block evictable again; ``used``: it was read or written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,10 +60,100 @@ class Entry:
     saved: bool = False
     stamp: int = 0
     uses: int = 0
-    share: Owner | None = None
+    share: Share | None = None
     used_at: int = 0
     client_pinned: bool = False
     brief: bool = False
+
+
+class Share:
+    """One tenant's part of the memory.
+
+    Attributes:
+        name: The tenant's id; empty for blocks without a tenant.
+        quota_bytes: Maximum bytes in memory; 0: unlimited.
+        used_bytes: Total size of the tenant's slots, including those being filled.
+        pinned_bytes: Total size of the tenant's blocks that clients have pinned.
+        evictions: Number of blocks evicted from memory because of the quota.
+        disk_quota_bytes: Maximum bytes on disk; 0: unlimited.
+        disk_bytes: Total size of the tenant's known blocks on disk.
+        disk_evictions: Number of blocks deleted from disk because of the disk quota.
+        entries: All of the tenant's blocks in memory (a dict used as an ordered set).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.quota_bytes = self.used_bytes = self.pinned_bytes = self.evictions = 0
+        self.disk_quota_bytes = self.disk_bytes = self.disk_evictions = 0
+        self.entries: dict[Entry, None] = {}
+        self._uses = 0
+        self._cold: OrderedDict[Entry, None] = OrderedDict()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of the tenant's blocks in memory."""
+        return len(self.entries)
+
+    def disk_excess(self, more_bytes: int = 0) -> int:
+        """Return the bytes by which the tenant is above its disk quota with ``more_bytes`` more on disk."""
+        return max(0, self.disk_bytes + more_bytes - self.disk_quota_bytes) if self.disk_quota_bytes else 0
+
+    def unsaved(self) -> Iterator[Entry]:
+        """Yield blocks that the quota will soon evict and no lower tier holds, the coldest first."""
+        if self.quota_bytes and self.used_bytes > _NEARLY * self.quota_bytes:
+            yield from [entry for entry in itertools.islice(self._cold, _LOOKED_AT) if not entry.saved]
+
+    def blocks(self) -> dict[KvFormat, set[BlockHash]]:
+        """Return the tenant's blocks in memory by KV format."""
+        return by_kind((entry.pool.kind, entry.block_hash) for entry in self.entries)
+
+    def make_room(self, num_bytes: int, evict: Callable[[Entry], None]) -> bool:
+        """Evict the tenant's coldest blocks until ``num_bytes`` more fit its quota; ``False`` if they cannot."""
+        while self.quota_bytes and self.used_bytes + num_bytes > self.quota_bytes:
+            victim = self.coldest()
+            if victim is None:
+                return False
+            evict(victim)
+            self.evictions += 1
+        return True
+
+    def coldest(self) -> Entry | None:
+        """Return the next victim, preferably one that a lower tier holds, or ``None`` if all blocks are pinned."""
+        saved = (entry for entry in itertools.islice(self._cold, _LOOKED_AT) if entry.saved)
+        return next(saved, None) or next(iter(self._cold), None)
+
+    def add_entry(self, entry: Entry) -> None:
+        """Count a slot that was allocated for the tenant."""
+        self.entries[entry] = None
+        self.used_bytes += entry.pool.block_bytes
+
+    def remove_entry(self, entry: Entry) -> None:
+        """Count a slot that was freed."""
+        del self.entries[entry]
+        self._cold.pop(entry, None)
+        self.used_bytes -= entry.pool.block_bytes
+
+    def pin(self, entry: Entry) -> None:
+        self._cold.pop(entry, None)
+
+    def unpin(self, entry: Entry, *, used: bool) -> None:
+        """Make a block evictable; one that was not used roughly keeps its age."""
+        if used:
+            self._uses += 1
+            entry.used_at = self._uses
+        first = next(iter(self._cold), None)
+        self._cold[entry] = None
+        if not used and first is not None and entry.used_at < first.used_at:
+            self._cold.move_to_end(entry, last=False)
+
+    def check(self) -> None:
+        """Raise ``InternalError`` unless the counters match the entries."""
+        if self.used_bytes != sum(entry.pool.block_bytes for entry in self.entries):
+            raise InternalError("a tenant's bytes do not add up")
+        if set(self._cold) != {entry for entry in self.entries if not entry.pins}:
+            raise InternalError("a tenant's cold blocks are not its unpinned ones")
+        if self.pinned_bytes != sum(entry.pool.block_bytes for entry in self.entries if entry.client_pinned):
+            raise InternalError("a tenant's pinned bytes do not add up")
 
 
 @dataclass(eq=False)

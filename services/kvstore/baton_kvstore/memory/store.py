@@ -178,7 +178,7 @@ class BlockStore:
             missing.append(i)
             self._pin(entry)
         if hashes and all(entry is None for entry in entries) and not any(h in pool.index for h in hashes):
-            whose = f"tenant {share.name}'s quota" if share.quota else "the store"
+            whose = f"tenant {share.name}'s quota" if share.quota_bytes else "the store"
             raise QueueFullError(f"every block of {whose} is leased or being filled", retry_after_s=RETRY_AFTER_S)
         return Reservation(pool, entries, missing)
 

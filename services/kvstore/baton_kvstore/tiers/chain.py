@@ -409,7 +409,7 @@ class Chain:
     def _leaving(self, at: int, kind: KvFormat) -> Iterator[_Offered]:
         """Open the hand-over of blocks that tier ``at`` drops, in that tier's thread."""
         with self._moving(kind) as move:
-            yield _Offered(move, self.tiers[at + 1 :], self._queue, self.counters)
+            yield _Offered(self, move, self.tiers[at + 1 :])
 
     def _queue(self, move: Move, tier: LowerTier, hashes: Sequence[BlockHash], views: Sequence[memoryview]) -> int:
         """Queue the blocks of a move that were not deleted since, in any thread, and return their number."""
@@ -429,17 +429,11 @@ class Chain:
 class _Offered:
     """The :class:`~baton_kvstore.tiers.tier.Offer` of one tier to the slower ones; used in that tier's thread."""
 
-    def __init__(
-        self,
-        move: Move,
-        tiers: Sequence[LowerTier],
-        queue: Callable[[Move, LowerTier, Sequence[BlockHash], Sequence[memoryview]], int],
-        counters: ChainCounters,
-    ) -> None:
+    def __init__(self, chain: Chain, move: Move, tiers: Sequence[LowerTier]) -> None:
+        self._queue = chain._queue
+        self._counters = chain.counters
         self._move = move
         self._tiers = tiers
-        self._queue = queue
-        self._counters = counters
         self._deadline = time.monotonic() + _HAND_OVER_S
 
     def wanted(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:

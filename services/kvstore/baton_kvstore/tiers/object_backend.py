@@ -73,7 +73,6 @@ class ObjectBackend:
         self.on_new_server: Callable[[], None] = lambda: None  # object stores keep what they have
 
     def get(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bytes | None]:
-        """Return values; ``None``: there is none."""
         return self._each(lambda name: self._get(self._path(kind, name)), hashes)
 
     def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
@@ -95,7 +94,6 @@ class ObjectBackend:
         return flags + [None] * (len(hashes) - len(flags))
 
     def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
-        """Delete values (``None``: all of the kind)."""
         if hashes is not None:
             self._each(self._remove, [self._path(kind, name) for name in hashes])
             return

@@ -74,7 +74,9 @@ def open_chain(config: TierConfig) -> Chain:
     links: list[Link] = []
     try:
         for name in config.tiers:
-            link = _open(name, TierContext(config, options.get(name, {})))
+            link = STORE_TIERS.create(name, TierContext(config, options.get(name, {})))
+            if name not in BUILT_IN_TIERS and not isinstance(link, Link):
+                raise ConfigError(f"the tier {name!r} made a {type(link).__name__}", field="tiers")
             if link is not None:
                 links.append(link)
     except BaseException:
@@ -211,10 +213,3 @@ def open_objects(context: TierContext) -> Link | None:
         write_all=config.object_write == "all",
         absent_s=config.lookup_again_s,
     )
-
-
-def _open(name: str, context: TierContext) -> Link | None:
-    link: Link | None = STORE_TIERS.create(name, context)
-    if name not in BUILT_IN_TIERS and not isinstance(link, Link):
-        raise ConfigError(f"the tier {name!r} made a {type(link).__name__}", field="tiers")
-    return link

@@ -10,14 +10,13 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.pool import Pool
 from baton_kvstore.memory.quotas import NO_TENANT
 from baton_kvstore.memory.store import BlockStore, Reservation
 from baton_kvstore.tiers.chain import Chain
@@ -38,12 +37,21 @@ class LeaseRequest:
     """The lease that a Get wants.
 
     Attributes:
+        fingerprint: KV format of the blocks.
+        deadline: ``time.monotonic()`` seconds.
         ttl_s: Duration of the lease, in seconds; ``None``: no caller waits, so no lease is granted.
         tenant: Tenant of the request.
     """
 
-    ttl_s: float | None
+    fingerprint: Fingerprint
+    deadline: float
+    ttl_s: float | None = None
     tenant: Tenant | None = None
+
+    @property
+    def kind(self) -> KvFormat:
+        """KV format of the blocks, as tiers know it."""
+        return kv_format_of(self.fingerprint)
 
 
 class Promoter:
@@ -67,7 +75,7 @@ class Promoter:
         """Return the lock that requests wait on for room: one per tenant with a quota, and one for all others."""
         share = self._store.quotas.share_of(tenant)
         queue = asyncio.Lock()
-        return self._queues.setdefault(share.name if share.quota else NO_TENANT, queue)
+        return self._queues.setdefault(share.name if share.quota_bytes else NO_TENANT, queue)
 
     def plan(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> tuple[Sequence[BlockHash], list[BlockHash]]:
         """Return the prefix that can be leased at once, and its blocks that are missing in memory.
@@ -101,23 +109,21 @@ class Promoter:
         room = self._store.room() >= len(missing) * kind.block_bytes
         free = len(self._jobs) < _MAX_PREFETCHES and not any(self.is_promoting(kind, name) for name in missing)
         if missing and room and free:
-            self.start_promotion(fingerprint, prefix, LeaseRequest(None, tenant), time.monotonic() + RETRY_S)
+            self.start_promotion(prefix, LeaseRequest(fingerprint, time.monotonic() + RETRY_S, tenant=tenant))
 
-    async def promote(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
-    ) -> Lease | None:
+    async def promote(self, prefix: Sequence[BlockHash], wanted: LeaseRequest) -> Lease | None:
         """Promote a prefix and lease (the first piece of) it; ``None`` if its first block could not be read.
 
         Raises:
             DeadlineError: The deadline passed first.
             QueueFullError: Too many leases, or no room.
         """
-        request = LeaseRequest(wanted.ttl_s, wanted.tenant)
-        job = self.start_promotions(fingerprint, prefix, request, deadline)
+        request = replace(wanted)
+        job = self.start_promotions(prefix, request)
         try:
             # Not asyncio.timeout: it may expire in the same loop iteration in which the lease is granted, which would
             # then never be released.
-            await asyncio.wait([job], timeout=max(0.0, deadline - time.monotonic()))
+            await asyncio.wait([job], timeout=max(0.0, wanted.deadline - time.monotonic()))
         except asyncio.CancelledError:
             if job.done() and not job.cancelled() and not job.exception() and (lease := job.result()) is not None:
                 self._store.release(lease.lease_id)
@@ -129,36 +135,32 @@ class Promoter:
             raise DeadlineError("the lower tiers are too slow")
         return job.result()
 
-    def start_promotions(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
-    ) -> asyncio.Task[Lease | None]:
+    def start_promotions(self, prefix: Sequence[BlockHash], wanted: LeaseRequest) -> asyncio.Task[Lease | None]:
         """Start to promote a prefix in pieces: the caller can use the first one while the others are read.
 
         Returns:
             The first piece's promotion. Blocks of the prefix that are already being promoted are left out.
         """
-        kind = kv_format_of(fingerprint)
+        kind = wanted.kind
         missing = [at for at, name in enumerate(prefix) if not self._store.has(kind.key, name)]
         stop = next((at for at in missing if self.is_promoting(kind, prefix[at])), len(prefix))
         step = max(1, _PIECE_BYTES // kind.block_bytes)
         starts = [0, *(at for at in missing[step::step] if at < stop)]
         pieces = [prefix[start:end] for start, end in itertools.pairwise([*starts, stop])]
-        first = self.start_promotion(fingerprint, pieces[0], wanted, deadline)
+        first = self.start_promotion(pieces[0], wanted)
         for piece in pieces[1:]:
             if len(self._jobs) >= _MAX_PIECES:
                 break  # under load, blocks without a lease would be evicted again before they are used
-            self.start_promotion(fingerprint, piece, LeaseRequest(None, wanted.tenant), deadline)
+            self.start_promotion(piece, replace(wanted, ttl_s=None))
         return first
 
-    def start_promotion(
-        self, fingerprint: Fingerprint, prefix: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
-    ) -> asyncio.Task[Lease | None]:
+    def start_promotion(self, prefix: Sequence[BlockHash], wanted: LeaseRequest) -> asyncio.Task[Lease | None]:
         """Start to promote a prefix; continues when no caller waits any more."""
-        kind = kv_format_of(fingerprint)
-        names = [(kind.key, name) for name in prefix if not self._store.has(kind.key, name)]
+        key = wanted.kind.key
+        names = [(key, name) for name in prefix if not self._store.has(key, name)]
         done = asyncio.get_running_loop().create_future()
         self._promoting.update(dict.fromkeys(names, done))
-        task = asyncio.create_task(self._run(fingerprint, prefix, wanted, deadline, len(names)), name="promote")
+        task = asyncio.create_task(self._run(prefix, wanted, len(names)), name="promote")
         self._jobs.add(task)
 
         def finish(task: asyncio.Task[Lease | None]) -> None:
@@ -180,47 +182,36 @@ class Promoter:
         if self._jobs:
             await asyncio.wait(self._jobs)
 
-    async def _run(
-        self,
-        fingerprint: Fingerprint,
-        prefix: Sequence[BlockHash],
-        wanted: LeaseRequest,
-        deadline: float,
-        num_missing: int,
-    ) -> Lease | None:
-        reservation = await self._reserve(fingerprint, prefix, wanted, deadline, num_missing)
+    async def _run(self, prefix: Sequence[BlockHash], wanted: LeaseRequest, num_missing: int) -> Lease | None:
+        reservation = await self._reserve(prefix, wanted, num_missing)
         arrived = [False] * len(reservation.missing)
         try:
-            arrived = await self._read(reservation.pool, reservation, prefix)
+            if reservation.missing:
+                names = [prefix[i] for i in reservation.missing]
+                views = [memoryview(reservation.pool.arena.blocks[slot]) for slot in reservation.slots]
+                arrived = await self._chain.read(wanted.kind, names, views)
             self._counters.promotions += sum(arrived)
             self._store.publish(reservation, arrived, promoted=True)
             if wanted.ttl_s is None or self._closed:
                 return None
-            return self._store.lease(fingerprint, prefix, wanted.ttl_s)
+            return self._store.lease(wanted.fingerprint, prefix, wanted.ttl_s)
         finally:
             self._store.commit(reservation, arrived, promoted=True)
             self._saver.kick()
 
-    async def _reserve(
-        self,
-        fingerprint: Fingerprint,
-        prefix: Sequence[BlockHash],
-        wanted: LeaseRequest,
-        deadline: float,
-        num_missing: int,
-    ) -> Reservation:
+    async def _reserve(self, prefix: Sequence[BlockHash], wanted: LeaseRequest, num_missing: int) -> Reservation:
         """Reserve slots for a part of the prefix at least; only requests that a caller waits for queue for room."""
         queue = self._queue_for(wanted.tenant)
         if wanted.ttl_s is None and queue.locked():
             raise QueueFullError("others wait for room", retry_after_s=RETRY_S)
         try:
             # First come, first served; only the first of the queue tries at each kick.
-            async with asyncio.timeout(deadline - time.monotonic()), queue:
+            async with asyncio.timeout(wanted.deadline - time.monotonic()), queue:
                 while True:
-                    await self._saver.make_room(num_missing * fingerprint.block_bytes, deadline)
+                    await self._saver.make_room(num_missing * wanted.kind.block_bytes, wanted.deadline)
                     kicked = self._saver.next_kick
                     try:
-                        reservation = self._store.reserve(fingerprint, prefix, wanted.tenant)
+                        reservation = self._store.reserve(wanted.fingerprint, prefix, wanted.tenant)
                     except QueueFullError:
                         if wanted.ttl_s is None or self._closed:
                             raise
@@ -231,10 +222,3 @@ class Promoter:
                     await kicked.wait()
         except TimeoutError:
             raise DeadlineError("every block of the store was in use") from None
-
-    async def _read(self, pool: Pool, reservation: Reservation, prefix: Sequence[BlockHash]) -> list[bool]:
-        if not reservation.missing:
-            return []
-        names = [prefix[i] for i in reservation.missing]
-        views = [memoryview(pool.arena.blocks[slot]) for slot in reservation.slots]
-        return await self._chain.read(pool.kind, names, views)

@@ -102,7 +102,6 @@ class RedisBackend:
         self._closed = False
 
     def get(self, kind: KvFormat, hashes: Sequence[BlockHash]) -> list[bytes | None]:
-        """Return values; ``None``: there is none."""
         return self._pipelined(lambda pipe, key: pipe.get(key), kind, hashes)
 
     def write(self, kind: KvFormat, hashes: Sequence[BlockHash], values: Sequence[bytes]) -> list[bool]:
@@ -125,7 +124,6 @@ class RedisBackend:
         return [bool(count) for count in self._pipelined(lambda pipe, key: pipe.exists(key), kind, hashes)]
 
     def delete(self, kind: KvFormat, hashes: Sequence[BlockHash] | None) -> None:
-        """Delete values (``None``: all of the kind)."""
         if hashes is not None:
             self._pipelined(lambda pipe, key: pipe.unlink(key), kind, hashes)
             return
@@ -163,7 +161,6 @@ class RedisBackend:
         return self._call(call)
 
     def close(self) -> None:
-        """Make no more calls; running ones end by themselves."""
         with self._lock:
             self._closed = True
             used = self._client

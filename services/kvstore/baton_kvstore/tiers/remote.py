@@ -302,23 +302,18 @@ class RemoteTier(LowerTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the tier is left alone for a while, because it failed."""
         return self.breaker.open
 
     def listen(self, listener: TierListener) -> None:
-        """Tell a listener what is known, and then every change."""
         self.index.listen(listener)
 
     def takes(self, kind: KvFormat) -> bool:
-        """Whether blocks of this size can be kept at all."""
         return kind.block_bytes <= self._options.max_block_bytes
 
     def holds(self, kind: KvFormat, block_hash: BlockHash) -> bool:
-        """Whether a block can be read, as far as this node knows; never waits."""
         return self.index.holds(kind, block_hash) and not self.breaker.open
 
     def find(self, kind: KvFormat, hashes: Sequence[BlockHash], again: bool = False) -> set[BlockHash]:
-        """Look for a chain's blocks that others may have written, in the calling thread, and return those there are."""
         names = hashes if again else self.index.unknown(kind, hashes)
         flags = self._ask(functools.partial(self._backend.has, kind, names)) if names else None
         if flags is None:
@@ -331,7 +326,6 @@ class RemoteTier(LowerTier):
         return set(present)
 
     def read(self, kind: KvFormat, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Fill buffers, in the calling thread. ``False``: not there, damaged, or the backend is away."""
         results = [False] * len(hashes)
         for part in self._batches(kind, len(hashes)):
             names = hashes[part]
@@ -353,7 +347,6 @@ class RemoteTier(LowerTier):
     def delete(
         self, kind: KvFormat, hashes: Sequence[BlockHash] | None, done: Callable[[bool], None]
     ) -> list[BlockHash]:
-        """Forget blocks (``None``: all of the kind), also those on their way, and return those known."""
         with self._jobs.changed:
             writes = self._jobs.writes(kind)
             for job in writes:

@@ -67,7 +67,7 @@ class Saver:
                 self.kick()
                 if not self._num_saving:
                     break
-                if not await self._wait_progress(deadline):
+                if not await _set_before(self._progress, deadline):
                     raise DeadlineError("the lower tiers are too slow to make room in memory")
         finally:
             self._need = 0  # other waiting calls set theirs again at the next progress
@@ -120,7 +120,7 @@ class Saver:
         """Start no more writes; with ``flush``, first write what is waiting, until the deadline."""
         if flush:
             self.kick()
-            while self._num_saving and await self._wait_progress(deadline):
+            while self._num_saving and await _set_before(self._progress, deadline):
                 pass
         self._closed = True
 
@@ -144,7 +144,7 @@ class Saver:
         share = entry.share
         if entry.brief or not self._chain.takes(kind):
             return True  # no tier stores it
-        if share is not None and share.disk_quota and share.disk_bytes + kind.block_bytes > share.disk_quota:
+        if share is not None and share.disk_excess(kind.block_bytes):
             return True  # writing it again would evict another block of the tenant, which would be written again, ...
         return self._chain.holds(kind, entry.block_hash)
 
@@ -177,12 +177,9 @@ class Saver:
         self._progress = asyncio.Event()
         self.kick()
 
-    async def _wait_progress(self, deadline: float) -> bool:
-        """Wait until a write has finished; ``False`` on timeout."""
-        return await _set_before(self._progress, deadline)
-
 
 async def _set_before(event: asyncio.Event, deadline: float) -> bool:
+    """Wait until an event is set; ``False``: it was not before the deadline."""
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
             return await event.wait()

@@ -23,7 +23,7 @@ from baton.errors import DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.pool import Owner
+from baton_kvstore.memory.pool import Share
 from baton_kvstore.memory.quotas import NO_TENANT
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
@@ -47,7 +47,7 @@ _TRIM_BATCH = 256
 
 @dataclass(slots=True)
 class _Ownership:
-    share: Owner
+    share: Share
     tiers: set[str] = field(default_factory=set)
 
 
@@ -63,8 +63,8 @@ class BlockOwners:
         self._store = store
         self._chain = chain
         self._owned: OrderedDict[tuple[KvFormat, BlockHash], _Ownership] = OrderedDict()
-        self._on_disk: dict[Owner, dict[tuple[KvFormat, BlockHash], None]] = {}
-        self._moving: OrderedDict[tuple[KvFormat, BlockHash], Owner] = OrderedDict()
+        self._on_disk: dict[Share, dict[tuple[KvFormat, BlockHash], None]] = {}
+        self._moving: OrderedDict[tuple[KvFormat, BlockHash], Share] = OrderedDict()
         self._disk = next((tier for tier in chain.tiers if tier.name == _DISK), None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -96,12 +96,11 @@ class BlockOwners:
 
     def _trim(self) -> None:
         """Delete the oldest blocks on disk of tenants above their disk quota."""
-        over = {share for share in self._store.quotas if share.disk_quota and share.disk_bytes > share.disk_quota}
+        over = {share: excess for share in self._store.quotas if (excess := share.disk_excess())}
         if not over or self._disk is None:
             return
         surplus: list[tuple[KvFormat, BlockHash]] = []
-        for share in over:
-            excess = share.disk_bytes - share.disk_quota
+        for share, excess in over.items():
             for kind, name in self._on_disk.get(share, ()):
                 if excess <= 0 or len(surplus) == _TRIM_BATCH:
                     break
@@ -157,7 +156,7 @@ class BlockOwners:
                 if len(self._moving) > _MAX_MOVING_BLOCKS:
                     self._moving.popitem(last=False)
 
-    def _count_on_disk(self, key: tuple[KvFormat, BlockHash], share: Owner, *, present: bool) -> None:
+    def _count_on_disk(self, key: tuple[KvFormat, BlockHash], share: Share, *, present: bool) -> None:
         """Count a block that entered or left the disk."""
         blocks = self._on_disk.setdefault(share, {})
         if present:
@@ -234,16 +233,12 @@ class TieredStore:
 
     # Get
 
-    async def get(
-        self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
-    ) -> tuple[Lease | None, bool]:
+    async def get(self, hashes: Sequence[BlockHash], wanted: LeaseRequest) -> tuple[Lease | None, bool]:
         """Lease the longest prefix of a chain that is in memory or can be promoted to it.
 
         Args:
-            fingerprint: KV format of the blocks.
             hashes: Hashes of the chain's blocks, in order.
-            wanted: Duration of the lease, and the tenant.
-            deadline: ``time.monotonic()`` seconds.
+            wanted: The lease.
 
         Returns:
             The lease, if any, and whether more of the chain is stored, which can be leased after this part's release.
@@ -251,12 +246,12 @@ class TieredStore:
         Raises:
             QueueFullError: ``max_leases`` leases are alive.
         """
-        kind = kv_format_of(fingerprint)
-        await self._find_shared(kind, hashes, deadline)
+        kind = wanted.kind
+        await self._find_shared(kind, hashes, wanted.deadline)
         levels = [0 if self.store.has(kind.key, name) else 1 + self.chain.fastest_tier(kind, name) for name in hashes]
-        lease = await self._promote_prefix(fingerprint, hashes, wanted, deadline)
+        lease = await self._promote_prefix(hashes, wanted)
         if lease is None:
-            lease = self.store.lease(fingerprint, hashes, wanted.ttl_s or 0.0)
+            lease = self.store.lease(wanted.fingerprint, hashes, wanted.ttl_s or 0.0)
         num_leased = 0 if lease is None else len(lease.entries)
         if lease is not None and wanted.tenant is not None:
             self._owners.record_owners(kind, [entry.block_hash for entry in lease.entries if entry.saved])
@@ -322,25 +317,23 @@ class TieredStore:
             if unknown:
                 await self.chain.find(kind, unknown, deadline)
 
-    async def _promote_prefix(
-        self, fingerprint: Fingerprint, hashes: Sequence[BlockHash], wanted: LeaseRequest, deadline: float
-    ) -> Lease | None:
+    async def _promote_prefix(self, hashes: Sequence[BlockHash], wanted: LeaseRequest) -> Lease | None:
         """Promote the missing blocks of the prefix and lease it; ``None``: nothing to promote, or it failed."""
-        kind = kv_format_of(fingerprint)
+        kind = wanted.kind
         promoter = self._promoter
         for _ in range(_ROUNDS if self.chain.tiers else 0):
             prefix, missing = promoter.plan(kind, hashes)
-            if not missing or time.monotonic() >= deadline:
+            if not missing or time.monotonic() >= wanted.deadline:
                 break
             if prefix[0] != missing[0] and (
                 promoter.is_queue_busy(wanted.tenant) or promoter.is_promoting(kind, missing[0])
             ):
                 break  # the blocks in memory can be read meanwhile
             if promoter.is_promoting(kind, missing[0]):
-                await promoter.wait_for(kind, missing[0], deadline)
+                await promoter.wait_for(kind, missing[0], wanted.deadline)
                 continue
             try:
-                lease = await promoter.promote(fingerprint, prefix, wanted, deadline)
+                lease = await promoter.promote(prefix, wanted)
             except (DeadlineError, QueueFullError):
                 break
             if lease is not None:

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from baton.errors import BatonError
 from baton.rpc.auth import HEADER
-from baton.rpc.errors import DETAILS_KEY, from_status, status_code, status_details
+from baton.rpc.errors import DETAILS_KEY, STATUS_CODES, from_status, status_code, status_details
 from baton.rpc.http2.connection import (
     CANCEL,
     ENHANCE_YOUR_CALM,
@@ -43,7 +43,6 @@ _CONNECT_S = 5.0
 _AGENT = f"baton/{__version__}".encode()
 _PREFIX = 5
 """Bytes before a message: whether it is compressed (1), and its length (4)."""
-_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 _OF_RESETS = {
     REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
     CANCEL: grpc.StatusCode.CANCELLED,
@@ -211,6 +210,13 @@ class MessageStream:
             self._connection.close()
 
 
+class Connector(Protocol):
+    """Opens calls to a server; :class:`Dialer` is one."""
+
+    async def open(self, method: str, sink: MessageSink) -> MessageStream:
+        """Open a call; see :meth:`Dialer.open`."""
+
+
 class Dialer:
     """Opens calls to one server, each on a connection of its own, which ends with it.
 
@@ -356,7 +362,7 @@ def _status_of(error: Exception) -> grpc.StatusCode | None:
 def _status(headers: dict[bytes, bytes]) -> StreamEnded:
     """Read how a call ended from its trailers."""
     number = headers[b"grpc-status"]
-    code = _CODES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdigit() else grpc.StatusCode.UNKNOWN
+    code = STATUS_CODES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdigit() else grpc.StatusCode.UNKNOWN
     message = urllib.parse.unquote(headers.get(b"grpc-message", b"").decode("latin-1"), errors="replace")
     packed = headers.get(DETAILS_KEY.encode(), b"").split(b",")[0]
     try:
@@ -364,10 +370,6 @@ def _status(headers: dict[bytes, bytes]) -> StreamEnded:
     except (ValueError, binascii.Error):
         details = b""
     return StreamEnded(code, message, details)
-
-
-class _Opens(Protocol):
-    async def open(self, method: str, sink: MessageSink) -> MessageStream: ...
 
 
 class ServerStream(Generic[M]):
@@ -384,7 +386,7 @@ class ServerStream(Generic[M]):
         response: Class of the responses.
     """
 
-    def __init__(self, dialer: _Opens, method: str, request: Message, response: type[M]) -> None:
+    def __init__(self, dialer: Connector, method: str, request: Message, response: type[M]) -> None:
         self._dialer = dialer
         self._method = method
         self._request = request

@@ -233,7 +233,7 @@ def test_plan_writes_a_deployment_that_up_can_read(tmp_path, profile_file, capsy
     assert "what limits it" in shown
     assert "Beside closed forms" in shown
     assert plot.read_text().lstrip().startswith("<?xml")
-    from baton.cli.deployment import service_configs
+    from baton.cli.plan import service_configs
 
     file = ClusterFile(str(output), service_configs())
     assert file.slos() == {"ttft": 500.0, "itl": 25.0}

@@ -35,7 +35,7 @@ def test_settings_are_read_changed_and_bounded(tmp_path):
     assert set(neighbours("max-num-seqs", 1024)) == {512}
     path = tmp_path / "c.yaml"
     path.write_text(with_settings(DOCUMENT, {"ratio": "1P3D", "beta": 1.0, "max-num-seqs": 32}))
-    from baton.cli.deployment import service_configs
+    from baton.cli.plan import service_configs
 
     file = ClusterFile(str(path), service_configs())
     assert file.setting("ratio").value == "1P3D"

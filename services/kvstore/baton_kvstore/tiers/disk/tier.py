@@ -64,7 +64,6 @@ class DiskTier(LowerTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the disk gets no writes for a while, because one failed."""
         return self.breaker.open
 
     def listen(self, listener: TierListener) -> None:
