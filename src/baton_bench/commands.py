@@ -10,8 +10,9 @@ import argparse
 import dataclasses
 import logging
 import os
-import shlex
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,20 @@ from baton.config import EngineConfig, add_flags, from_flags
 from baton.config.demo_model import default_model
 from baton.config.flags import ENV_PREFIX, AccessConfig
 from baton.errors import ConfigError
+from baton.terminal import progress
+from baton_bench.report import (
+    check_folder,
+    check_plot,
+    check_positive,
+    check_ranges,
+    numbers,
+    options_from,
+    result_console,
+    run_and_show,
+    show_document,
+    words,
+    write_file,
+)
 from baton_bench.serve.options import ServeOptions, parse_slos
 
 
@@ -38,6 +53,30 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_tune_parser(commands)
 
 
+def _add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a command; ``text`` is its line in the list of commands, ``epilog`` ends its own help as it is written."""
+    parser = commands.add_parser(name, help=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _require_torch(what: str, field: str = "model") -> None:
+    if find_spec("torch") is None:
+        raise ConfigError(f"{what} needs torch: pip install 'baton-serve[engine]'", field=field)
+
+
+def _engine_config(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> EngineConfig:
+    """Return the engine's configuration by flags and environment; its model is the demo's, unless one is named."""
+    config = from_flags(EngineConfig, args, env=env)
+    return config if config.model != EngineConfig.model else dataclasses.replace(config, model=default_model())
+
+
 # --- kv ---
 
 _KV_EPILOG = """exit status:
@@ -50,12 +89,7 @@ _KV_EPILOG = """exit status:
 
 
 def add_kv_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "kv",
-        help="KV transfer over each pipe, against the machine's limits",
-        epilog=_KV_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _add_parser(benches, "kv", run_kv, "KV transfer over each pipe, against the machine's limits", _KV_EPILOG)
     what = parser.add_argument_group("what to move")
     what.add_argument("--model", default="", help="model directory whose config.json tells the KV's geometry")
     what.add_argument("--geometry", default="", help="a known model's geometry (default: llama-8b)")
@@ -108,7 +142,6 @@ def add_kv_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
     out.add_argument("--require-gbps", type=float, default=None, help="exit status 3 if a pipe is slower (GB/s)")
     out.add_argument("--json", action="store_true", help="JSON lines on standard output instead of tables")
     out.add_argument("--plot", default="", metavar="FILE", help="draw GB/s over size into a .png or .svg file")
-    parser.set_defaults(run=run_kv)
 
 
 def run_kv(args: argparse.Namespace) -> int:
@@ -122,19 +155,12 @@ def run_kv(args: argparse.Namespace) -> int:
 
 
 def _measure_kv(args: argparse.Namespace) -> int:
-    from baton.terminal import progress
     from baton_bench.kv.driver import Driver
     from baton_bench.kv.plan import Options
     from baton_bench.kv.records import draw, print_tables
-    from baton_bench.report import Report, run_and_show
 
     options = Options.from_args(args)
-
-    def measure(report: Report) -> int:
-        with progress() as step:
-            return Driver(options, report, step).run()
-
-    return run_and_show(args, measure, print_tables, draw, width=132)
+    return run_and_show(args, lambda report, step: Driver(options, report, step).run(), print_tables, draw, width=132)
 
 
 def _serve_kv_sources(args: argparse.Namespace) -> int:
@@ -179,13 +205,12 @@ exit status:
 
 
 def add_serve_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from baton_bench.serve.options import ServeOptions
-
-    parser = benches.add_parser(
+    parser = _add_parser(
+        benches,
         "serve",
-        help="load on a running service: TTFT, TPOT, ITL, throughput, goodput, and the rate at which targets break",
-        epilog=_SERVE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_serve,
+        "load on a running service: TTFT, TPOT, ITL, throughput, goodput, and the rate at which targets break",
+        _SERVE_EPILOG,
     )
     add_flags(parser, ServeOptions)
     slo = "target, e.g. ttft:500ms; metrics ttft, tpot, itl (95 %% of a request's gaps), e2e; may be repeated"
@@ -197,7 +222,6 @@ def add_serve_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     text = "a deployment's file: its slo section is --slo, where that is not given"
     parser.add_argument("--config", "-f", default="", metavar="FILE", help=text)
     add_flags(parser, AccessConfig)
-    parser.set_defaults(run=run_serve)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -207,12 +231,7 @@ def run_serve(args: argparse.Namespace) -> int:
         ConfigError: A flag or a file that cannot work.
         BatonError: The service does not answer.
     """
-    from pathlib import Path
-
     from baton.config.cluster_file import ClusterFile
-    from baton.terminal import progress
-    from baton_bench.report import Report, run_and_show, show_document
-    from baton_bench.serve.options import ServeOptions, parse_slos
     from baton_bench.serve.records import compare, draw, print_comparison, print_report
     from baton_bench.serve.run import Benchmark
 
@@ -223,13 +242,8 @@ def run_serve(args: argparse.Namespace) -> int:
     access = from_flags(AccessConfig, args)
     slos = parse_slos(args.slo) or (ClusterFile(args.config, {}).slos() if args.config else {})
     benchmark = Benchmark(options, access, slos)
-
-    def measure(report: Report) -> int:
-        with progress() as step:
-            return benchmark.run(report, step)
-
     return run_and_show(
-        args, measure, print_report, lambda records, path: draw(records, benchmark.samples, path), width=120
+        args, benchmark.run, print_report, lambda records, path: draw(records, benchmark.samples, path), width=120
     )
 
 
@@ -249,11 +263,8 @@ MODES = ("both", "latency", "throughput")
 
 
 def add_offline_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
-        "offline",
-        help="latency and throughput of the engine, without a server",
-        epilog=_OFFLINE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _add_parser(
+        benches, "offline", run_offline, "latency and throughput of the engine, without a server", _OFFLINE_EPILOG
     )
     parser.add_argument("--mode", choices=MODES, default="both", help="what to measure (default: both)")
     parser.add_argument("--isl", type=int, default=512, help="prompt tokens (default: 512)")
@@ -266,7 +277,6 @@ def add_offline_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output instead of a table")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw the latencies into a .png or .svg file")
     add_flags(parser, EngineConfig)
-    parser.set_defaults(run=run_offline)
 
 
 def run_offline(args: argparse.Namespace) -> int:
@@ -276,27 +286,12 @@ def run_offline(args: argparse.Namespace) -> int:
         ConfigError: A flag or the model cannot work.
         InternalError: The engine failed.
     """
-    import dataclasses
-    from importlib.util import find_spec
-
-    from baton.terminal import progress
-    from baton_bench.report import Report, run_and_show
-
-    if find_spec("torch") is None:
-        raise ConfigError("the engine needs torch: pip install 'baton-serve[engine]'", field="model")
+    _require_torch("the engine")
     from baton_bench.offline import Options, draw, measure, print_tables
 
-    engine = from_flags(EngineConfig, args)
-    if engine.model == EngineConfig.model:
-        engine = dataclasses.replace(engine, model=default_model())
-    options = Options(args.mode, args.isl, args.osl, args.batch_size, args.repeats, args.warmup, args.requests,
-                      args.prompt_seed)  # fmt: skip
-
-    def measured(report: Report) -> int:
-        with progress() as step:
-            return measure(engine, options, report, step)
-
-    return run_and_show(args, measured, print_tables, draw, width=100)
+    engine = _engine_config(args)
+    options = options_from(Options, args)
+    return run_and_show(args, partial(measure, engine, options), print_tables, draw, width=100)
 
 
 # --- quality ---
@@ -322,11 +317,12 @@ exit status:
 
 
 def add_quality_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
+    parser = _add_parser(
+        benches,
         "quality",
-        help="perplexity, KL, speed and memory of quantized configurations beside a plain one",
-        epilog=_QUALITY_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_quality,
+        "perplexity, KL, speed and memory of quantized configurations beside a plain one",
+        _QUALITY_EPILOG,
     )
     parser.add_argument(
         "--config", action="append", default=None, metavar="FIELDS", help="engine fields of one more row, as name=value"
@@ -346,7 +342,6 @@ def add_quality_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output instead of a table")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw KL over memory into a .png or .svg file")
     add_flags(parser, EngineConfig)
-    parser.set_defaults(run=run_quality)
 
 
 def run_quality(args: argparse.Namespace) -> int:
@@ -356,23 +351,14 @@ def run_quality(args: argparse.Namespace) -> int:
         ConfigError: A flag, the model or the text cannot work.
         InternalError: The engine failed.
     """
-    from baton.terminal import progress
-    from baton_bench.report import Report, run_and_show
-
-    if find_spec("torch") is None:
-        raise ConfigError("the engine needs torch: pip install 'baton-serve[engine]'", field="model")
+    _require_torch("the engine")
     from baton_bench.quality import Options, draw, measure, print_tables
 
     configs = {"reference": parse_row_config(args, "")} | {
         text: parse_row_config(args, text) for text in args.config or ()
     }
-    options = Options(args.text, args.tokens, args.window, args.isl, args.batch_size, args.steps, args.clock)
-
-    def measured(report: Report) -> int:
-        with progress() as step:
-            return measure(configs, options, report, step)
-
-    return run_and_show(args, measured, print_tables, draw, width=150)
+    options = options_from(Options, args)
+    return run_and_show(args, partial(measure, configs, options), print_tables, draw, width=150)
 
 
 def parse_row_config(args: argparse.Namespace, text: str) -> EngineConfig:
@@ -390,11 +376,7 @@ def parse_row_config(args: argparse.Namespace, text: str) -> EngineConfig:
         if hasattr(given, name):
             delattr(given, name)
         env[ENV_PREFIX + name.upper()] = value
-    config = from_flags(EngineConfig, given, env=env)
-    if config.model == EngineConfig.model:
-        given.model = default_model()
-        config = from_flags(EngineConfig, given, env=env)
-    return config
+    return _engine_config(given, env)
 
 
 # --- router ---
@@ -420,11 +402,12 @@ scenarios, each with the other flags as they are given:
 
 
 def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
+    parser = _add_parser(
+        benches,
         "router",
-        help="routing policies on a trace, with the router's own index and placement, on virtual time",
-        epilog=_ROUTER_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_router,
+        "routing policies on a trace, with the router's own index and placement, on virtual time",
+        _ROUTER_EPILOG,
     )
     what = parser.add_argument_group("what to replay")
     what.add_argument("--trace", default="", metavar="FILE", help="JSON lines as Mooncake publishes them")
@@ -479,7 +462,6 @@ def add_router_parser(benches: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="RATIO",
         help="exit status 3 if the first policy's mean time to first token is above so many times the best one's",
     )
-    parser.set_defaults(run=run_router)
 
 
 def run_router(args: argparse.Namespace) -> int:
@@ -490,7 +472,7 @@ def run_router(args: argparse.Namespace) -> int:
     """
     from baton_bench.router import replay_all
 
-    return replay_all(args, shlex.join(["baton", *sys.argv[1:]]), 160)
+    return replay_all(args)
 
 
 # --- prefixes ---
@@ -534,11 +516,12 @@ _STORE_EPILOG = """exit status:
 
 
 def add_store_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = benches.add_parser(
+    parser = _add_parser(
+        benches,
         "store",
-        help="a KV store's tiers beside memcpy, plain reads and Redis; its eviction policies on a trace",
-        epilog=_STORE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_store,
+        "a KV store's tiers beside memcpy, plain reads and Redis; its eviction policies on a trace",
+        _STORE_EPILOG,
     )
     what = parser.add_argument_group("what to move")
     what.add_argument("--geometry", default="llama-8b,llama-1b,baton-tiny", help="known models whose blocks to take")
@@ -570,7 +553,6 @@ def add_store_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     out.add_argument("--require-redis", type=float, default=None, help="exit status 3 below so many times Redis' GET")
     out.add_argument("--json", action="store_true", help="JSON lines (of a trace: one object) instead of tables")
     out.add_argument("--plot", default="", metavar="FILE", help="draw GB/s over clients into a .png or .svg file")
-    parser.set_defaults(run=run_store)
 
 
 def run_store(args: argparse.Namespace) -> int:
@@ -580,30 +562,16 @@ def run_store(args: argparse.Namespace) -> int:
         ConfigError: A flag or a file that cannot work.
         BatonError: A client or a server ended.
     """
-    return _replay_store_trace(args) if args.trace else _measure_store(args)
+    if args.trace:
+        from baton_bench.store.replay import replay_all
 
-
-def _replay_store_trace(args: argparse.Namespace) -> int:
-    from baton_bench.store.replay import replay_all
-
-    return replay_all(args, shlex.join(["baton", *sys.argv[1:]]), 160)
-
-
-def _measure_store(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from baton_bench.report import Report, run_and_show
+        return replay_all(args)
     from baton_bench.store.driver import Driver
     from baton_bench.store.plan import Options
     from baton_bench.store.records import draw, print_tables
 
     options = Options.from_args(args)
-
-    def measure(report: Report) -> int:
-        with Console(stderr=True).status("starting") as status:
-            return Driver(options, report, status.update).run()
-
-    return run_and_show(args, measure, print_tables, draw, width=160)
+    return run_and_show(args, lambda report, step: Driver(options, report, step).run(), print_tables, draw, width=160)
 
 
 # --- planner ---
@@ -638,11 +606,8 @@ exit status:
 
 
 def add_profile_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "profile",
-        help="measure the engine on this hardware, for baton plan",
-        epilog=_PROFILE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _add_parser(
+        commands, "profile", run_profile, "measure the engine on this hardware, for baton plan", _PROFILE_EPILOG
     )
     parser.add_argument("--output", "-o", required=True, metavar="FILE", help="where the profile goes (JSON)")
     parser.add_argument("--isl", type=int, default=512, help="longest prompt measured, in tokens (default: 512)")
@@ -660,7 +625,6 @@ def add_profile_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
     derived.add_argument("--tp-sizes", default="1,2,4,8", help="tensor-parallel sizes (default: 1,2,4,8)")
     add_flags(parser, EngineConfig)
     add_flags(parser, AccessConfig)
-    parser.set_defaults(run=run_profile)
 
 
 def run_profile(args: argparse.Namespace) -> int:
@@ -670,44 +634,30 @@ def run_profile(args: argparse.Namespace) -> int:
         ConfigError: A flag, a model or a pipe cannot work.
         BatonError: Something failed.
     """
-    import dataclasses
-    from importlib.util import find_spec
-
-    from baton.config.demo_model import default_model
-    from baton.terminal import progress
     from baton_bench.planner.plan import print_profile
-    from baton_bench.report import check_ranges, result_console
 
-    output = Path(args.output)
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {output.parent}", field="output")
-    if find_spec("torch") is None:
-        raise ConfigError("the engine needs torch: pip install 'baton-serve[engine]'", field="model")
+    check_folder(args.output, "output")
+    _require_torch("the engine")
     if args.roofline:
         profile = _roofline_profile(args)
     else:
-        from baton_bench.planner.profiling import profile_engine
+        from baton_bench.planner.profiling import measure_overheads, profile_engine
 
         check_ranges(args, {"isl": (16, 1 << 20), "repeats": (1, 1000)})
-        engine = from_flags(EngineConfig, args)
-        if engine.model == EngineConfig.model:
-            engine = dataclasses.replace(engine, model=default_model())
+        engine = _engine_config(args)
         with progress() as step:
             profile = profile_engine(engine, isl=args.isl, repeats=args.repeats, pipe=args.pipe, step=step)
             if args.url:
-                from baton_bench.planner.profiling import measure_overheads
-
                 access = from_flags(AccessConfig, args)
                 result = measure_overheads(args.url, access, profile, isl=args.isl, step=step)
                 profile = dataclasses.replace(profile, overheads=result)
-    profile.save(output)
+    profile.save(Path(args.output))
     print_profile(profile, result_console(150))
     return 0
 
 
 def _roofline_profile(args: argparse.Namespace) -> Profile:
     from baton_bench.planner.profiling import Efficiency, known_shape, roofline_profile
-    from baton_bench.report import numbers
 
     for name in ("params", "width", "heads"):
         if not getattr(args, name) > 0:
@@ -719,11 +669,12 @@ def _roofline_profile(args: argparse.Namespace) -> Profile:
 
 
 def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = _add_parser(
+        commands,
         "plan",
-        help="how many prefill and decode instances serve most requests within the targets",
-        epilog=_PLAN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_plan,
+        "how many prefill and decode instances serve most requests within the targets",
+        _PLAN_EPILOG,
     )
     parser.add_argument("--profile", required=True, metavar="FILE", help="what baton profile wrote")
     parser.add_argument("--model", default="", help="model in cluster.yaml (default: the profile's)")
@@ -759,7 +710,6 @@ def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     out.add_argument("--plot", default="", metavar="FILE", help="draw into a .png or .svg file (needs matplotlib)")
     text = "what changes when lengths, speeds or links are otherwise"
     out.add_argument("--sensitivity", action=argparse.BooleanOptionalAction, default=True, help=text)
-    parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -768,19 +718,10 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: A flag or a file cannot work.
     """
-    from importlib.util import find_spec
+    _require_torch("baton plan", "profile")  # the engine's own rules are simulated
+    from baton_bench.planner.plan import cluster_yaml, draw, make_plan, print_plan
 
-    from baton.terminal import progress
-    from baton_bench.report import check_plot, show_document
-
-    if find_spec("torch") is None:  # the engine's own rules are simulated
-        raise ConfigError("baton plan needs torch: pip install 'baton-serve[engine]'", field="profile")
-    from baton_bench.planner.plan import cluster_yaml, draw, make_plan, print_plan, write_cluster
-
-    for name in ("output", "plot"):
-        path = Path(getattr(args, name))
-        if getattr(args, name) and not path.parent.is_dir():
-            raise ConfigError(f"--{name}: there is no folder {path.parent}", field=name)
+    check_folder(args.output, "output")
     if args.plot:
         check_plot(Path(args.plot))
     options = _plan_options(args)
@@ -788,7 +729,7 @@ def run_plan(args: argparse.Namespace) -> int:
         plan = make_plan(options, step)
     if args.output and plan.winner is not None:
         text = cluster_yaml(plan.winner, args.model or options.profile.model, options.goal.slos, plan.headline())
-        write_cluster(Path(args.output), text)
+        write_file(Path(args.output), text, "output")
     if args.plot:
         draw(plan, Path(args.plot))
     show_document(plan.document(), print_plan, width=150, as_json=args.json)
@@ -801,23 +742,17 @@ def _plan_options(args: argparse.Namespace) -> PlanOptions:
     Raises:
         ConfigError: Names the flag.
     """
-    import dataclasses
-
     from baton_bench.planner.plan import PlanOptions
     from baton_bench.planner.search import Goal
     from baton_bench.planner.workload import from_lengths, from_trace
-    from baton_bench.report import check_positive, check_ranges, numbers
-    from baton_bench.serve.options import parse_slos
     from baton_bench.simulator.engine import Speculation
     from baton_bench.simulator.profile import Profile
 
     most = 10**7
     check_ranges(args, {"isl": (1, most), "osl": (1, most), "requests": (50, most), "gpus": (1, 4096),
-                        "draft_tokens": (0, 64), "seed": (0, 2**32)})  # fmt: skip
+                        "draft_tokens": (0, 64), "seed": (0, 2**32), "attainment": (0.01, 1.0),
+                        "acceptance": (0.0, 1.0), "spread": (0.0, 0.99)})  # fmt: skip
     check_positive(args, "rate", "gb_per_s", "cores", "threads", "precision")
-    for name, low, high in (("attainment", 0.01, 1.0), ("acceptance", 0.0, 1.0), ("spread", 0.0, 0.99)):
-        if not low <= getattr(args, name) <= high:
-            raise ConfigError(f"--{name} must be between {low:g} and {high:g}", field=name)
     if bool(args.trace) == (args.isl is not None or args.osl is not None):
         raise ConfigError("give --trace FILE, or --isl and --osl", field="trace")
     if not args.trace and (args.isl is None or args.osl is None):
@@ -840,19 +775,8 @@ def _plan_options(args: argparse.Namespace) -> PlanOptions:
     pps = numbers(args.pp_sizes, "pp-sizes")
     if not pps or min(*tps, *pps) < 1:
         raise ConfigError("--tp-sizes and --pp-sizes take numbers from 1 on", field="tp_sizes")
-    goal = Goal(
-        slos=slos,
-        attainment=args.attainment,
-        gpus=args.gpus,
-        tps=tps,
-        pps=pps,
-        policy=args.policy,
-        speculation=Speculation(args.draft_tokens, args.acceptance),
-        cores=args.cores,
-        threads=args.threads,
-        precision=args.precision,
-        seed=args.seed,
-    )
+    speculation = Speculation(args.draft_tokens, args.acceptance)
+    goal = options_from(Goal, args, slos=slos, tps=tps, pps=pps, speculation=speculation)
     return PlanOptions(profile, workload, goal, args.rate, args.ratio, args.sensitivity, bool(args.plot))
 
 
@@ -875,11 +799,12 @@ _FLAGS_WITHOUT_USE = frozenset({"url", "endpoint", "details"})
 
 
 def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = _add_parser(
+        commands,
         "tune",
-        help="find the best settings of a deployment under latency targets, by measuring it",
-        epilog=_TUNE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_tune,
+        "find the best settings of a deployment under latency targets, by measuring it",
+        _TUNE_EPILOG,
     )
     parser.add_argument("--config", "-f", required=True, metavar="FILE", help="the deployment's file")
     text = "settings to tune, in this order (default: ratio,max-num-seqs,max-num-batched-tokens,prefill-chunk)"
@@ -891,7 +816,6 @@ def add_tune_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--slo", action="append", default=[], metavar="METRIC:TIME", help=slo)
     add_flags(parser, ServeOptions, skip=_FLAGS_WITHOUT_USE)
     add_flags(parser, AccessConfig)
-    parser.set_defaults(run=run_tune)
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -903,7 +827,6 @@ def run_tune(args: argparse.Namespace) -> int:
     """
     from baton.config.cluster_file import ClusterFile
     from baton.config.document import read_document
-    from baton_bench.report import check_ranges, words
     from baton_bench.tuning import Notes, Trial, measure_with, read_settings, tune, with_settings
 
     check_ranges(args, {"trials": (1, 10_000)})
@@ -917,8 +840,7 @@ def run_tune(args: argparse.Namespace) -> int:
     if options.request_rate is None and not options.find_knee and options.arrival_kind != "trace":
         raise ConfigError("give --request-rate, or --find-knee to tune for the highest rate", field="request_rate")
     start = read_settings(document, words(args.tune))
-    if args.output and not Path(args.output).parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {Path(args.output).parent}", field="output")
+    check_folder(args.output, "output")
     load = {name: value for name, value in dataclasses.asdict(options).items() if name != "api_key"}
     purpose = {"file": document, "load": load, "slo_ms": slos, "tune": list(start)}
     notes = Notes(Path(args.notes), purpose)
@@ -937,8 +859,5 @@ def run_tune(args: argparse.Namespace) -> int:
         sys.stdout.write(f"{name}: {value}" + (f" (was {start[name]})" if value != start[name] else "") + "\n")
     sys.stdout.write(f"goodput: {best.goodput:.3f} requests/s ({gain:+.0%}), {len(notes.trials)} trials\n")
     if args.output:
-        try:
-            Path(args.output).write_text(with_settings(document, best.settings), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output}: {error.strerror}", field="output") from error
+        write_file(Path(args.output), with_settings(document, best.settings), "output")
     return 0

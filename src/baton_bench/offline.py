@@ -27,6 +27,7 @@ from baton_bench.report import (
     of_kind,
     print_failures,
     run_with_result,
+    shared_fields,
     warn_if_busy,
 )
 
@@ -120,11 +121,8 @@ def measure(engine: EngineConfig, options: Options, report: Report, step: Step) 
             longest = llm.core.max_model_len
             if options.isl + options.osl > longest:
                 raise ConfigError(f"--isl and --osl together are more than the model's {longest} tokens", field="isl")
-            report(
-                OfflineRunRecord(
-                    engine.model, options.isl, options.osl, options.batch_size, options.requests, machine_facts()
-                )
-            )
+            about: dict[str, Any] = {"model": engine.model, "machine": machine_facts()}
+            report(OfflineRunRecord(**(shared_fields(options, OfflineRunRecord) | about)))
             prompts = _Prompts(llm, options)
             for _ in range(options.warmup):
                 _generate(llm, prompts.draw(options.batch_size), options.osl)

@@ -42,6 +42,7 @@ from baton_bench.report import (
     of_kind,
     print_failures,
     run_with_result,
+    shared_fields,
     warn_if_busy,
 )
 
@@ -53,43 +54,23 @@ class Task:
     """What to measure.
 
     Attributes:
+        name: Name of the row.
         config: The configuration.
         windows: Token ids of each context.
         logits: File of the reference's logits float32 [tokens, vocab]; that of the reference is written.
         is_reference: Whether this is the reference.
-        isl: Prompt tokens of the speeds.
-        batch_sizes: Sequences of each decode.
-        steps: Decode steps that count; 0: no speeds.
-        clock: ``wall`` or ``cpu``.
+        options: Options of the command line.
     """
 
+    name: str
     config: EngineConfig
     windows: list[list[int]]
     logits: Path
     is_reference: bool
-    isl: int
-    batch_sizes: tuple[int, ...]
-    steps: int
-    clock: str
+    options: Options
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What was measured; see ``baton bench quality --help``."""
-
-    operators: str
-    vocab_size: int
-    perplexity: float
-    kl: float
-    kl_p99: float
-    top1: float
-    prefill_tokens_per_s: float | None
-    decode_tokens_per_s: tuple[float, ...]
-    weight_bytes: int
-    kv_bytes_per_token: int
-
-
-def measure_one(task: Task) -> Measured | tuple[str, str]:
+def measure_one(task: Task) -> QualityRecord | tuple[str, str]:
     """Measure a configuration; returns an error's message and field instead if it cannot be loaded."""
     try:
         return _measure(task)
@@ -97,9 +78,10 @@ def measure_one(task: Task) -> Measured | tuple[str, str]:
         return error.message, error.field if isinstance(error, ConfigError) and error.field else ""
 
 
-def _measure(task: Task) -> Measured:
-    longest = max(len(task.windows[0]), task.isl + task.steps + 2)
-    blocks = -(-longest // task.config.block_size) * max(1, *task.batch_sizes)
+def _measure(task: Task) -> QualityRecord:
+    options = task.options
+    longest = max(len(task.windows[0]), options.isl + options.steps + 2)
+    blocks = -(-longest // task.config.block_size) * options.batch_size
     config = dataclasses.replace(task.config, kv_blocks=task.config.kv_blocks or blocks, max_model_len=longest)
     before = _resident()
     executor = load_executor(config)
@@ -108,20 +90,20 @@ def _measure(task: Task) -> Measured:
         shards = make_arena(config, executor, private=True)
         try:
             nll, divergences, same = _text(task, config, executor)
-            prefill, decodes = _speeds(task, config, executor) if task.steps else (None, ())
+            prefill, decodes = _speeds(task, config, executor) if options.steps else (None, ())
         finally:
             shards.close()
         groups = executor.layout.groups
         layouts = [shard_layout(executor.geometry, spec, config.block_size, groups) for spec in executor.shards]
-        return Measured(
+        return QualityRecord(
+            task.name,
             executor.description,
-            executor.vocab_size,
-            float(np.exp(nll)),
+            round(float(np.exp(nll)), 4),
             float(divergences.mean()),
             float(np.quantile(divergences, 0.99)),
-            float(same.mean()),
-            prefill,
-            decodes,
+            round(float(same.mean()), 5),
+            None if prefill is None else round(prefill, 2),
+            tuple(round(each, 2) for each in decodes),
             weights,
             sum(layout.block_bytes * layout.num_groups for layout in layouts) // config.block_size,
         )
@@ -170,19 +152,20 @@ def _text(
 
 def _speeds(task: Task, config: EngineConfig, executor: Executor) -> tuple[float, tuple[float, ...]]:
     """Return tokens per second of a prefill, and of each decode."""
+    options = task.options
 
     def clock() -> float:
-        return time.perf_counter() if task.clock == "wall" else time.process_time() / config.threads
+        return time.perf_counter() if options.clock == "wall" else time.process_time() / config.threads
 
-    tokens = np.random.default_rng(0).integers(0, executor.vocab_size, task.isl).tolist()
+    tokens = np.random.default_rng(0).integers(0, executor.vocab_size, options.isl).tolist()
 
     def prefill() -> None:
         executor.forward(_chunk(tokens, 0, config.block_size, [len(tokens) - 1]))
 
     prefill_s = _median(clock, [prefill] * (_REPEATS + 1))
     results = []
-    for size in task.batch_sizes:
-        steps = [_decode(size, task.isl + step, config.block_size) for step in range(task.steps + 1)]
+    for size in options.decode_sizes:
+        steps = [_decode(size, options.isl + step, config.block_size) for step in range(options.steps + 1)]
         results.append(size / _median(clock, [partial(executor.forward, step) for step in steps]))
     return len(tokens) / prefill_s, tuple(results)
 
@@ -246,6 +229,11 @@ class Options:
         ranges = {"tokens": (_LEAST_TOKENS, 10**7), "window": (_LEAST_TOKENS, 10**6), "isl": (1, 10**6)}
         check_ranges(self, ranges | {"batch_size": (1, 4096), "steps": (0, 10**5)})
 
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Sequences of each decode that is timed."""
+        return tuple(dict.fromkeys((1, self.batch_size)))
+
 
 @dataclass(frozen=True)
 class QualityRunRecord(Record):
@@ -295,41 +283,18 @@ def measure(configs: Mapping[str, EngineConfig], options: Options, report: Repor
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.message}", field="model") from error
         windows = _windows(reference.model, options)
-        count = sum(map(len, windows))
-        report(
-            QualityRunRecord(
-                reference.model,
-                options.text or "Baton's own",
-                count,
-                len(windows[0]),
-                options.isl,
-                options.batch_size,
-                options.clock,
-                machine_facts(),
-            )
-        )
-        sizes = tuple(dict.fromkeys((1, options.batch_size)))
+        about: dict[str, Any] = {
+            "model": reference.model,
+            "text": options.text or "Baton's own",
+            "tokens": sum(map(len, windows)),
+            "window": len(windows[0]),
+            "machine": machine_facts(),
+        }
+        report(QualityRunRecord(**(shared_fields(options, QualityRunRecord) | about)))
         with tempfile.TemporaryDirectory(prefix="baton-quality-") as folder:
             for index, (name, config) in enumerate(configs.items()):
                 step(name, len(configs) - index)
-                logits = Path(folder, "logits")
-                is_reference = index == 0
-                task = Task(config, windows, logits, is_reference, options.isl, sizes, options.steps, options.clock)
-                result = _in_child(task, name)
-                report(
-                    QualityRecord(
-                        name,
-                        result.operators,
-                        round(result.perplexity, 4),
-                        result.kl,
-                        result.kl_p99,
-                        round(result.top1, 5),
-                        None if result.prefill_tokens_per_s is None else round(result.prefill_tokens_per_s, 2),
-                        tuple(round(each, 2) for each in result.decode_tokens_per_s),
-                        result.weight_bytes,
-                        result.kv_bytes_per_token,
-                    )
-                )
+                report(_in_child(Task(name, config, windows, Path(folder, "logits"), index == 0, options)))
         return EXIT_OK, ()
 
     return run_with_result(run, report)
@@ -355,7 +320,7 @@ def _windows(model: str, options: Options) -> list[list[int]]:
     return [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
 
 
-def _in_child(task: Task, name: str) -> Measured:
+def _in_child(task: Task) -> QualityRecord:
     """Measure in a new process, so that its memory is that of this configuration alone.
 
     Raises:
@@ -366,11 +331,12 @@ def _in_child(task: Task, name: str) -> Measured:
         try:
             result = pool.submit(measure_one, task).result()
         except BrokenProcessPool as error:
-            raise InternalError(f"{name}: the process that measured it died") from error
-    if isinstance(result, Measured):
+            raise InternalError(f"{task.name}: the process that measured it died") from error
+    if isinstance(result, QualityRecord):
         return result
     message, field = result
-    raise ConfigError(f"{name}: {message}", field=field) if field else InternalError(f"{name}: {message}")
+    message = f"{task.name}: {message}"
+    raise ConfigError(message, field=field) if field else InternalError(message)
 
 
 def print_tables(records: Sequence[Record], console: Console) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import BatonError, ConfigError, shown
+from baton.terminal import Step, progress
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -63,6 +65,7 @@ def shared_fields(source: object, kind: type[Record]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
+T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 Report = Callable[[Record], None]
 """Gets each record as soon as it is known."""
@@ -151,7 +154,7 @@ def run_with_result(measure: Callable[[], tuple[int, Sequence[str]]], report: Re
 
 def run_and_show(
     args: argparse.Namespace,
-    run: Callable[[Report], int],
+    run: Callable[[Report, Step], int],
     show: Callable[[Sequence[Record], Console], None],
     draw: Callable[[Sequence[Record], Path], None],
     width: int,
@@ -160,7 +163,7 @@ def run_and_show(
 
     Args:
         args: The command line.
-        run: Measures and reports; returns the exit status.
+        run: Measures, reports and tells each step; returns the exit status.
         show: Prints the records as tables.
         draw: Draws them into a file.
         width: Columns of tables that go to a file or a pipe.
@@ -178,12 +181,24 @@ def run_and_show(
             sys.stdout.write(record.to_json() + "\n")
             sys.stdout.flush()
 
-    code = run(report)
+    with progress() as step:
+        code = run(report, step)
     if not args.json:
         show(records, result_console(width))
     if args.plot:
         draw(records, Path(args.plot))
     return code
+
+
+def options_from(kind: type[T], args: argparse.Namespace, **others: Any) -> T:
+    """Build options from the flags that are named as their fields, and ``others``."""
+    names = {item.name for item in dataclasses.fields(kind)} - others.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(args, name) for name in names}, **others)
+
+
+def command_line() -> str:
+    """Return the command that runs, as a shell takes it."""
+    return shlex.join(["baton", *sys.argv[1:]])
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -203,7 +218,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
         raise ConfigError(f"--{flag} takes numbers, got {shown(text)}", field=flag) from None
 
 
-def check_ranges(options: object, ranges: Mapping[str, tuple[int, int]]) -> None:
+def check_ranges(options: object, ranges: Mapping[str, tuple[float, float]]) -> None:
     """Check numbers of a benchmark's options; ``None`` values are skipped.
 
     Raises:
@@ -274,6 +289,28 @@ def show_document(
         show(document, result_console(width))
 
 
+def check_folder(path: str, flag: str) -> None:
+    """Refuse a file to write whose folder there is not.
+
+    Raises:
+        ConfigError: Names the flag.
+    """
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"--{flag}: there is no folder {Path(path).parent}", field=flag)
+
+
+def write_file(path: Path, content: str, flag: str) -> None:
+    """Write a result.
+
+    Raises:
+        ConfigError: It cannot be written; names the flag.
+    """
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", field=flag) from error
+
+
 def check_plot(path: Path) -> None:
     """Refuse a picture that could not be drawn, before anything is measured.
 
@@ -282,7 +319,6 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot takes a file that ends in {' or '.join(PLOT_SUFFIXES)}", field="plot")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {path.parent}", field="plot")
+    check_folder(str(path), "plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'baton-serve[plot]'", field="plot")

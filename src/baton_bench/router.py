@@ -23,7 +23,7 @@ from rich.console import Console
 
 from baton.errors import ConfigError, shown
 from baton.types import Role
-from baton_bench.report import check_plot, make_table, show_document
+from baton_bench.report import check_plot, command_line, make_table, options_from, show_document
 from baton_bench.rival_policies import RIVALS, make_rival
 from baton_bench.simulator.router import Fleet, PrefillReport, PrefixCache, Route, VirtualRouter
 from baton_bench.simulator.timeline import Timeline
@@ -372,7 +372,7 @@ class Replay:
         self._place_waiting()
 
 
-def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
+def replay_all(args: argparse.Namespace) -> int:
     """Replay every policy and show the results; returns the exit status.
 
     Raises:
@@ -393,14 +393,14 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
             if sys.stderr.isatty():
                 sys.stderr.write(f"{name} {setup.policy} ...\n")
             records.append(record(setup, Replay(setup).run(requests), requests))
-        documents[name] = document(command, source, requests, runs[0], records)
+        documents[name] = document(source, requests, runs[0], records)
         failed += [f"{name} {text}".lstrip() for text in _missed(case, records)]
     if args.plot:
         draw(next(iter(documents.values())), Path(args.plot))
     if args.scenarios:
-        show_document({"scenarios": documents}, print_tables, width, as_json=args.json)
+        show_document({"scenarios": documents}, print_tables, 160, as_json=args.json)
     else:
-        show_document(documents[""], print_table, width, as_json=args.json)
+        show_document(documents[""], print_table, 160, as_json=args.json)
     for text in failed:
         sys.stderr.write(f"baton bench router: {text}\n")
     return 3 if failed else 0
@@ -436,8 +436,7 @@ def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
         requests = with_sessions(read_trace(Path(args.trace), args.limit))
         source = Path(args.trace).name
     else:
-        names = {item.name for item in dataclasses.fields(GeneratorOptions)} - {"requests"}
-        requests = generate(GeneratorOptions(requests=args.generate, **{name: getattr(args, name) for name in names}))
+        requests = generate(options_from(GeneratorOptions, args, requests=args.generate))
         source = "generated"
         if args.save:
             write_trace(Path(args.save), requests)
@@ -457,29 +456,15 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
         betas = [float(part) for part in args.beta.split(",")]
     except ValueError:
         raise ConfigError(f"--beta takes numbers, got {shown(args.beta)}", field="beta") from None
-    hardware = Hardware(**{item.name: getattr(args, item.name) for item in dataclasses.fields(Hardware)})
+    hardware = options_from(Hardware, args)
     decodes = args.instances if args.decode_instances is None else args.decode_instances
     setups = []
     for name in names:
         for beta in betas if name in _BETA_POLICIES else betas[-1:]:
             if name not in RIVALS:  # wrong ones are told at once
                 make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))
-            setups.append(
-                Setup(
-                    prefills=args.instances,
-                    decodes=decodes,
-                    policy=name,
-                    beta=beta,
-                    temperature=args.temperature,
-                    threshold=args.threshold,
-                    seed=args.seed,
-                    hardware=hardware,
-                    slow=args.slow,
-                    slow_factor=args.slow_factor,
-                    max_inflight=args.max_inflight,
-                    patience_s=args.patience_s,
-                )
-            )
+            size = {"prefills": args.instances, "decodes": decodes}
+            setups.append(options_from(Setup, args, **size, policy=name, beta=beta, hardware=hardware))
     return setups
 
 
@@ -551,11 +536,11 @@ def record(setup: Setup, run: ReplayResult, requests: Sequence[TraceRequest]) ->
 
 
 def document(
-    command: str, source: str, requests: Sequence[TraceRequest], setup: Setup, records: Sequence[PolicyRecord]
+    source: str, requests: Sequence[TraceRequest], setup: Setup, records: Sequence[PolicyRecord]
 ) -> dict[str, Any]:
     """Return everything as one JSON object."""
     return {
-        "command": command,
+        "command": command_line(),
         "trace": source,
         "requests": len(requests),
         "blocks": sum(len(request.blocks) for request in requests),

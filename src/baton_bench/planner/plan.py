@@ -285,18 +285,6 @@ def _shape_flags(engine: EngineProfile) -> list[str]:
     return [f"    {name}: {size}" for name, size in sizes.items() if size > 1]
 
 
-def write_cluster(path: Path, text: str) -> None:
-    """Write the file.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="output") from error
-
-
 _ROWS = 12
 
 

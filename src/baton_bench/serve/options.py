@@ -60,13 +60,13 @@ class ServeOptions:
     details: bool = option(False, "with --json, a record per request, with all its gaps")
 
     def __post_init__(self) -> None:
-        ranges = dict.fromkeys(("requests", "isl", "osl", "num_prefixes", "max_concurrency"), (1, _MOST))
+        ranges: dict[str, tuple[float, float]] = dict.fromkeys(
+            ("requests", "isl", "osl", "num_prefixes", "max_concurrency"), (1, _MOST)
+        )
         ranges |= {"warmup": (0, _MOST), "prefix_len": (1, _MOST), "vocab_size": (16, 2**31), "seed": (0, 2**32)}
+        ranges |= {"range_ratio": (0.0, 1.0), "attainment": (0.01, 1.0), "knee_precision": (0.001, 1.0)}
         check_ranges(self, ranges)
         check_positive(self, "request_rate", "burstiness", "speedup", "timeout_s", "knee_max_rate")
-        for name, least, most in (("range_ratio", 0.0, 1.0), ("attainment", 0.01, 1.0), ("knee_precision", 0.001, 1.0)):
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"--{name.replace('_', '-')} must be between {least:g} and {most:g}", field=name)
         if self.range_ratio >= 1.0:
             raise ConfigError("--range-ratio must be below 1", field="range_ratio")
         self._check_target()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError, shown
+from baton_bench.report import write_file
 
 VERSION = 1
 MAX_FILE_BYTES = 16 << 20
@@ -206,10 +207,7 @@ class Profile:
         Raises:
             ConfigError: It cannot be written.
         """
-        try:
-            path.write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}", field="profile") from error
+        write_file(path, self.to_json(), "profile")
 
     @classmethod
     def load(cls, path: Path) -> Profile:

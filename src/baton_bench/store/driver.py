@@ -22,6 +22,7 @@ from baton.child_process import die_with_parent
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
 from baton.rpc.server import free_port
+from baton.terminal import Step
 from baton.version import __version__
 from baton_bench.agents import Agent, Child, Fields, ask_all, start_agent
 from baton_bench.report import (
@@ -64,7 +65,6 @@ _LEAD_S = 0.03
 _READY_S = 60.0
 _END_S = 30.0
 _REDIS = ("redis", "redis-mget", "redis-bare")
-Step = Callable[[str], None]
 
 
 class Server:
@@ -171,7 +171,7 @@ class Driver:
     Args:
         options: Options of the command line.
         report: Gets each record as soon as it is known.
-        step: Told what runs now.
+        step: Called with the name of each step and the number of steps left.
     """
 
     def __init__(self, options: Options, report: Report, step: Step) -> None:
@@ -216,7 +216,7 @@ class Driver:
         return code, [*self._failures, *self._slow]
 
     def _run_plan(self, plan: Plan, agents: Sequence[Agent]) -> None:
-        self._step(f"{plan.name}: starting and filling")
+        self._step(f"{plan.name}: starting and filling", 1)
         with self._site(plan) as site:
             specs = [
                 OpenSpec(i, self._options.seed, plan, self._options.disk_readers, site.where)
@@ -226,9 +226,11 @@ class Driver:
             try:
                 self._fill(site, agents)
                 cells = self._cells()
-                for turn in range(self._options.warmup + self._options.repeat):
-                    for cell in cells:
-                        self._step(f"{plan.name}: {cell.label}, round {turn + 1}")
+                rounds = self._options.warmup + self._options.repeat
+                for turn in range(rounds):
+                    for number, cell in enumerate(cells):
+                        left = (rounds - turn) * len(cells) - number - 1
+                        self._step(f"{plan.name}: {cell.label}, round {turn + 1}", left)
                         sample = self._turn(site, cell, agents[: cell.clients])
                         if turn >= self._options.warmup:
                             cell.samples.append(sample)

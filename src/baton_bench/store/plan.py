@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from baton.types import BlockHash
 from baton_bench.agents import Message
 from baton_bench.geometries import model_geometry, named_geometry
 from baton_bench.kv.plan import Shape
-from baton_bench.report import check_positive, check_ranges, numbers, words
+from baton_bench.report import check_positive, check_ranges, numbers, options_from, words
 
 TIERS = ("shm", "tcp", "disk")
 """Memory over the shared-memory pipe, memory over TCP, disk (over shared memory)."""
@@ -35,6 +34,7 @@ _RANGES = {
     "disk_readers": (1, 64),
     "warmup": (0, 100),
     "repeat": (1, 1000),
+    "seconds": (0.01, 60),
     "seed": (0, (1 << 31) - 1),
 }
 
@@ -75,14 +75,14 @@ class Options:
         Raises:
             ConfigError: Names the flag.
         """
-        lists = {"geometries", "tiers", "ops", "clients", "hits"}
-        return cls(
+        return options_from(
+            cls,
+            args,
             geometries=words(args.geometry),
             tiers=words(args.tier),
             ops=words(args.op),
             clients=numbers(args.clients, "clients"),
             hits=numbers(args.hits, "hits"),
-            **{item.name: getattr(args, item.name) for item in dataclasses.fields(cls) if item.name not in lists},
         )
 
     def __post_init__(self) -> None:
@@ -95,8 +95,6 @@ class Options:
         if self.kv_dtype not in DTYPE_BYTES:
             raise ConfigError(f"--kv-dtype is one of {', '.join(DTYPE_BYTES)}", field="kv_dtype")
         check_ranges(self, _RANGES)
-        if not 0.01 <= self.seconds <= 60:
-            raise ConfigError(f"--seconds must be between 0.01 and 60, got {self.seconds}", field="seconds")
         check_positive(self, "require_dram", "require_disk", "require_redis")
 
 

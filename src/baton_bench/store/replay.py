@@ -23,7 +23,7 @@ from baton.errors import ConfigError, shown
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
-from baton_bench.report import make_table, numbers, show_document, words
+from baton_bench.report import command_line, make_table, numbers, show_document, words
 from baton_bench.traces import best_hit_rate, read_lines, whole_numbers
 from baton_kvstore.memory.eviction import POLICIES, Eviction, S3Fifo
 from baton_kvstore.memory.pool import Entry
@@ -260,7 +260,7 @@ class _Future:
         return needs[at] if at < len(needs) else _NEVER, self._depth[name]
 
 
-def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
+def replay_all(args: argparse.Namespace) -> int:
     """Replay and show, see :func:`show_document`; returns the exit status.
 
     Raises:
@@ -277,15 +277,15 @@ def replay_all(args: argparse.Namespace, command: str, width: int) -> int:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}", field="limit")
     chains = read_chains(Path(args.trace), args.limit)
     records = [replay(chains, policy, size) for size in sizes for policy in policies]
-    result = document(command, Path(args.trace).name, chains, records)
-    show_document(result, print_replay, width, as_json=args.json)
+    result = document(Path(args.trace).name, chains, records)
+    show_document(result, print_replay, 160, as_json=args.json)
     return 0
 
 
-def document(command: str, name: str, chains: Chains, records: Sequence[ReplayRecord]) -> dict[str, Any]:
+def document(name: str, chains: Chains, records: Sequence[ReplayRecord]) -> dict[str, Any]:
     """Return everything as one JSON object."""
     return {
-        "command": command,
+        "command": command_line(),
         "trace": name,
         "block_tokens": BLOCK_TOKENS,
         "requests": len(chains),

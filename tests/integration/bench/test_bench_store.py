@@ -107,7 +107,7 @@ def test_a_wrong_byte_is_exit_status_1(tmp_path: Path, monkeypatch: pytest.Monke
         seconds=0.02,
     )
     out: list[Record] = []
-    assert driver.Driver(options, out.append, lambda text: None).run() == 1
+    assert driver.Driver(options, out.append, lambda *_: None).run() == 1
     assert isinstance(out[-1], records.ResultRecord)
     assert "blocks were wrong" in out[-1].failures[0]
 
