@@ -20,6 +20,11 @@ Upload: TypeAlias = Callable[..., list[torch.Tensor]]
 """Copies arrays to a device, as tensors of their shapes, in one copy that the host does not wait for."""
 
 
+def upload_to(device: torch.device) -> Upload:
+    """Return copies to a device that the host waits for."""
+    return lambda *arrays: [torch.from_numpy(array).to(device) for array in arrays]
+
+
 def mask_words(vocab: int) -> int:
     """Return the number of words of a mask."""
     return -(-vocab // 32)
@@ -56,10 +61,7 @@ def mask_tokens(
     # Words are copied to the device, a 32nd of the number of tokens, and become bits there.
     packed = np.stack(masks).view(np.int32)
     places = np.array(rows, np.int64)
-    if upload is None:
-        words, at = (torch.from_numpy(array).to(logits.device) for array in (packed, places))
-    else:
-        words, at = upload(packed, places)
+    words, at = (upload or upload_to(logits.device))(packed, places)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = (words[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits[at] = logits[at].masked_fill_(~allowed, float("-inf"))

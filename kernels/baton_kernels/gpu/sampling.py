@@ -10,7 +10,6 @@ give the exact value (a radix selection; Alabi et al., "Fast k-Selection Algorit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from baton_kernels.random_numbers import GOLDEN, MIX1, MIX2, Uint64s
 from baton_kernels.sampling import RowFilter
-from baton_kernels.token_mask import TokenMask, Upload
+from baton_kernels.token_mask import TokenMask, Upload, upload_to
 
 TILE = 4096
 """Number of logits that a program reads at a time; a multiple of the chunk."""
@@ -177,11 +176,7 @@ class TritonSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._constants = RandomConstants(device)
-
-    def _upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(self._device) for array in arrays]
 
     def __call__(
         self,
@@ -208,7 +203,8 @@ class TritonSampler:
         if not rows:
             return tokens
         numbers = np.array(filters, np.float64).reshape(rows, 4)
-        floats, top_k, drawn = (upload or self._upload)(
+        take = upload or upload_to(device)
+        floats, top_k, drawn = take(
             np.ascontiguousarray(numbers[:, (0, 2, 3)].T.astype(np.float32)),
             np.clip(numbers[:, 1], 0, vocab).astype(np.int32),
             np.ascontiguousarray(keys).view(np.int64),
@@ -221,7 +217,7 @@ class TritonSampler:
             masked = True
             everything = np.full(words, 0xFFFFFFFF, np.uint32)
             packed = np.stack([everything if mask is None else mask for mask in masks])
-            (bits,) = (upload or self._upload)(packed.view(np.int32))
+            (bits,) = take(packed.view(np.int32))
         drawing = numbers[:, 0] > 0
         _sample_kernel[rows,](
             *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants.tensor, tokens),

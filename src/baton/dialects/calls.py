@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from baton.dialects.events import EventSink
 from baton.dialects.source import NotACallError, Reader, Source
 from baton.dialects.syntax import CallNotation, JsonCall, NamedCall, Parameters, PythonCall, Section
-from baton.dialects.tool_use import json_of_text, json_string, parameter_schemas, schema_types
+from baton.dialects.tool_use import json_of_text, json_text, parameter_schemas, schema_types
 
 _MAX_CHARS = 256 * 1024
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -109,7 +109,7 @@ def _arguments(text: str, marks: Sequence[int], names: Sequence[str]) -> str:
             if not name or name in given:
                 raise NotACallError
             given[name] = _value(keyword.value)
-        return _dumps(given)
+        return json_text(given)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotACallError from error
 
@@ -139,15 +139,6 @@ def _key(node: ast.expr | None) -> str:
     raise NotACallError
 
 
-def _dumps(value: dict[str, Any]) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
 _MAX_NAME = 256
 _MAX_HELD = 16 * 1024
 """Characters of a call that are held until it is known to be one."""
@@ -155,21 +146,19 @@ _MAX_HELD = 16 * 1024
 _STRING_FLAG = re.compile(r'\s*(?:string="(true|false)"\s*)?')
 
 
+@dataclass(frozen=True, slots=True)
 class SectionReader:
     """Reads sections.
 
-    Args:
+    Attributes:
         source: Where they stand.
         sink: Takes the calls.
         schemas: Schemas of parameters, by the names of tools.
     """
 
-    __slots__ = ("_schemas", "_sink", "_source")
-
-    def __init__(self, source: Source, sink: EventSink, schemas: Mapping[str, Any]) -> None:
-        self._source = source
-        self._sink = sink
-        self._schemas = schemas
+    source: Source
+    sink: EventSink
+    schemas: Mapping[str, Any]
 
     def read(self, section: Section, *, bare: bool) -> Reader[bool]:
         """Read a section behind its beginning; return whether its end was there.
@@ -177,7 +166,7 @@ class SectionReader:
         Raises:
             NotACallError: There is no call in it.
         """
-        source = self._source
+        source = self.source
         count = 0
         separator = ""
         unanchored = bare and not any(isinstance(call, NamedCall) and call.begin for call in section.calls)
@@ -193,31 +182,31 @@ class SectionReader:
             if count and not section.many:
                 source.seek(mark)
                 return False
-            calls = self._sink.calls
+            calls = self.sink.calls
             try:
                 yield from self._call(section, unanchored=unanchored)
             except NotACallError:
                 if not count:
                     raise
-                if self._sink.calls == calls:
+                if self.sink.calls == calls:
                     source.seek(mark)
                 if separator:
-                    self._sink.add_text(separator)
+                    self.sink.add_text(separator)
                 return False
             separator = ""
             count += 1
 
     def _call(self, section: Section, *, unanchored: bool) -> Reader[None]:
         """Read a call in one of a section's notations, or a list of calls."""
-        begun = self._source.mark()
+        begun = self.source.mark()
         for notation in section.calls:
-            calls = self._sink.calls
+            calls = self.sink.calls
             try:
                 yield from self._notation(notation, section, unanchored)
             except NotACallError:
-                if self._sink.calls > calls:
+                if self.sink.calls > calls:
                     return
-                self._source.seek(begun)
+                self.source.seek(begun)
             else:
                 return
         raise NotACallError
@@ -225,12 +214,12 @@ class SectionReader:
     def _notation(self, notation: CallNotation, section: Section, unanchored: bool) -> Reader[None]:
         match notation:
             case JsonCall():
-                if (yield from self._source.literal(("[",))):
+                if (yield from self.source.literal(("[",))):
                     yield from self._list(lambda: self._json_call(notation, unanchored))
                 else:
                     yield from self._json_call(notation, unanchored)
             case PythonCall(brackets=True):
-                if not (yield from self._source.literal(("[",))):
+                if not (yield from self.source.literal(("[",))):
                     raise NotACallError
                 yield from self._list(lambda: self._python_call(unanchored))
             case PythonCall():
@@ -240,18 +229,18 @@ class SectionReader:
 
     def _list(self, read: Callable[[], Reader[None]]) -> Reader[None]:
         """Read calls with commas between them and a bracket behind them."""
-        source = self._source
+        source = self.source
         first = True
         mark = source.mark()
         while True:
             yield from source.space()
-            calls = self._sink.calls
+            calls = self.sink.calls
             try:
                 yield from read()
             except NotACallError:
                 if first:
                     raise
-                if self._sink.calls == calls:
+                if self.sink.calls == calls:
                     source.seek(mark)
                 return
             first = False
@@ -267,14 +256,14 @@ class SectionReader:
                 return
 
     def _python_call(self, unanchored: bool) -> Reader[None]:
-        name, arguments = yield from read_python_call(self._source, self._schemas, bare=unanchored)
-        self._sink.start_call(name)
-        self._sink.add_arguments(arguments)
-        self._sink.end_call()
-        self._source.drop()
+        name, arguments = yield from read_python_call(self.source, self.schemas, bare=unanchored)
+        self.sink.start_call(name)
+        self.sink.add_arguments(arguments)
+        self.sink.end_call()
+        self.source.drop()
 
     def _json_call(self, notation: JsonCall, unanchored: bool) -> Reader[None]:
-        source = self._source
+        source = self.source
         if not (yield from source.literal(("{",))):
             raise NotACallError
         name: str | None = None
@@ -291,7 +280,7 @@ class SectionReader:
                 return
             if key == "name" and name is None:
                 name = _decoded((yield from source.json_string(_MAX_NAME)))
-                if not name or (unanchored and name not in self._schemas):
+                if not name or (unanchored and name not in self.schemas):
                     raise NotACallError
                 if held is not None:
                     self._whole(name, held)
@@ -325,7 +314,7 @@ class SectionReader:
 
     def _key(self, done: bool, mark: int) -> Reader[str | None]:
         """Read a key and its colon; ``None``: there is none, behind a call that is complete."""
-        source = self._source
+        source = self.source
         try:
             key = _decoded((yield from source.json_string(_MAX_NAME)))
             yield from source.space()
@@ -340,14 +329,14 @@ class SectionReader:
         return key
 
     def _whole(self, name: str, arguments: list[str]) -> None:
-        self._sink.start_call(name)
-        self._sink.add_arguments("".join(arguments))
-        self._sink.end_call()
-        self._source.drop()
+        self.sink.start_call(name)
+        self.sink.add_arguments("".join(arguments))
+        self.sink.end_call()
+        self.source.drop()
 
     def _held_value(self) -> Reader[list[str]]:
         """Read arguments before the call's name is known."""
-        source = self._source
+        source = self.source
         held = list[str]()
         if source.text.startswith("{", source.at):
             if not (yield from source.json_value(held.append, drop=False, most=_MAX_HELD)):
@@ -357,26 +346,26 @@ class SectionReader:
 
     def _value(self, name: str) -> Reader[None]:
         """Read arguments and hand them on as they come."""
-        source = self._source
+        source = self.source
         if source.text.startswith("{", source.at):
-            self._sink.start_call(name)
+            self.sink.start_call(name)
             source.drop()
-            yield from source.json_value(self._sink.add_arguments, drop=True)
-            self._sink.end_call()
+            yield from source.json_value(self.sink.add_arguments, drop=True)
+            self.sink.end_call()
         else:
             self._whole(name, [(yield from self._other_value())])
 
     def _other_value(self) -> Reader[str]:
         """Read arguments that are no object: a string with an object's JSON in it, or null."""
-        if (yield from self._source.literal(("null",))):
+        if (yield from self.source.literal(("null",))):
             return "{}"
-        text = _decoded((yield from self._source.json_string(_MAX_HELD)))
+        text = _decoded((yield from self.source.json_string(_MAX_HELD)))
         if not text.lstrip().startswith("{"):
             raise NotACallError
         return text.encode(errors="replace").decode()
 
     def _named_call(self, notation: NamedCall, section_end: tuple[str, ...]) -> Reader[None]:
-        source = self._source
+        source = self.source
         if notation.begin and not (yield from source.literal((notation.begin,))):
             raise NotACallError
         text, literal = yield from source.until((*notation.name_end, *notation.name_before), _MAX_NAME)
@@ -393,25 +382,25 @@ class SectionReader:
             yield from self._parameters(name, written, notation.parameters, notation.end, section_end)
             return
         if source.text.startswith("{", source.at):
-            self._sink.start_call(name, written)
+            self.sink.start_call(name, written)
             source.drop()
-            closed = yield from source.json_value(self._sink.add_arguments, drop=True)
+            closed = yield from source.json_value(self.sink.add_arguments, drop=True)
         elif notation.end:
             if not (yield from source.literal(notation.end)):
                 raise NotACallError
-            self._sink.start_call(name, written)
-            self._sink.add_arguments("{}")
-            self._sink.end_call()
+            self.sink.start_call(name, written)
+            self.sink.add_arguments("{}")
+            self.sink.end_call()
             source.drop()
             return
         else:
             raise NotACallError
-        self._sink.end_call()
+        self.sink.end_call()
         if closed:
             yield from self._pass_end(notation)
 
     def _pass_end(self, notation: NamedCall) -> Reader[None]:
-        source = self._source
+        source = self.source
         if not notation.end:
             return
         mark = source.mark()
@@ -422,9 +411,9 @@ class SectionReader:
     def _parameters(
         self, name: str, written: str | None, tags: Parameters, end: tuple[str, ...], section_end: tuple[str, ...]
     ) -> Reader[None]:
-        source = self._source
+        source = self.source
         first = True
-        schema = self._schemas.get(name)
+        schema = self.schemas.get(name)
         known = parameter_schemas(schema)
         while True:
             mark = source.mark()
@@ -434,12 +423,12 @@ class SectionReader:
                 if first:
                     if not literal:
                         raise NotACallError
-                    self._sink.start_call(name, written)
-                    self._sink.add_arguments("{")
+                    self.sink.start_call(name, written)
+                    self.sink.add_arguments("{")
                 if not literal or not end:  # what ends the section is not the call's
                     source.seek(mark)
-                self._sink.add_arguments("}")
-                self._sink.end_call()
+                self.sink.add_arguments("}")
+                self.sink.end_call()
                 source.drop()
                 return
             try:
@@ -448,23 +437,23 @@ class SectionReader:
                 if first:
                     raise
                 source.seek(mark)
-                self._sink.add_arguments("}")
-                self._sink.end_call()
+                self.sink.add_arguments("}")
+                self.sink.end_call()
                 return
             if types is None:
                 types = schema_types(known.get(key), schema) or frozenset({"string"} if known else ())
             if first:
-                self._sink.start_call(name, written)
-            self._sink.add_arguments(("{" if first else ", ") + json_string(key) + ": ")
+                self.sink.start_call(name, written)
+            self.sink.add_arguments(("{" if first else ", ") + json_text(key) + ": ")
             source.drop()
             first = False
             if not (yield from self._parameter_value(tags, types)):
-                self._sink.end_call()
+                self.sink.end_call()
                 return
 
     def _parameter_name(self, tags: Parameters) -> Reader[tuple[str, frozenset[str] | None]]:
         """Read a parameter's name up to its value; return it and, if the tag says so, the value's type."""
-        source = self._source
+        source = self.source
         if not tags.string_flag:
             first, *others = tags.name_end.split("\n")
             key, _ = yield from source.until((first,), _MAX_NAME)
@@ -482,21 +471,19 @@ class SectionReader:
 
     def _parameter_value(self, tags: Parameters, types: frozenset[str]) -> Reader[bool]:
         """Read a value and hand it on, a string as it comes; return whether its end was there."""
-        source = self._source
+        source = self.source
         held = list[str]()
         if tags.lines:
             yield from source.literal(("\n",))
         ends = (f"\n{tags.end}", tags.end) if tags.lines else (tags.end,)
         if types == {"string"}:
-            self._sink.add_arguments('"')
-            literal = yield from self._source.stream(
-                ends, lambda text: self._sink.add_arguments(json_string(text)[1:-1])
-            )
+            self.sink.add_arguments('"')
+            literal = yield from self.source.stream(ends, lambda text: self.sink.add_arguments(json_text(text)[1:-1]))
             if literal:
-                self._sink.add_arguments('"')
+                self.sink.add_arguments('"')
             return bool(literal)
-        literal = yield from self._source.stream(ends, held.append)
-        self._sink.add_arguments(json_of_text("".join(held), types))
+        literal = yield from self.source.stream(ends, held.append)
+        self.sink.add_arguments(json_of_text("".join(held), types))
         return bool(literal)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from baton.dialects.calls import SectionReader
@@ -18,32 +19,30 @@ from baton.dialects.syntax import Channels, NamedCall, ReasoningDialect, Region,
 _MAX_HEADER = 512
 
 
+@dataclass(frozen=True, slots=True)
 class ChannelReader:
     """Reads messages with headers.
 
-    Args:
+    Attributes:
         source: The text.
         sink: Collects the events.
         tools: Whether calls are calls; else they are text.
         reasoning: Whether reasoning is such; else it is text.
     """
 
-    __slots__ = ("_reasoning", "_sink", "_source", "_tools")
-
-    def __init__(self, source: Source, sink: EventSink, *, tools: bool, reasoning: bool) -> None:
-        self._source = source
-        self._sink = sink
-        self._tools = tools
-        self._reasoning = reasoning
+    source: Source
+    sink: EventSink
+    tools: bool
+    reasoning: bool
 
     def read(self, channels: Channels) -> Reader[None]:
         """Read messages up to the end of the text."""
-        source = self._source
+        source = self.source
         kinds = set[type]()
         literal = yield from source.literal((*channels.first, *channels.begin))
         while True:
             if not literal:
-                literal = yield from self._source.stream(channels.begin, self._sink.add_text)
+                literal = yield from self.source.stream(channels.begin, self.sink.add_text)
                 if not literal:
                     return
             begun = source.mark()
@@ -54,7 +53,7 @@ class ChannelReader:
                     raise NotACallError
             except NotACallError:
                 source.seek(begun)
-                self._sink.add_text(literal)
+                self.sink.add_text(literal)
                 literal = ""
                 continue
             literal = yield from self._message(channels, header, kinds)
@@ -65,48 +64,46 @@ class ChannelReader:
         """Read a message behind its header; return what ended it."""
         recipient = header["first"] or header["recipient"]
         stops = (*channels.end, *channels.begin)
-        if recipient and self._tools:
-            self._sink.start_call(recipient)
+        if recipient and self.tools:
+            self.sink.start_call(recipient)
             empty = True
 
             def add_arguments(text: str) -> None:
                 nonlocal empty
                 empty = empty and not text
-                self._sink.add_arguments(text)
+                self.sink.add_arguments(text)
 
-            literal = yield from self._source.stream(stops, add_arguments)
+            literal = yield from self.source.stream(stops, add_arguments)
             if empty:
-                self._sink.add_arguments("{}")
-            self._sink.end_call()
+                self.sink.add_arguments("{}")
+            self.sink.end_call()
             return literal
-        kind = Reasoning if self._reasoning and header["channel"] in channels.reasoning else Text
-        self._sink.strip()
+        kind = Reasoning if self.reasoning and header["channel"] in channels.reasoning else Text
+        self.sink.strip()
         if kind in kinds:
-            self._sink.break_line(kind)
+            self.sink.break_line(kind)
         kinds.add(kind)
-        literal = yield from self._source.stream(
-            stops, self._sink.add_reasoning if kind is Reasoning else self._sink.add_text
+        literal = yield from self.source.stream(
+            stops, self.sink.add_reasoning if kind is Reasoning else self.sink.add_text
         )
         if kind is Reasoning:
-            self._sink.strip()
+            self.sink.strip()
         return literal
 
 
+@dataclass(frozen=True, slots=True)
 class RegionReader:
     """Reads regions.
 
-    Args:
+    Attributes:
         source: The text.
         sink: Collects the events.
         schemas: Schemas of parameters, by the names of tools.
     """
 
-    __slots__ = ("_schemas", "_sink", "_source")
-
-    def __init__(self, source: Source, sink: EventSink, schemas: Mapping[str, Any]) -> None:
-        self._source = source
-        self._sink = sink
-        self._schemas = schemas
+    source: Source
+    sink: EventSink
+    schemas: Mapping[str, Any]
 
     def read(self, regions: tuple[Region, ...], prompt: str) -> Reader[None]:
         """Read regions and what is between them up to the end of the text.
@@ -115,7 +112,7 @@ class RegionReader:
             regions: All there are.
             prompt: The part of the prompt that the answer goes on from.
         """
-        source = self._source
+        source = self.source
         begun = True
         region, match = _open_at_end(regions, prompt)
         while True:
@@ -123,7 +120,7 @@ class RegionReader:
                 region, match, hold = _first_open(regions, source, begun=begun)
                 if region is None or match is None:
                     if hold > source.at:
-                        self._sink.add_text(source.text[source.at : hold])
+                        self.sink.add_text(source.text[source.at : hold])
                         source.at = hold
                         begun = False
                     if source.ended:
@@ -132,7 +129,7 @@ class RegionReader:
                         source.drop()
                     yield
                     continue
-                self._sink.add_text(source.text[source.at : match.start()])
+                self.sink.add_text(source.text[source.at : match.start()])
                 source.at = match.end()
             begun = False
             yield from self._region(region, match)
@@ -140,36 +137,36 @@ class RegionReader:
 
     def _region(self, region: Region, match: re.Match[str]) -> Reader[None]:
         """Read a region behind its beginning."""
-        source = self._source
+        source = self.source
         if region.kind == "calls":
             held: list[str] = []
             closed = yield from self._up_to_close(region, held.append)
-            calls = region.convert("".join(held), match.groupdict(""), self._schemas) if region.convert else None
+            calls = region.convert("".join(held), match.groupdict(""), self.schemas) if region.convert else None
             if calls is None:
-                self._sink.add_text(match[0] + "".join(held) + closed)
+                self.sink.add_text(match[0] + "".join(held) + closed)
             for name, arguments in calls or ():
-                self._sink.start_call(name)
-                self._sink.add_arguments(arguments)
-                self._sink.end_call()
+                self.sink.start_call(name)
+                self.sink.add_arguments(arguments)
+                self.sink.end_call()
             return
         if region.strip:
             yield from source.space()
         if region.kind == "reasoning":
-            self._sink.strip()
-            yield from self._up_to_close(region, self._sink.add_reasoning)
+            self.sink.strip()
+            yield from self._up_to_close(region, self.sink.add_reasoning)
         else:
-            yield from self._up_to_close(region, self._sink.add_text)
+            yield from self._up_to_close(region, self.sink.add_text)
         if region.strip:
-            self._sink.strip()
+            self.sink.strip()
             yield from source.space()
         elif region.kind == "reasoning":
-            self._sink.keep_space()
+            self.sink.keep_space()
 
     def _up_to_close(self, region: Region, on_text: Callable[[str], None]) -> Reader[str]:
         """Hand a region's text on and return what closed it; nothing at the end of the text."""
-        source = self._source
+        source = self.source
         if region.close is None or region.close_literals:
-            return (yield from self._source.stream(region.close_literals, on_text))
+            return (yield from self.source.stream(region.close_literals, on_text))
         while True:
             match = region.close.search(source.text, source.at)
             if match is not None and (match.end() < len(source.text) or source.ended):

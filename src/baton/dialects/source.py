@@ -50,27 +50,23 @@ class Source:
     """The text so far, and where reading is.
 
     Attributes:
+        text: Text that has come and was not dropped.
         ended: No more text will come.
         num_reread: Characters that turned out to be no call and are read again.
     """
 
-    __slots__ = ("_dropped", "_text", "at", "ended", "num_reread")
+    __slots__ = ("_dropped", "at", "ended", "num_reread", "text")
 
     def __init__(self) -> None:
-        self._text = ""
+        self.text = ""
         self._dropped = 0
         self.num_reread = 0
         self.at = 0
         """Place in :attr:`text`."""
         self.ended = False
 
-    @property
-    def text(self) -> str:
-        """What has come and was not dropped."""
-        return self._text
-
     def push(self, text: str) -> None:
-        self._text += text
+        self.text += text
 
     def mark(self) -> int:
         """Return the place of reading; it stays true when text is dropped."""
@@ -82,18 +78,18 @@ class Source:
 
     def drop(self) -> None:
         """Forget what has been read, if it is half of the text or more: else all that is left is copied each time."""
-        if 2 * self.at < len(self._text):
+        if 2 * self.at < len(self.text):
             return
-        self._text = self._text[self.at :]
+        self.text = self.text[self.at :]
         self._dropped = self._dropped + self.at
         self.at = 0
 
     def space(self) -> Reader[None]:
         while True:
-            match = _SPACE.match(self._text, self.at)
+            match = _SPACE.match(self.text, self.at)
             assert match is not None
             self.at = match.end()
-            if self.at < len(self._text) or self.ended:
+            if self.at < len(self.text) or self.ended:
                 return
             yield
 
@@ -101,12 +97,12 @@ class Source:
         """Pass over one of some texts, the longest that is there, and return it; empty: none is."""
         options = sorted(literals, key=len, reverse=True)
         while True:
-            left = len(self._text) - self.at
+            left = len(self.text) - self.at
             for option in options:
-                if self._text.startswith(option, self.at):
+                if self.text.startswith(option, self.at):
                     self.at += len(option)
                     return option
-                if left < len(option) and not self.ended and option.startswith(self._text[self.at :]):
+                if left < len(option) and not self.ended and option.startswith(self.text[self.at :]):
                     break  # it may become this one
             else:
                 return ""
@@ -120,20 +116,20 @@ class Source:
         """
         pattern = literals_pattern(literals)
         while True:
-            match = pattern.search(self._text, self.at, self.at + most + 64)
+            match = pattern.search(self.text, self.at, self.at + most + 64)
             if match is not None and (self.ended or not self._may_begin_earlier(literals, match)):
-                before = self._text[self.at : match.start()]
+                before = self.text[self.at : match.start()]
                 if len(before) > most:
                     raise NotACallError
                 self.at = match.end()
                 return before, match[0]
-            if match is None and (self.ended or len(self._text) - self.at > most + 64):
+            if match is None and (self.ended or len(self.text) - self.at > most + 64):
                 raise NotACallError
             yield
 
     def _may_begin_earlier(self, literals: tuple[str, ...], match: re.Match[str]) -> bool:
         """Whether a text that is not complete yet begins where one was found, or earlier."""
-        partial = beginning_at_end(literals, self._text, self.at)
+        partial = beginning_at_end(literals, self.text, self.at)
         return partial is not None and partial <= match.start()
 
     def json_value(self, take: Callable[[str], None], *, drop: bool, most: int | None = None) -> Reader[bool]:
@@ -155,16 +151,16 @@ class Source:
         at = self.at
         size = 0
         while True:
-            match = (_STRING_MARK if in_string else _JSON_MARK).search(self._text, at)
+            match = (_STRING_MARK if in_string else _JSON_MARK).search(self.text, at)
             waits = match is not None and match[0] == "\\" and not self.ended
             if match is None or waits:
-                at = len(self._text) if match is None else match.start()
+                at = len(self.text) if match is None else match.start()
                 size += at - self.at
                 if most is not None and size > most:
                     self.num_reread += most
                     raise NotACallError
                 if at > self.at:
-                    take(self._text[self.at : at])
+                    take(self.text[self.at : at])
                 self.at = at
                 if self.ended:
                     self.num_reread += size
@@ -186,7 +182,7 @@ class Source:
                     if most is not None and size + at - self.at > most:
                         self.num_reread += most
                         raise NotACallError
-                    take(self._text[self.at : at])
+                    take(self.text[self.at : at])
                     self.at = at
                     return True
 
@@ -201,9 +197,9 @@ class Source:
         begin = self.at - 1
         at = self.at
         while True:
-            match = _STRING_MARK.search(self._text, at)
+            match = _STRING_MARK.search(self.text, at)
             if match is None or match[0] == "\\":
-                at = len(self._text) if match is None else match.start()
+                at = len(self.text) if match is None else match.start()
                 if self.ended or at - begin > most:
                     self.num_reread += min(at - begin, most)
                     raise NotACallError
@@ -215,22 +211,22 @@ class Source:
                     self.num_reread += most
                     raise NotACallError
                 self.at = at
-                return self._text[begin:at]
+                return self.text[begin:at]
 
     def stream(self, ends: tuple[str, ...], take: Callable[[str], None]) -> Reader[str]:
         """Hand text on up to the first of some texts, and pass over that; return it, or nothing at the end."""
         pattern = literals_pattern(ends)
         while True:
-            match = pattern.search(self._text, self.at) if ends else None
-            partial = None if self.ended or not ends else beginning_at_end(ends, self._text, self.at)
-            stop = len(self._text)
+            match = pattern.search(self.text, self.at) if ends else None
+            partial = None if self.ended or not ends else beginning_at_end(ends, self.text, self.at)
+            stop = len(self.text)
             if match is not None and (partial is None or partial > match.start()):
-                take(self._text[self.at : match.start()])
+                take(self.text[self.at : match.start()])
                 self.at = match.end()
                 return match[0]
             if partial is not None:
                 stop = min(partial, stop if match is None else match.start())
-            take(self._text[self.at : stop])
+            take(self.text[self.at : stop])
             self.at = stop
             self.drop()
             if self.ended:

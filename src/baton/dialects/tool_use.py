@@ -97,21 +97,17 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
                 kinds.add("integer")
             if not types or kinds & types:
                 return plain
-    return json_string(text)
+    return json_text(text)
 
 
-def json_string(text: str) -> str:
-    """Return a string of JSON, as short as it can be; lone surrogates, which UTF-8 does not have, are escaped."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    return quoted if quoted.isascii() or not _has_surrogate(quoted) else json.dumps(text)
-
-
-def _has_surrogate(text: str) -> bool:
+def json_text(value: Any) -> str:
+    """Return the JSON of a value, as short as it can be; lone surrogates, which UTF-8 does not have, are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        return json.dumps(value)
+    return text
 
 
 def _refuse(name: str) -> Any:

@@ -139,37 +139,18 @@ def queue_copy(target: Place, source: Place, size: int, stream: int) -> None:
     queue = ctypes.c_void_p(stream)
     if target.device is not None and source.device is not None:
         devices = ctypes.c_int(target.device), ctypes.c_int(source.device)
-        _cuda_runtime().call("cudaMemcpyPeerAsync", to, devices[0], since, devices[1], count, queue)
+        _call_cuda("cudaMemcpyPeerAsync", to, devices[0], since, devices[1], count, queue)
     else:
         kind = _HOST_TO_DEVICE if source.device is None else _DEVICE_TO_HOST
-        _cuda_runtime().call("cudaMemcpyAsync", to, since, count, ctypes.c_int(kind), queue)
+        _call_cuda("cudaMemcpyAsync", to, since, count, ctypes.c_int(kind), queue)
 
 
 # CUDA
 
 
-class _CudaRuntime:
-    """The few functions of CUDA's runtime that torch does not offer."""
-
-    def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function.
-
-        Raises:
-            OSError: It failed; says why.
-        """
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            self._library.cudaGetLastError()  # or torch would report it with the next launch
-            raise OSError(code, f"{name}: {self._library.cudaGetErrorString(code).decode()}")
-
-
 @functools.cache
-def _cuda_runtime() -> _CudaRuntime:
-    """Return the runtime that torch has loaded into this process.
+def _cuda_runtime() -> ctypes.CDLL:
+    """Return CUDA's runtime that torch has loaded into this process; torch does not offer all of its functions.
 
     Raises:
         OSError: There is none.
@@ -178,8 +159,22 @@ def _cuda_runtime() -> _CudaRuntime:
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")
         if "libcudart" in path[2]:
-            return _CudaRuntime("/" + path[2])
+            library = ctypes.CDLL("/" + path[2])
+            library.cudaGetErrorString.restype = ctypes.c_char_p
+            return library
     raise OSError("torch has loaded no libcudart")
+
+
+def _call_cuda(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's runtime.
+
+    Raises:
+        OSError: It failed; says why.
+    """
+    library = _cuda_runtime()
+    if code := getattr(library, name)(*arguments):
+        library.cudaGetLastError()  # or torch would report it with the next launch
+        raise OSError(code, f"{name}: {library.cudaGetErrorString(code).decode()}")
 
 
 class _Handle(ctypes.Structure):
@@ -211,7 +206,7 @@ class CudaMemory:
         address = ctypes.c_void_p()
         try:
             with torch.cuda.device(device):
-                _cuda_runtime().call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
+                _call_cuda("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         except OSError as error:
             free = int(torch.cuda.mem_get_info(device)[0])
             raise ConfigError(
@@ -229,9 +224,7 @@ class CudaMemory:
         given = _Handle.from_buffer_copy(handle)
         try:
             with torch.cuda.device(device):
-                _cuda_runtime().call(
-                    "cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS)
-                )
+                _call_cuda("cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         except OSError as error:
             raise PipeClosedError(f"the peer's device memory cannot be opened ({error})") from error
         return cls(device, int(address.value or 0), size, "cudaIpcCloseMemHandle")
@@ -239,13 +232,13 @@ class CudaMemory:
     def handle(self) -> bytes:
         made = _Handle()
         with torch.cuda.device(self._device):
-            _cuda_runtime().call("cudaIpcGetMemHandle", ctypes.byref(made), ctypes.c_void_p(self._address))
+            _call_cuda("cudaIpcGetMemHandle", ctypes.byref(made), ctypes.c_void_p(self._address))
         return bytes(made)
 
 
 def _release(device: torch.device, address: int, function: str) -> None:
     with torch.cuda.device(device):
-        _cuda_runtime().call(function, ctypes.c_void_p(address))
+        _call_cuda(function, ctypes.c_void_p(address))
 
 
 # Where there is no GPU
@@ -443,16 +436,7 @@ class DeviceArena:
         return peer
 
     def copy_from(self, peer: DeviceArena, taken: Spans, into: Spans) -> None:
-        """Copy spans of a peer's blocks to spans of these, on the device; returns when the bytes are there.
-
-        Args:
-            peer: Arena that :meth:`open_peer` returned.
-            taken: Spans of the peer's blocks to read.
-            into: Spans to write, parallel to ``taken`` and of the same sizes.
-
-        Raises:
-            InternalError: A span is not within a block, or sizes differ.
-        """
+        """See :meth:`baton.kv_cache.arena.SharedDeviceArena.copy_from`."""
         peer._check(int(taken[:, 2].sum()), taken)
         self._check(int(taken[:, 2].sum()), into)
         if not np.array_equal(taken[:, 2], into[:, 2]):

@@ -204,15 +204,11 @@ def sample(
     """
     operator = token_sampler(logits.device, on_gpu=on_gpu)
     logits = edit_logits(logits.detach(), rows)
-    draws = row_draws(rows)
+    choice = _Choice(operator, logits, rows, row_draws(rows))
     waiting = [] if late is None else [i for i, row in enumerate(rows) if row.constraint and row.mask is None]
     draws_first = [i for i, row in enumerate(rows) if row.mask is not None and row.unfiltered]
-    if late is not None and waiting:
-        tokens = _choose_before_masks(operator, logits, rows, draws, waiting, late)
-    else:
-        tokens = _choose(operator, logits, rows, draws)
-    refused = [i for i in draws_first if tokens[i] < 0 or not _allows(rows[i], tokens[i])]
-    _choose_again(operator, logits, rows, draws, refused, tokens)
+    tokens = choice.choose_before_masks(waiting, late) if late is not None and waiting else choice.choose()
+    choice.choose_again([i for i in draws_first if tokens[i] < 0 or not _allows(rows[i], tokens[i])], tokens)
     masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
     if shown := [(i, mask) for i, mask in masked if amend is not None or rows[i].params.logprobs is not None]:
         apply_masks(logits, shown)
@@ -222,36 +218,84 @@ def sample(
     return SamplerOutput(tokens, _logprobs(logits, rows, tokens, bad), bad)
 
 
-def _choose_before_masks(
-    operator: CpuSampler | ChooseOnDevice | None,
-    logits: torch.Tensor,
-    rows: Sequence[SamplerRow],
-    draws: Draws,
-    waiting: Sequence[int],
-    late: StepMasks,
-) -> list[int]:
-    """Choose a token per row, again where a grammar refuses it; ``waiting``: the rows whose grammars are asked.
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The choice of a token per row.
 
-    Those come first: their grammars are asked, and masks computed, while the others' tokens are chosen.
+    Attributes:
+        operator: Operator that chooses; ``None``: torch does.
+        logits: [R, vocab], edited.
+        rows: R rows.
+        draws: Draws of the R rows.
     """
-    filtered = any(not (rows[i].unfiltered or rows[i].params.greedy) for i in waiting)
-    kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
-    again: dict[int, int] = {}
 
-    def ready(begin: int, end: int, tokens: Sequence[int]) -> None:
-        places = waiting[begin:end]
-        own = [rows[i] for i in places]
-        wanted = [_tokens_to_allow(row, tokens[i], kept, i) for i, row in zip(places, own, strict=True)]
-        if refused := late.refused(mask_rows(own), wanted):
-            again_rows = [own[i] for i in refused]
-            for row, mask in zip(again_rows, late.late(mask_rows(again_rows)), strict=True):
-                row.mask = mask
-            _choose_again(operator, logits, rows, draws, [places[i] for i in refused], again)
+    operator: CpuSampler | ChooseOnDevice | None
+    logits: torch.Tensor
+    rows: Sequence[SamplerRow]
+    draws: Draws
 
-    tokens = _choose(operator, logits, rows, draws, kept=kept, watch=Watch(ready, waiting))
-    for i, token in again.items():
-        tokens[i] = token
-    return tokens
+    def choose(
+        self,
+        places: Sequence[int] | None = None,
+        *,
+        kept: npt.NDArray[np.int64] | None = None,
+        watch: Watch | None = None,
+    ) -> list[int]:
+        """Return a token per row, -1 where the logits that may be chosen are not finite.
+
+        Args:
+            places: Indices of rows whose first tokens their masks refused: all masks hold, and rows that drew without
+                them do so a second time. Default: all rows, those without filters as if they had no masks.
+            kept: Where the tokens may be written that filters leave; -1 everywhere.
+            watch: Called with tokens as soon as they are chosen.
+        """
+        again = places is not None
+        logits = self.logits
+        rows = self.rows if places is None else [self.rows[i] for i in places]
+        filters = [row.filter for row in rows]
+        masks = [row.mask if again or not row.unfiltered else None for row in rows]
+        if isinstance(self.operator, CpuSampler):
+            return self.operator(logits, filters, self.draws, masks, at=places, again=again, kept=kept, watch=watch)
+        keys = self.draws.keys(places, [again and row.unfiltered for row in rows])
+        if places is not None:
+            logits = logits[torch.tensor(places, device=logits.device)]
+        if self.operator is None:
+            tokens: list[int] = _choose_in_torch(logits, rows, keys, masks).tolist()
+        else:
+            tokens = self.operator(logits, filters, keys, masks).tolist()
+        if watch is not None:
+            watch.ready(0, len(watch.rows), tokens)
+        return tokens
+
+    def choose_again(self, places: Sequence[int], tokens: MutableSequence[int] | dict[int, int]) -> None:
+        """Choose tokens under masks, of the rows at ``places``, which were not to have what was chosen without."""
+        if places:
+            for i, token in zip(places, self.choose(places), strict=True):
+                tokens[i] = token
+
+    def choose_before_masks(self, waiting: Sequence[int], late: StepMasks) -> list[int]:
+        """Choose a token per row, again where a grammar refuses it; ``waiting``: the rows whose grammars are asked.
+
+        Those come first: their grammars are asked, and masks computed, while the others' tokens are chosen.
+        """
+        rows = self.rows
+        filtered = any(not (rows[i].unfiltered or rows[i].params.greedy) for i in waiting)
+        kept = np.full((len(rows), MOST_KEPT), -1, np.int64) if filtered else None
+        again: dict[int, int] = {}
+
+        def ready(begin: int, end: int, tokens: Sequence[int]) -> None:
+            places = waiting[begin:end]
+            own = mask_rows(rows[i] for i in places)
+            refused = late.refused(own, [_tokens_to_allow(rows[i], tokens[i], kept, i) for i in places])
+            if refused:
+                for at, mask in zip(refused, late.late([own[at] for at in refused]), strict=True):
+                    rows[places[at]].mask = mask
+                self.choose_again([places[at] for at in refused], again)
+
+        tokens = self.choose(kept=kept, watch=Watch(ready, waiting))
+        for i, token in again.items():
+            tokens[i] = token
+        return tokens
 
 
 def _tokens_to_allow(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | None, at: int) -> list[int]:
@@ -273,58 +317,6 @@ def _tokens_to_allow(row: SamplerRow, token: int, kept: npt.NDArray[np.int64] | 
 
 def _allows(row: SamplerRow, token: int) -> bool:
     return row.mask is None or has_token(row.mask, token)
-
-
-def _choose_again(
-    operator: CpuSampler | ChooseOnDevice | None,
-    logits: torch.Tensor,
-    rows: Sequence[SamplerRow],
-    draws: Draws,
-    places: Sequence[int],
-    tokens: MutableSequence[int] | dict[int, int],
-) -> None:
-    """Choose tokens under masks, of the rows at ``places``, which were not to have what was chosen without."""
-    if places:
-        chosen = _choose(operator, logits, [rows[i] for i in places], draws, places, again=True)
-        for i, token in zip(places, chosen, strict=True):
-            tokens[i] = token
-
-
-def _choose(
-    operator: CpuSampler | ChooseOnDevice | None,
-    logits: torch.Tensor,
-    rows: Sequence[SamplerRow],
-    draws: Draws,
-    at: Sequence[int] | None = None,
-    *,
-    again: bool = False,
-    kept: npt.NDArray[np.int64] | None = None,
-    watch: Watch | None = None,
-) -> list[int]:
-    """Return a token per row, -1 where the logits that may be chosen are not finite; the rest is as operators have it.
-
-    Args:
-        operator: Operator that chooses; ``None``: torch does.
-        logits: [R or more, vocab].
-        rows: R rows.
-        draws: One for each row of the logits.
-        at: The rows of the logits.
-        again: Whether all masks hold, and rows that drew without them do so a second time; else these have none.
-        kept: Where the tokens may be written that filters leave; -1 everywhere.
-        watch: Called with tokens as soon as they are chosen.
-    """
-    filters = [row.filter for row in rows]
-    masks = [row.mask if again or not row.unfiltered else None for row in rows]
-    if isinstance(operator, CpuSampler):
-        return operator(logits, filters, draws, masks, at=at, again=again, kept=kept, watch=watch)
-    keys = draws.keys(at, [again and row.unfiltered for row in rows])
-    if at is not None:
-        logits = logits[torch.tensor(at, device=logits.device)]
-    chosen = _choose_in_torch(logits, rows, keys, masks) if operator is None else operator(logits, filters, keys, masks)
-    tokens: list[int] = chosen.tolist()
-    if watch is not None:
-        watch.ready(0, len(watch.rows), tokens)
-    return tokens
 
 
 def _choose_in_torch(

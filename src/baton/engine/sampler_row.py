@@ -21,7 +21,7 @@ import torch
 from baton.engine.grammar.constraint import BannedTokens, Constraint, MaskRow
 from baton.types import SamplingParams
 from baton_kernels.sampling import MOST_KEPT, RowFilter
-from baton_kernels.token_mask import TokenMask, Upload
+from baton_kernels.token_mask import TokenMask, Upload, upload_to
 
 Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
@@ -117,11 +117,7 @@ def apply_edits(
         rows: For each row with edits: row, edits, token counts, output tokens so far.
         upload: To the logits' device; default: copies that the host waits for.
     """
-
-    def waited_for(*arrays: npt.NDArray[np.generic]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(logits.device) for array in arrays]
-
-    take = upload or waited_for
+    take = upload or upload_to(logits.device)
     bias = [(row, *edits.bias) for row, edits, _, _ in rows if edits.bias is not None]
     if bias:
         at, values = _join(bias, take)

@@ -44,7 +44,7 @@ def test_each_direction_is_the_call_for_it(
     monkeypatch: pytest.MonkeyPatch, to: int | None, since: int | None, called: list[tuple[Any, ...]]
 ) -> None:
     runtime = Runtime()
-    monkeypatch.setattr(memory, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(memory, "_call_cuda", runtime.call)
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     queue_copy(Place(target.ctypes.data, to) + 10, Place(source.ctypes.data, since) + 30, 50, 7)
     assert runtime.calls == called

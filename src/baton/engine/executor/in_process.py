@@ -8,6 +8,7 @@ model itself): they are refused. A faster path is used only if it is as close as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 
@@ -148,7 +149,7 @@ class InProcessExecutor:
             ConfigError: It changes too much; names ``kv_dtype``.
         """
         kind = self.geometry.dtype
-        error = check.storage_error(self._logits, self._stored_logits)
+        error = check.storage_error(self._logits, functools.partial(self._logits, stored=True))
         allowed = STORAGE_TOLERANCE[kind.partition(";")[0]]
         if not error < allowed:
             raise ConfigError(
@@ -268,11 +269,8 @@ class InProcessExecutor:
         self.compute.enter()  # whatever thread this is: tokens are chosen in it, too
         return self._runner.run(batch, scratch_blocks, offset, stored=stored)
 
-    def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
-        return self._run(batch, scratch_blocks, offset).logits
-
-    def _stored_logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int) -> torch.Tensor:
-        return self._run(batch, scratch_blocks, offset, stored=True).logits
+    def _logits(self, batch: ForwardBatch, scratch_blocks: int, offset: int, *, stored: bool = False) -> torch.Tensor:
+        return self._run(batch, scratch_blocks, offset, stored=stored).logits
 
     def add_draft_layers(self, layers: DraftLayers) -> bool:
         """Have blocks hold a drafter's layers too, before there is a pool; ``False``: they hold layer groups."""

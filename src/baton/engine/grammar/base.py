@@ -1,10 +1,9 @@
-"""The grammar backend protocols: what the engine needs for guided decoding, and how a backend is chosen."""
+"""The grammar backend protocols: what the engine needs for guided decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -16,7 +15,9 @@ from baton.types import Grammar
 GRAMMAR_BACKENDS = PluginGroup(
     "grammar_backend", "baton.grammars", {"llguidance": "baton.engine.grammar.guidance:GuidanceBackend"}
 )
-"""Callables that :func:`load_backend` calls: a new built-in one is a file and a line here."""
+"""Callables (model directory, ``vocab_size``, ``eos_token_ids``) that return a :class:`GrammarBackend`.
+
+A new built-in one is a file and a line here."""
 
 
 @dataclass(slots=True)
@@ -91,20 +92,3 @@ class GrammarBackend(Protocol):
                 next; those that end a sequence may be where the grammar is satisfied. A row whose matcher has an
                 error afterwards means nothing.
         """
-
-
-def load_backend(name: str, model: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
-    """Return a backend for a model.
-
-    Args:
-        name: ``auto``, or that of a backend.
-        model: Directory with the tokenizer's files.
-        vocab_size: Columns of the logits.
-        eos_token_ids: Tokens that end a sequence.
-
-    Raises:
-        ConfigError: There is no such backend, or it cannot work with this tokenizer.
-    """
-    make = GRAMMAR_BACKENDS.load("llguidance" if name == "auto" else name, other_names=["auto"])
-    backend: GrammarBackend = make(model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-    return backend

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.grammar.base import GrammarBackend, GrammarMatcher, load_backend
+from baton.engine.grammar.base import GRAMMAR_BACKENDS, GrammarBackend, GrammarMatcher
 from baton.errors import ConfigError, InvalidRequestError
 from baton.types import Grammar, TokenLogprob
 from baton_kernels.cpu.library import ThreadTeam
@@ -586,12 +586,13 @@ def load_compiler(name: str, model: Path, *, vocab_size: int, eos_token_ids: fro
         eos_token_ids: Tokens that end a sequence.
 
     Raises:
-        ConfigError: A backend was named, and cannot work.
+        ConfigError: A backend was named, and there is none of that name, or it cannot work with this tokenizer.
     """
     if name == "none":
         return None
     try:
-        backend = load_backend(name, model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        make = GRAMMAR_BACKENDS.load("llguidance" if name == "auto" else name, other_names=["auto"])
+        backend: GrammarBackend = make(model, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     except ConfigError as error:
         if name != "auto":
             raise

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,14 @@ MAPPED_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A tensor's place; ``name`` is its name in its file, if that is another one."""
+
     file: WeightFile
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     size: int
+    name: str = ""
 
 
 class TensorFiles:
@@ -299,7 +302,16 @@ class TensorFiles:
         return self._entries[name].shape
 
     def file_of(self, name: str) -> str:
-        return self._entries[name].file.path.name
+        """Return the name of a tensor's file, and the tensor's name there if that is another one."""
+        entry = self._entries[name]
+        return f"{entry.file.path.name}: {entry.name}" if entry.name else entry.file.path.name
+
+    def renamed(self, names: Mapping[str, str]) -> TensorFiles:
+        """Return some of the tensors under other names: ``names`` has their names here by the new ones."""
+        view = TensorFiles(())
+        view._metadata = self._metadata
+        view._entries = {name: replace(self._entries[own], name=own) for name, own in names.items()}
+        return view
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """See :meth:`.TensorSource.read`.

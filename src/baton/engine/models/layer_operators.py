@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -131,10 +132,11 @@ class PackedExperts(nn.Module):
         return self._experts(hidden_states, ids.int().contiguous(), weights.float().contiguous())
 
 
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """A whole mixture of experts: router, experts, and a shared gated MLP for all tokens, if there is one.
 
-    Args:
+    Attributes:
         router: Linear layer of the router.
         routing: Chooses experts from the router's logits.
         experts: Runs the experts.
@@ -142,21 +144,18 @@ class Mixture:
         wide_router: Whether the router computes in float32.
     """
 
-    def __init__(
-        self, router: PackedLinear, routing: Route, experts: RunExperts, shared: Any, *, wide_router: bool
-    ) -> None:
-        self._router = router
-        self._routing = routing
-        self._experts = experts
-        self._shared = shared
-        self._wide_router = wide_router
+    router: PackedLinear
+    routing: Route
+    experts: RunExperts
+    shared: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None
+    wide_router: bool
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output, plus the residual, [T, hidden] for x and residual [T, hidden]."""
-        ids, weights = self._routing(self._router(x.float() if self._wide_router else x))
-        if self._shared is not None:
-            residual = self._shared(x, residual)
-        return self._experts(x, ids, weights, residual)
+        ids, weights = self.routing(self.router(x.float() if self.wide_router else x))
+        if self.shared is not None:
+            residual = self.shared(x, residual)
+        return self.experts(x, ids, weights, residual)
 
 
 def make_mixture(

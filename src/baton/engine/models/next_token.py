@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -135,46 +134,6 @@ def _make_linear(weight: torch.Tensor) -> nn.Linear:
     return linear
 
 
-class _LayerFiles:
-    """The tensors of one next-token layer under the names of a model of one layer; a ``TensorSource``.
-
-    Args:
-        files: The checkpoint's files.
-        names: Names in the checkpoint by the names in the model of one layer.
-    """
-
-    def __init__(self, files: TensorFiles, names: Mapping[str, str]) -> None:
-        self._files = files
-        self._names = names
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        return self._files.metadata
-
-    def names(self) -> Iterable[str]:
-        return self._names.keys()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._files.dtype(self._names[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._names[name])
-
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        return self._files.read(self._names[name], index)
-
-    def read_or_map(self, name: str) -> torch.Tensor:
-        return self._files.read_or_map(self._names[name])
-
-    def file_of(self, name: str) -> str:
-        """Return the name of a tensor's file, and the tensor's name there."""
-        own = self._names[name]
-        return f"{self._files.file_of(own)}: {own}"
-
-
 def load_next_token(config: EngineConfig, target: LoadedModel) -> NextTokenModel:
     """Load the first next-token layer of a model's checkpoint.
 
@@ -283,11 +242,10 @@ def _load_one_layer(
     ]
     if hasattr(one_layer, "quantization_config"):
         del one_layer.quantization_config  # or transformers would ask for packages that read it
-    source = _LayerFiles(files, own)
     dtype = TORCH_DTYPES[target.dtype]
     try:
         with quiet_transformers():
-            module, info = load_quantized(type(target.module), one_layer, source, stored, dtype)
+            module, info = load_quantized(type(target.module), one_layer, files.renamed(own), stored, dtype)
     except ConfigError:
         raise
     except Exception as error:

@@ -31,7 +31,7 @@ from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.chain import ChainDrafter, ChainState, DraftJob, Part, chain_batch, draft_blocks
-from baton.engine.speculation.heads import FINAL, EagleHead, HeadFiles, target_embedding, target_head, target_of
+from baton.engine.speculation.heads import FINAL, EagleHead, HeadFiles, target_of
 from baton.engine.speculation.tree import MAX_NODES, Branches, likeliest
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import shard_specs
@@ -73,10 +73,6 @@ class HiddenHead(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits float32 [R, vocab] of hidden states [R, width]."""
-
-
-class _KeepsLayers(Protocol):
-    def add_draft_layers(self, layers: DraftLayers) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -383,7 +379,7 @@ def layers_in_blocks(executor: Executor, draft: str, head: HiddenHead, block_siz
         block_size: Tokens per block.
     """
     layers = DraftLayers(draft, head.spec, head.dtype, head.width, block_size)
-    keeper: _KeepsLayers = executor  # type: ignore[assignment]  # one of a single process, as ``target_of`` looked
+    keeper: Any = executor  # one of a single process, as ``target_of`` looked
     return layers if keeper.add_draft_layers(layers) else None
 
 
@@ -423,8 +419,8 @@ class NextTokenHead:
         library = cpu_operators(config, on_gpu=on_gpu)
         _, make = choose_linear(config, model, library)
         pack_modules(model.module, GpuOperators() if on_gpu else CpuOperators(library, make))
-        self._embedding = target_embedding(target)
-        self._head: Any = target_head(target)
+        self._embedding = target.module.get_input_embeddings()
+        self._head: Any = target.module.get_output_embeddings()
         if type(self._head) is nn.Linear and make is not PlainLinear:
             self._head = PackedModule(make(self._head.weight, self._head.bias))
 

@@ -6,13 +6,12 @@ import copy
 import hashlib
 import pickle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -31,11 +30,6 @@ _FILES = (
 )
 _PATTERNS = ["config.json", *_FILES]
 FIELD = "speculative_model"
-
-
-class _HasModel(Protocol):
-    @property
-    def model(self) -> LoadedModel: ...
 
 
 class HeadFiles:
@@ -134,22 +128,10 @@ def target_of(config: EngineConfig, executor: Executor) -> LoadedModel:
         ConfigError: It is divided among processes; names ``speculative``.
     """
     name = config.speculative
-    if config.tp * config.pp > 1 or not hasattr(executor, "model"):
+    model: LoadedModel | None = getattr(executor, "model", None)
+    if config.tp * config.pp > 1 or model is None:
         raise ConfigError(f"speculative {name} works with tp 1 and pp 1 only", field="speculative")
-    holder: _HasModel = executor  # type: ignore[assignment]  # it has one
-    return holder.model
-
-
-def target_head(model: LoadedModel) -> nn.Module:
-    """Return what turns a model's last hidden states into logits."""
-    head: nn.Module = model.module.get_output_embeddings()
-    return head
-
-
-def target_embedding(model: LoadedModel) -> nn.Module:
-    """Return a model's embedding of tokens."""
-    embedding: nn.Module = model.module.get_input_embeddings()
-    return embedding
+    return model
 
 
 FINAL = -1
@@ -218,11 +200,11 @@ class EagleHead:
             self._hidden_norm = read_tensor(f"{at}.hidden_norm.weight", self.width)
             self._norm = read_tensor("norm.weight", self.width)
         own = "embed_tokens.weight"
-        self._embedding: Any = target_embedding(model)
+        self._embedding: Any = model.module.get_input_embeddings()
         if files.has(own):
             weight = read_tensor(own, self._vocab_size, self.width)
             self._embedding = lambda tokens: F.embedding(tokens, weight)
-        self._head: Any = target_head(model)
+        self._head: Any = model.module.get_output_embeddings()
         self._drafted: torch.Tensor | None = None
         if third:
             self._load_output_head(files)
