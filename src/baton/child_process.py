@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -155,6 +156,12 @@ class ChildProcess:
         if code is None:
             self.kill()
         return code
+
+    def last_words(self, timeout_s: float) -> str:
+        """Return the last line of the output, which must be a pipe: at its end, or after ``timeout_s`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            self._exit.result(timeout_s)
+        return self.last_line
 
     async def wait_closed(self) -> int:
         """Wait for the end of the process and of its output, which must be a pipe; returns the exit status."""

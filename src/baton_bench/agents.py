@@ -15,16 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from baton.child_process import die_with_parent
+from baton.child_process import ChildProcess, die_with_parent, start_python
 from baton.errors import BatonError, InvalidRequestError, PipeClosedError, QueueFullError, TransferError
 from baton.kv_transfer.streams import Stream, Wait, accept_stream, bind_tcp, close_listener, connect_tcp, join_address
 from baton.kv_transfer.wire import (
@@ -53,7 +52,7 @@ CONNECT_S = 10.0
 OPEN_S = 300.0
 """Default seconds for an order: an agent may fill an arena on a slow machine."""
 _END_S = 5.0
-_TAIL_BYTES = 2000
+_LAST_WORDS_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
@@ -142,7 +141,7 @@ class Agent:
         child: Its process, if it is one of ours.
     """
 
-    def __init__(self, name: str, line: Line, child: Child | None = None) -> None:
+    def __init__(self, name: str, line: Line, child: ChildProcess | None = None) -> None:
         self.name = name
         self._line = line
         self._child = child
@@ -177,10 +176,10 @@ class Agent:
         """Close its line; see that a child ends."""
         self._line.close()
         if self._child is not None:
-            self._child.end(_END_S)
+            self._child.stop(_END_S, None)
 
     def _gone_error(self, error: BatonError) -> BatonError:
-        words = "" if self._child is None else self._child.last_words()
+        words = "" if self._child is None else self._child.last_words(_LAST_WORDS_S)
         return TransferError(f"{self.name} is gone ({error.message})" + (f": {words}" if words else ""))
 
 
@@ -221,47 +220,6 @@ def ask_all(
     return answers
 
 
-class Child:
-    """A child process in a session of its own, so that a terminal's Ctrl-C does not reach it. Its output is kept.
-
-    Args:
-        command: Command line; the process must end with its parent.
-        keep: Whether to keep its output, for :meth:`last_words`; else its errors go to our standard error.
-        options: More for ``subprocess.Popen``.
-    """
-
-    def __init__(self, command: Sequence[str], *, keep: bool = True, **options: Any) -> None:
-        self._output: IO[bytes] | None = tempfile.TemporaryFile() if keep else None  # noqa: SIM115 - while it lives
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output or subprocess.DEVNULL,
-            stderr=subprocess.STDOUT if keep else None,
-            start_new_session=True,
-            **options,
-        )
-
-    def end(self, grace_s: float) -> None:
-        """Wait for its end; kill it if it does not end."""
-        try:
-            self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self._output is not None:
-            self._output.close()
-
-    def last_words(self) -> str:
-        """Return the end of what it wrote; where it still runs, of what it wrote so far."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        if self._output is None:
-            return ""
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _TAIL_BYTES))
-        return self._output.read().decode(errors="replace").strip()
-
-
 def _spawn(
     line: socket.socket,
     module: str,
@@ -269,13 +227,13 @@ def _spawn(
     host: str,
     token_file: str,
     env: Mapping[str, str] | None = None,
-    keep: bool = True,
-) -> Child:
-    variables = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+    output: int | None = subprocess.PIPE,
+) -> ChildProcess:
     arguments = ["--fd", str(line.fileno()), "--parent", str(os.getpid()), "--host", host]
     if token_file:
         arguments += ["--token-file", token_file]
-    return Child([*variables, sys.executable, "-P", "-m", module, *arguments], keep=keep, pass_fds=[line.fileno()])
+    variables = {**os.environ, **(env or {})}
+    return ChildProcess(start_python(module, arguments, env=variables, pass_fds=[line.fileno()], output=output))
 
 
 def start_agent(
@@ -341,7 +299,7 @@ class Listener:
         self._socket = bind_tcp(host, port, token)
         self._socket.listen()
         self.address = join_address(host, self._socket.getsockname()[1])
-        self._agents: dict[int, Child] = {}
+        self._agents: dict[int, ChildProcess] = {}
         self._lock = threading.Lock()
 
     def serve(self) -> None:
@@ -374,21 +332,21 @@ class Listener:
         with self._lock:
             agents = list(self._agents.values())
         for agent in agents:
-            agent.process.terminate()
+            agent.send_signal(signal.SIGTERM)
         for agent in agents:
-            agent.end(_END_S)
+            agent.stop(_END_S, None)
 
     def _start(self, stream: Stream) -> None:
-        agent = _spawn(stream.sock, self._module, host=self._host, token_file=self._token_file, keep=False)
+        agent = _spawn(stream.sock, self._module, host=self._host, token_file=self._token_file, output=None)
         # Ours is closed without a shutdown, which would end the agent's copy too.
         os.close(stream.sock.detach())
-        pid = agent.process.pid
+        pid = agent.pid
         with self._lock:
             self._agents[pid] = agent
         log.info("agent %d serves a driver", pid)
 
         def reap() -> None:
-            agent.process.wait()
+            agent.wait()
             with self._lock:
                 self._agents.pop(pid, None)
 

@@ -14,14 +14,15 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.child_process import ChildProcess, start_python
 from baton.config.flags import AccessConfig
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.rpc.server import free_ports
@@ -260,7 +261,6 @@ UP_MODULE = "baton.cli.main"
 READY = "Ctrl-C ends everything"
 READY_S = 600.0
 END_S = 60.0
-_KEPT_LINES = 20
 
 
 @contextlib.contextmanager
@@ -271,39 +271,22 @@ def deployment(file: Path, *flags: str) -> Iterator[str]:
         UnavailableError: It ended before it was ready, or was not ready in time.
     """
     http, grpc = free_ports(2)
-    words = [sys.executable, "-P", "-m", UP_MODULE, "up", "-f", str(file)]
-    words += ["--port", str(http), "--grpc-port", str(grpc), *flags]
-    lines: list[str] = []
+    words = ["up", "-f", str(file), "--port", str(http), "--grpc-port", str(grpc), *flags]
     ready = threading.Event()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        reader = threading.Thread(target=_read, args=(process, lines, ready), daemon=True)
-        reader.start()
-        try:
-            if not ready.wait(READY_S) or process.poll() is not None or not any(READY in line for line in lines):
-                said = " ".join(lines[-3:]).strip()
-                raise UnavailableError(f"baton up was not ready: {said or 'no word'}")
-            yield f"http://127.0.0.1:{http}"
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            reader.join(END_S)
 
+    def on_line(text: str) -> None:
+        if READY in text:
+            ready.set()
 
-def _read(process: subprocess.Popen[str], lines: list[str], ready: threading.Event) -> None:
-    if process.stdout is not None:
-        for line in process.stdout:
-            lines.append(line)
-            if READY in line:
-                ready.set()
-            elif not ready.is_set():
-                del lines[:-_KEPT_LINES]
-            else:
-                lines[:] = [each for each in lines if READY in each]
-    ready.set()
+    child = ChildProcess(start_python(UP_MODULE, words, output=subprocess.PIPE), on_line)
+    deadline = time.monotonic() + READY_S
+    try:
+        while not ready.wait(0.1):
+            if child.returncode is not None or time.monotonic() >= deadline:
+                raise UnavailableError(f"baton up was not ready: {child.last_words(1.0) or 'no word'}")
+        yield f"http://127.0.0.1:{http}"
+    finally:
+        child.stop(END_S, signal.SIGINT)
 
 
 def measure_with(

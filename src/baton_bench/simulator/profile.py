@@ -11,26 +11,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+import msgspec
 
 from baton.errors import ConfigError, shown
 from baton_bench.report import write_file
 
 VERSION = 1
 MAX_FILE_BYTES = 16 << 20
-T = TypeVar("T")
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds of a step's prompt tokens: fixed, per token, per pair of a token and one it attends to."""
 
-    fixed_s: float
-    per_token_s: float
-    per_pair_s: float = 0.0
+    fixed_s: Amount
+    per_token_s: Amount
+    per_pair_s: Amount = 0.0
 
     def seconds(self, tokens: float, pairs: float) -> float:
         """Return the seconds of ``tokens`` prompt tokens; 0 without any."""
@@ -45,9 +50,9 @@ class PrefillCost:
 class DecodeCost:
     """Seconds of a step's decodes: fixed, per token of their contexts, per sequence."""
 
-    fixed_s: float
-    per_context_s: float
-    per_sequence_s: float
+    fixed_s: Amount
+    per_context_s: Amount
+    per_sequence_s: Amount
 
     def seconds(self, sequences: float, context: float) -> float:
         """Return the seconds of decodes with ``context`` tokens in all; 0 without sequences."""
@@ -58,9 +63,9 @@ class DecodeCost:
 class FitQuality:
     """How well a line fits what was measured: points, and relative errors of the line against them."""
 
-    points: int = 0
-    median_error: float = 0.0
-    worst_error: float = 0.0
+    points: Count = 0
+    median_error: Amount = 0.0
+    worst_error: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,12 @@ class EngineProfile:
         residuals: Quality of each fit, by the name of what was fitted.
     """
 
-    tp: int
-    pp: int
+    tp: Size
+    pp: Size
     prefill: PrefillCost
     decode: DecodeCost
-    kv_tokens: int
-    overlap: float = 0.0
+    kv_tokens: Count
+    overlap: Share = 0.0
     residuals: dict[str, FitQuality] = field(default_factory=dict, hash=False)
 
     @property
@@ -114,20 +119,20 @@ class EngineProfile:
 class Limits:
     """The fields of the engine's configuration that decide what goes into a step."""
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    prefill_chunk: int = 512
-    block_size: int = 16
-    step_budget_ms: float | None = None
-    remote_prefill_threshold: int = 64
+    max_num_seqs: Size = 64
+    max_num_batched_tokens: Size = 2048
+    prefill_chunk: Size = 512
+    block_size: Size = 16
+    step_budget_ms: Amount | None = None
+    remote_prefill_threshold: Count = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """The link of an instance: seconds per read, bytes per second, and whether KV is sent layer by layer."""
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: Amount
+    bytes_per_s: Positive
     layerwise: bool = True
 
 
@@ -135,18 +140,18 @@ class Link:
 class Overheads:
     """Seconds beyond the engine: per request (router, front end), per hand-over (two calls), per decode step."""
 
-    request_s: float = 0.0
-    handover_s: float = 0.0
-    step_s: float = 0.0
+    request_s: Amount = 0.0
+    handover_s: Amount = 0.0
+    step_s: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """From which the KV pools of shapes that were not measured follow: bytes of a device, of all weights, usable."""
 
-    device_bytes: float
-    weights_bytes: float
-    usable: float = 0.9
+    device_bytes: Positive
+    weights_bytes: Amount
+    usable: Amount = 0.9
 
 
 @dataclass(frozen=True)
@@ -168,14 +173,14 @@ class Profile:
 
     model: str
     source: str
-    layers: int
-    kv_bytes_per_token: float
-    engines: tuple[EngineProfile, ...]
+    layers: Size
+    kv_bytes_per_token: Positive
+    engines: Annotated[tuple[EngineProfile, ...], msgspec.Meta(min_length=1)]
     link: Link
     limits: Limits = field(default_factory=Limits)
     overheads: Overheads = field(default_factory=Overheads)
     memory: Memory | None = None
-    tp_efficiency: float = 0.9
+    tp_efficiency: Positive = 0.9
 
     def engine(self, tp: int, pp: int) -> EngineProfile | None:
         """Return the engine of a shape: measured, or derived from the nearest measured one; ``None``: no room for KV.
@@ -217,85 +222,34 @@ class Profile:
             ConfigError: It cannot be read, or something in it is wrong; names file and field.
         """
         try:
-            with path.open(encoding="utf-8") as file:
-                value = json.loads(file.read(MAX_FILE_BYTES))
+            with path.open("rb") as file:
+                value = msgspec.json.decode(file.read(MAX_FILE_BYTES))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}", field="profile") from error
-        except (ValueError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is no JSON: {shown(str(error))}", field="profile") from error
         if not isinstance(value, dict) or value.pop("version", None) != VERSION:
             raise ConfigError(f"{path} is no profile of version {VERSION}", field="profile")
-        reader = _Reader(str(path))
-        engines = value.pop("engines", None)
-        if not isinstance(engines, list) or not engines:
-            raise ConfigError(f"{path}: engines must be a list with an engine at least", field="engines")
-        return reader.read(
-            cls,
-            {**value, "engines": tuple(reader.engine(each, f"engines[{i}]") for i, each in enumerate(engines))},
-            "",
-        )
+        try:
+            profile = msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{path}: {error}", field="profile") from error
+        if unknown := _unknown_field(value, msgspec.to_builtins(profile), "$"):
+            raise ConfigError(f"{path}: {unknown} is not known", field="profile")
+        return profile
 
 
-_NESTED: Mapping[str, type] = {
-    "prefill": PrefillCost,
-    "decode": DecodeCost,
-    "link": Link,
-    "limits": Limits,
-    "overheads": Overheads,
-    "memory": Memory,
-}
-_WHOLE = frozenset({"tp", "pp", "kv_tokens", "layers", "points", "max_num_seqs", "max_num_batched_tokens",
-                    "prefill_chunk", "block_size", "remote_prefill_threshold"})  # fmt: skip
-_POSITIVE = frozenset({"tp", "pp", "layers", "kv_bytes_per_token", "bytes_per_s", "max_num_seqs", "tp_efficiency",
-                       "max_num_batched_tokens", "prefill_chunk", "block_size", "device_bytes"})  # fmt: skip
-
-
-class _Reader:
-    """Makes dataclasses of parsed JSON; every mistake names the file and the field's path."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def engine(self, value: Any, where: str) -> EngineProfile:
-        fits = value.pop("residuals", {}) if isinstance(value, dict) else {}
-        if not isinstance(fits, dict):
-            raise ConfigError(f"{self._path}: {where}.residuals is not an object", field="residuals")
-        engine = self.read(EngineProfile, value, where)
-        result = {name: self.read(FitQuality, each, f"{where}.residuals.{name}") for name, each in fits.items()}
-        if not 0 <= engine.overlap <= 1:
-            raise ConfigError(f"{self._path}: {where}.overlap must be between 0 and 1", field="overlap")
-        return dataclasses.replace(engine, residuals=result)
-
-    def read(self, kind: type[T], value: Any, where: str) -> T:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self._path}: {where} is not an object", field=where)
-        items = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        prefix = f"{where}." if where else ""
-        for name in value:
-            if name not in items:
-                raise ConfigError(f"{self._path}: {prefix}{name} is not known", field=name)
-        values = {}
-        for name, item in items.items():
-            if name not in value:
-                if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-                    raise ConfigError(f"{self._path}: {prefix}{name} is missing", field=name)
-                continue
-            values[name] = self._value(name, value[name], f"{prefix}{name}", str(item.type))
-        return kind(**values)
-
-    def _value(self, name: str, value: Any, where: str, kind: str) -> Any:
-        if name == "engines" or (value is None and "None" in kind):
-            return value
-        if name in _NESTED:
-            return self.read(_NESTED[name], value, where)
-        wanted = str if kind == "str" else bool if kind == "bool" else None
-        if wanted is not None:
-            if not isinstance(value, wanted):
-                raise ConfigError(f"{self._path}: {where} must be a {wanted.__name__}, got {shown(value)}", field=name)
-            return value
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        least = "above 0" if name in _POSITIVE else "at least 0"
-        if not number or value < 0 or (name in _POSITIVE and value == 0) or (name in _WHOLE and value != int(value)):
-            whole = "whole number" if name in _WHOLE else "number"
-            raise ConfigError(f"{self._path}: {where} must be a {whole} {least}, got {shown(value)}", field=name)
-        return value
+def _unknown_field(given: Any, known: Any, where: str) -> str:
+    """Return the path of a field of a parsed file that what was made of it has not; empty: there is none."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            path = f"{where}.{name}"
+            if name not in known:
+                return path
+            if unknown := _unknown_field(value, known[name], path):
+                return unknown
+    elif isinstance(given, list):
+        for number, (value, same) in enumerate(zip(given, known, strict=True)):
+            if unknown := _unknown_field(value, same, f"{where}[{number}]"):
+                return unknown
+    return ""

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import signal
 import socket
-import sys
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ from typing import Any
 
 import psutil
 
-from baton.child_process import die_with_parent
+from baton.child_process import ChildProcess, die_with_parent, start_python
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health
 from baton.rpc.server import free_port
 from baton.terminal import Step
 from baton.version import __version__
-from baton_bench.agents import Agent, Child, Fields, ask_all, start_agent
+from baton_bench.agents import Agent, Fields, ask_all, start_agent
 from baton_bench.report import (
     EXIT_FAILED,
     EXIT_OK,
@@ -72,29 +72,29 @@ class Server:
 
     Args:
         name: For error messages.
-        command: Command line of the server.
+        process: The started server, whose output is a pipe.
         port: Port that it listens on.
         answers: Returns whether the server answers at an address.
     """
 
-    def __init__(self, name: str, command: Sequence[str], port: int, answers: Callable[[str], bool]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, answers: Callable[[str], bool]) -> None:
         self.name = name
         self.port = port
         self.address = f"127.0.0.1:{port}"
         self._answers = answers
-        self._child = Child(command, preexec_fn=partial(die_with_parent, signal.SIGKILL))
+        self._child = ChildProcess(process)
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used; 0 if it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = psutil.Process(self._child.process.pid).cpu_times()
+            times = psutil.Process(self._child.pid).cpu_times()
             return float(times.user + times.system)
         return 0.0
 
     def read_bytes(self) -> int:
         """Bytes that it has read of files; 0 if it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return int(psutil.Process(self._child.process.pid).io_counters().read_chars)
+            return int(psutil.Process(self._child.pid).io_counters().read_chars)
         return 0
 
     def wait_ready(self) -> None:
@@ -105,23 +105,22 @@ class Server:
         """
         deadline = time.monotonic() + _READY_S
         while not self._answers(self.address):
-            if self._child.process.poll() is not None:
-                raise UnavailableError(f"{self.name} ended: {self._child.last_words()}")
+            if self._child.returncode is not None:
+                raise UnavailableError(f"{self.name} ended: {self._child.last_words(1.0)}")
             if time.monotonic() >= deadline:
                 raise UnavailableError(f"{self.name} was not ready within {_READY_S:g} s")
             time.sleep(0.05)
 
     def close(self) -> None:
-        self._child.process.terminate()
-        self._child.end(_END_S)
+        self._child.stop(_END_S)
 
 
 def start_store(name: str, flags: Sequence[str]) -> Server:
     """Start ``baton-kvstore`` with some flags."""
     port = free_port()
-    own = ("--port", str(port), "--instance-id", name, "--log-level", "warning")
-    command = [sys.executable, "-P", "-m", "baton_kvstore.main", *own, *flags]
-    return Server(name, command, port, lambda address: asyncio.run(check_health(address)))
+    words = ["--port", str(port), "--instance-id", name, "--log-level", "warning", *flags]
+    process = start_python("baton_kvstore.main", words, end_with_thread=True, output=subprocess.PIPE)
+    return Server(name, process, port, lambda address: asyncio.run(check_health(address)))
 
 
 def start_redis() -> Server:
@@ -133,7 +132,15 @@ def start_redis() -> Server:
             return True
         return False
 
-    return Server("redis-server", ["redis-server", *flags], port, answers)
+    process = subprocess.Popen(
+        ["redis-server", *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+    )
+    return Server("redis-server", process, port, answers)
 
 
 def redis_obstacle() -> str:

@@ -73,15 +73,19 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     ("change", "message"),
     [
         (lambda d: d.update(version=7), "no profile of version 1"),
-        (lambda d: d.pop("layers"), "layers is missing"),
-        (lambda d: d.update(colour=1), "colour is not known"),
-        (lambda d: d["engines"][0]["prefill"].update(fixed_s="x"), r"engines\[0\].prefill.fixed_s must be a number"),
-        (lambda d: d["engines"][0].update(tp=0), r"engines\[0\].tp must be a whole number above 0"),
-        (lambda d: d["engines"][0].update(overlap=2), r"engines\[0\].overlap must be between 0 and 1"),
-        (lambda d: d["link"].update(bytes_per_s=0), "link.bytes_per_s must be a number above 0"),
-        (lambda d: d["link"].update(layerwise=1), "link.layerwise must be a bool"),
-        (lambda d: d.update(engines=[]), "engines must be a list"),
-        (lambda d: d.update(limits=3), "limits is not an object"),
+        (lambda d: d.pop("layers"), "missing required field `layers`"),
+        (lambda d: d["engines"][0]["decode"].update(per_row_s=1), r"\$.engines\[0\].decode.per_row_s is not known"),
+        (lambda d: d.update(colour=1), r"\$.colour is not known"),
+        (
+            lambda d: d["engines"][0]["prefill"].update(fixed_s="x"),
+            r"Expected `float`, got `str` - at `\$.engines\[0\].prefill.fixed_s`",
+        ),
+        (lambda d: d["engines"][0].update(tp=0), r"Expected `int` >= 1 - at `\$.engines\[0\].tp`"),
+        (lambda d: d["engines"][0].update(overlap=2), r"Expected `float` <= 1.0 - at `\$.engines\[0\].overlap`"),
+        (lambda d: d["link"].update(bytes_per_s=0), r"Expected `float` > 0.0 - at `\$.link.bytes_per_s`"),
+        (lambda d: d["link"].update(layerwise=1), r"Expected `bool`, got `int` - at `\$.link.layerwise`"),
+        (lambda d: d.update(engines=[]), r"Expected `array` of length >= 1 - at `\$.engines`"),
+        (lambda d: d.update(limits=3), r"Expected `object`, got `int` - at `\$.limits`"),
     ],
 )
 def test_mistakes_in_a_profile_name_file_and_field(tmp_path, change, message):
