@@ -7,6 +7,8 @@ best, and what repeats one check for a hundred models, runs in ``make test-all``
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 
 from baton_kernels.cpu.variants import Variant, runnable_variants
@@ -16,6 +18,7 @@ EMULATED = "emulators, sanitizers, or a scanner of its own"
 WAITS = "waits for time-outs, retries or processes that start again"
 SMOKE = "a smoke run of a benchmark or of a tool beside the serving part"
 MANY = "a whole deployment for each of many examples"
+MUCH = "much memory"
 
 PATHS = {
     "tests/chaos": RANDOM,
@@ -34,18 +37,18 @@ PATHS = {
     "tests/e2e/test_up.py::test_a_process_that_cannot_start_ends_the_whole_with_its_error": WAITS,
     "tests/fuzz/test_fuzz.py": EMULATED,
     "tests/kernels/emulated": EMULATED,
-    "tests/kernels/gpu/test_attention.py": EMULATED,
-    "tests/kernels/gpu/test_compile.py": EMULATED,
-    "tests/kernels/gpu/test_operators.py": EMULATED,
-    "tests/kernels/gpu/test_stored_attention.py": EMULATED,
+    "tests/kernels/gpu": EMULATED,
     "tests/integration/engine/test_interpreted_device.py": EMULATED,
     "tests/integration/engine/test_interpreted_ranks.py": EMULATED,
     "tests/integration/engine/test_flashinfer_engine.py": EMULATED,
+    "tests/integration/engine/speculation/test_interpreted_speculation.py": EMULATED,
+    "tests/integration/engine/quantization/test_quantized_memory.py": MUCH,
+    "tests/integration/engine/quantization/test_quantized_quality.py": MANY,
+    "tests/integration/http/test_openapi.py::test_it_names_every_endpoint_and_a_fuzzer_finds_nothing": EMULATED,
     "tests/helm/test_policy.py": EMULATED,
     "tests/images": EMULATED,
     "tests/e2e/test_console.py": EMULATED,
     "tests/integration/http/test_console_page.py": EMULATED,
-    "tests/integration/http/test_http_crowd.py": WAITS,
     "tests/helm/test_local_run.py": WAITS,
     "tests/helm/test_lifecycle.py": WAITS,
     "tests/helm/test_autoscale.py": WAITS,
@@ -62,21 +65,88 @@ PATHS = {
 }
 """Files, folders and tests, each with the reason."""
 
-ARCHITECTURES = "tests/integration/test_architectures.py::test_equal_in_every_way_or_refused_with_the_reason"
-QUICK_ARCHITECTURES = frozenset(
-    {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"}
-    | {"deepseek_v3", "phi3", "falcon", "cohere2", "olmo2", "llama4_text", "mamba", "deepseek_v32"}
-)
-"""Of some hundred architectures those that ``make test`` compares with ``generate``: one for each kind of layer."""
+_ENGINE = "tests/integration/engine"
+_SPECULATION = f"{_ENGINE}/speculation"
+_EQUALITY = "tests/integration/handover/equality"
+_PREEMPTED = "test_equality_when_the_decode_pool_is_so_small_that_sequences_are_preempted"
+EXAMPLES = {
+    "tests/integration/test_architectures.py::test_equal_in_every_way_or_refused_with_the_reason": (
+        *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"),
+        *("deepseek_v3", "phi3", "falcon", "cohere2", "olmo2", "llama4_text", "mamba", "deepseek_v32"),
+    ),
+    f"{_ENGINE}/test_equality_engine.py::test_equality_of_32_concurrent_requests": ("*-cpp", "llama-*", "gpt_oss-*"),
+    f"{_ENGINE}/test_equality_engine.py::test_equality_with_a_pool_so_small_that_preemption_happens": (
+        "llama",
+        "deepseek_v3",
+    ),
+    f"{_ENGINE}/test_fused_families.py::test_fused_families_equal_generate_and_the_generic_path": (
+        "llama",
+        "gemma3",
+        "mixtral",
+        "gpt_oss",
+        "deepseek_v3",
+    ),
+    f"{_ENGINE}/test_layer_groups.py::test_equality_with_preemption_and_prefix_hits": ("gemma3-{}", "gpt_oss-*"),
+    f"{_ENGINE}/test_llm.py::test_a_script_prints_what_it_prints": ("1",),
+    f"{_ENGINE}/test_model_runner.py::test_logits_are_those_of_transformers_in_chunks_and_ragged_batches": (
+        "*-auto-True",
+        "llama-*",
+    ),
+    f"{_ENGINE}/test_parallel_engine.py::test_equality_of_mixed_batches_with_chunks_and_preemption": (
+        "gemma3-*",
+        "gpt_oss-*",
+        "deepseek_v3-*",
+    ),
+    f"{_ENGINE}/test_step_plans.py::test_hidden_states_are_what_the_head_takes": ("*-1",),
+    f"{_ENGINE}/quantization/test_gguf.py::test_divided": ("shape0",),
+    f"{_ENGINE}/quantization/test_quantized_checkpoints.py::test_inputs_are_rounded_as_the_checkpoint_says": (
+        "ct-w8a8",
+        "fp8-block",
+    ),
+    f"{_ENGINE}/quantization/test_quantized_checkpoints.py::test_tokens_of_several_ranks_are_those_of_generate": (
+        "llama-ct-w8a16-2-2",
+        "phi3-awq-2-1",
+    ),
+    f"{_ENGINE}/quantization/test_stored_kv.py::test_tokens_are_those_of_a_model_whose_keys_and_values_are_rounded": (
+        "{}",
+        "*backend*",
+        "*linears*",
+        "*block*",
+    ),
+    f"{_ENGINE}/quantization/test_stored_kv.py::test_layers_that_are_left_out_stay_as_they_are": ("('first', '1'*",),
+    f"{_SPECULATION}/test_draft_heads.py::test_answers_are_those_without_a_head": ("*-llama",),
+    f"{_SPECULATION}/test_next_token_layers.py::test_answers_are_those_without_and_drafts_those_of_transformers": (
+        "deepseek_v3",
+        "glm4_moe_lite",
+    ),
+    f"{_SPECULATION}/test_speculation_equality.py::test_answers_are_those_without_speculation": (
+        "llama",
+        "gemma3",
+        "mixtral",
+        "gpt_oss",
+        "deepseek_v3",
+    ),
+    f"{_SPECULATION}/test_speculation_equality.py::test_answers_are_those_without_speculation_on_two_ranks": ("*pp*",),
+    f"{_SPECULATION}/test_tree_speculation.py::test_answers_are_those_without_speculation": ("*{}", "*_*"),
+    f"{_EQUALITY}/test_equality_handover.py::test_equality_through_every_pipe": ("llama-*", "deepseek_v3-*"),
+    f"{_EQUALITY}/test_equality_handover.py::{_PREEMPTED}": ("llama",),
+    f"{_EQUALITY}/test_equality_handover.py::test_equality_between_block_sizes": ("*gemma3*",),
+    f"{_EQUALITY}/test_equality_handover.py::test_equality_between_parallel_shapes": ("*-prefill_first",),
+    f"{_EQUALITY}/test_int8_handover.py::test_scales_go_with_their_head_between_parallel_shapes": ("(2, 1)-()",),
+    f"{_EQUALITY}/test_int8_handover.py::test_through_a_store_node": ("1",),
+    f"{_EQUALITY}/test_int8_handover.py::test_through_every_pipe_in_half_the_bytes": ("memory-*",),
+}
+"""Tests of many models or ways: patterns of the examples that ``make test`` runs, one for each kind of layer or way."""
 
 
 def is_thorough(item: pytest.Item) -> bool:
     """Whether a test is left to ``make test-all``."""
     if any(item.nodeid == each or item.nodeid.startswith((f"{each}/", f"{each}::", f"{each}[")) for each in PATHS):
         return True
+    test, _, example = item.nodeid.removesuffix("]").partition("[")
+    if test in EXAMPLES:
+        return not any(fnmatchcase(example, pattern) for pattern in EXAMPLES[test])
     parameters = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
-    if item.nodeid.startswith(ARCHITECTURES):
-        return str(parameters[0]) not in QUICK_ARCHITECTURES
     others = {each.name for each in runnable_variants()[1:]}
     return any((each.name if isinstance(each, Variant) else each) in others for each in parameters if _is_name(each))
 

@@ -286,11 +286,13 @@ class LocalKubernetes:
 
     def _here(self, word: str, own: dict[str, str], mounts: dict[str, Path]) -> str:
         word = re.sub(r"\$\((\w+)\)", lambda match: own[match[1]], word)
-        word = word.replace("0.0.0.0", own["POD_IP"]).replace("/opt/baton/models", str(ROOT / "models"))
+        word = word.replace("0.0.0.0", own["POD_IP"])
         word = re.sub(r"[\w-]+\.[\w-]+\.[\w-]+" + re.escape(_DOMAIN), lambda match: self._address(match[0]), word)
         flag, equals, value = word.partition("=")
-        for path, folder in mounts.items():
-            value = re.sub(rf"^(@?){re.escape(path)}(?=/|$)", rf"\g<1>{folder}", value)
+        # All paths at once: what one is replaced by may itself begin with another, as a checkout in /tmp does.
+        folders = {"/opt/baton/models": ROOT / "models", **mounts}
+        paths = "|".join(re.escape(path) for path in sorted(folders, key=len, reverse=True))
+        value = re.sub(rf"^(@?)({paths})(?=/|$)", lambda match: f"{match[1]}{folders[match[2]]}", value)
         return f"{flag}{equals}{value}"
 
     def _volumes(self, name: str, template: Manifest) -> Path:
