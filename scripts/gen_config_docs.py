@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli import autoscale, chat, config, demo, explain, generate, instances, kvstore, status, up
+from baton.cli import autoscale, chat, config, demo, explain, instances, kvstore, status, up
 from baton.config import EngineConfig
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.flags import flag_fields
@@ -37,8 +37,8 @@ COMMANDS = {
     "up": up.add_parser,
     "configshow": config.add_show_parser,
     "status": status.add_parser,
-    "chat": chat.add_parser,
-    "generate": generate.add_parser,
+    "chat": chat.add_chat_parser,
+    "generate": chat.add_generate_parser,
     "drain": instances.add_drain_parser,
     "scale": instances.add_scale_parser,
     "autoscale": autoscale.add_parser,

@@ -40,18 +40,15 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return _in_wire_order(token_ids(ids)).tobytes()
 
 
-def unpack_ids(data: bytes, *, field: str = "prompt_token_ids") -> TokenIds:
-    """Return the ids that a message carries.
-
-    Args:
-        data: Packed ids, as :func:`pack_ids` returns them.
-        field: Name of the message's field, for the error.
+def unpack_ids(data: bytes) -> TokenIds:
+    """Return the ids that a message carries, packed as :func:`pack_ids` does it.
 
     Raises:
         InvalidRequestError: The bytes end within an id.
     """
     if len(data) % 4:
-        raise InvalidRequestError(f"{field} has {len(data)} bytes: four per id are wanted", field=field)
+        message = f"prompt_token_ids has {len(data)} bytes: four per id are wanted"
+        raise InvalidRequestError(message, field="prompt_token_ids")
     return _in_wire_order(array("I", data))
 
 

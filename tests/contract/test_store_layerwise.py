@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.servers.store_process import StoreProcess
 from tests.support.transport.kv_shapes import pool_of, whole_kv
+from tests.support.transport.store_check import check_store
 
 from baton.config.kvstore import KVStoreConfig
 from baton.hashing import block_hashes, root_hash
@@ -108,7 +109,7 @@ async def store(**options: Any) -> AsyncIterator[KVStoreServer]:
     await server.start()
     try:
         yield server
-        server.store.check()
+        check_store(server.store)
         assert not server.store._pinned
     finally:
         await server.stop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 from baton.api.v1 import events_pb2
 from baton.kv_cache.events import DISK, HOST, REMOTE, BlocksRemoved, BlocksStored, KVEvent, merge_events
@@ -28,9 +27,6 @@ class StoreEvents:
     Args:
         epoch: Epoch of this process.
         capacity: Number of batches kept for replay.
-
-    Attributes:
-        num_followers: Number of open streams.
     """
 
     def __init__(self, epoch: Epoch, *, capacity: int = 8192) -> None:
@@ -39,7 +35,6 @@ class StoreEvents:
         self._changes: deque[tuple[Sequence[BlockHash], str, bool]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due = False
-        self.num_followers = 0
 
     def start(self, tiers: TieredStore) -> None:
         """Start to listen; call in the event loop."""
@@ -53,20 +48,13 @@ class StoreEvents:
             self._due = True
             self._loop.call_soon_threadsafe(self._flush)
 
-    async def follow(
+    def follow(
         self, from_sequence: int, epoch: bytes, *, heartbeat_s: float, gather_s: float = 0.0, packed: bool = False
     ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """Yield batches from ``from_sequence`` on, until :meth:`close`; see :meth:`KvEventLog.follow`."""
-        self.num_followers += 1
-        try:
-            batches = self._log.follow(
-                from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s, gather_s=gather_s, packed=packed
-            )
-            async with aclosing(batches):
-                async for batch in batches:
-                    yield batch
-        finally:
-            self.num_followers -= 1
+        return self._log.follow(
+            from_sequence, epoch, self._snapshot, heartbeat_s=heartbeat_s, gather_s=gather_s, packed=packed
+        )
 
     def close(self) -> None:
         self._log.close()

@@ -12,7 +12,7 @@ from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import require_clear_pipes
-from baton.rpc.redis import RedisPresence, redis_store_node
+from baton.rpc.redis import RedisPresence, store_news_key, store_node_key
 from baton.rpc.server import GrpcServer
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
@@ -102,14 +102,25 @@ class KVStoreServer:
         self.tiers.start()
         self.events.start(self.tiers)
         self.metrics.start()
-        port = await self._listen()
+        port = await self._grpc.start()
+        if config.metrics_port:
+            try:
+                self._end_scrapes = serve_metrics(config.host, config.metrics_port, self.metrics.registry)
+            except ConfigError:
+                await self._grpc.stop(0)
+                raise
         self.address = f"{config.host}:{port}"
         self._expiry = asyncio.get_running_loop().create_task(self._expire(), name="lease expiry")
         await self._grpc.set_serving(True)
         if config.register_redis:
-            name = f"{config.advertise_host or config.host}:{port}"
-            self._presence = redis_store_node(
-                config.register_redis, config.register_prefix, self.instance_id, name, self._token
+            # The address also decides which blocks a node keeps, so that of a restarted one should be the same.
+            self._presence = RedisPresence(
+                config.register_redis,
+                key=store_node_key(config.register_prefix, self.instance_id),
+                value={"address": f"{config.advertise_host or config.host}:{port}"},
+                token=self._token,
+                news=store_news_key(config.register_prefix),
+                name=self.instance_id,
             )
             self._presence.start()
         log.info(
@@ -137,18 +148,6 @@ class KVStoreServer:
         await self.tiers.close()
         self.store.close()
         await self._pool_io.close()
-
-    async def _listen(self) -> int:
-        """Open all ports and return the gRPC port."""
-        config = self._config
-        port = await self._grpc.start()
-        if config.metrics_port:
-            try:
-                self._end_scrapes = serve_metrics(config.host, config.metrics_port, self.metrics.registry)
-            except ConfigError:
-                await self._grpc.stop(0)
-                raise
-        return port
 
     async def _expire(self) -> None:
         """End expired leases also while no calls arrive, so that metrics are correct."""

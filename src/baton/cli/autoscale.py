@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from baton.autoscale.controller import AutoscaleMetrics, Controller, Fleet
@@ -87,7 +87,7 @@ async def _run(
             if args.json
             else None,
         )
-        with _serving_metrics(args, metrics):
+        async with serving_metrics(args.metrics_host, args.metrics_port, metrics):
             stop = StopRequest()
             running = asyncio.create_task(controller.run())
             stopping = asyncio.create_task(stop.wait())
@@ -114,16 +114,17 @@ async def _fleet(
         yield fleet
 
 
-@contextlib.contextmanager
-def _serving_metrics(args: argparse.Namespace, metrics: AutoscaleMetrics) -> Any:
-    if not args.metrics_port:
+@contextlib.asynccontextmanager
+async def serving_metrics(host: str, port: int, metrics: AutoscaleMetrics) -> AsyncIterator[None]:
+    """Serve metrics while the context is open, unless the port is 0."""
+    if not port:
         yield
         return
-    end: Callable[[], None] = serve_metrics(args.metrics_host, args.metrics_port, metrics.registry)
+    end = serve_metrics(host, port, metrics.registry)
     try:
         yield
     finally:
-        end()
+        await asyncio.to_thread(end)
 
 
 def as_json(observation: Observation, decision: Decision) -> dict[str, Any]:

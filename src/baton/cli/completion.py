@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 _FUNCTION = """\
 _baton() {{
@@ -36,15 +35,6 @@ _baton() {{
 complete -o filenames -F _baton baton
 """
 _PLAIN = re.compile(r"[\w./:+,-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """A command: its path, such as ``baton/bench/kv``, the words that may follow, and the values of its flags."""
-
-    path: str
-    words: tuple[str, ...]
-    choices: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser) -> None:
@@ -74,19 +64,20 @@ def _print(parser: argparse.ArgumentParser, shell: str) -> int:
 def script(parser: argparse.ArgumentParser) -> str:
     """Return a shell function that completes the commands and flags of a parser."""
     all_commands = list(_walk(parser, "baton"))
-    paths = [each.path for each in all_commands if each.path != "baton"]
+    paths = [path for path, _, _ in all_commands if path != "baton"]
     choices = [
-        f"        {shlex.quote(f'{each.path} {flag}')}) words={shlex.quote(' '.join(values))};;"
-        for each in all_commands
-        for flag, values in each.choices
+        f"        {shlex.quote(f'{path} {flag}')}) words={shlex.quote(' '.join(values))};;"
+        for path, _, flags in all_commands
+        for flag, values in flags.items()
     ]
-    flags = [f"            {each.path}) words={shlex.quote(' '.join(each.words))};;" for each in all_commands]
+    flags = [f"            {path}) words={shlex.quote(' '.join(words))};;" for path, words, _ in all_commands]
     return _FUNCTION.format(paths="|".join(paths), choices="\n".join(choices), flags="\n".join(flags))
 
 
-def _walk(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
+def _walk(parser: argparse.ArgumentParser, path: str) -> Iterator[tuple[str, list[str], dict[str, tuple[str, ...]]]]:
+    """Yield each command: its path, such as ``baton/bench/kv``, the words that may follow, and its flags' values."""
     words: list[str] = []
-    choices: list[tuple[str, tuple[str, ...]]] = []
+    choices: dict[str, tuple[str, ...]] = {}
     below: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -95,9 +86,9 @@ def _walk(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
             continue
         words += [flag for flag in action.option_strings if flag.startswith("--")]
         values = tuple(str(value) for value in action.choices or () if _PLAIN.fullmatch(str(value)))
-        choices += [(flag, values) for flag in action.option_strings if values]
+        choices |= {flag: values for flag in action.option_strings if values}
         if not action.option_strings:
             words += values
-    yield _Command(path, tuple(words), tuple(choices))
+    yield path, words, choices
     for name, child in below.items():
         yield from _walk(child, f"{path}/{name}")

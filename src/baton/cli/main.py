@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from baton.cli import autoscale, chat, completion, config, demo, explain, generate, instances, kvstore, status, up
+from baton.cli import autoscale, chat, completion, config, demo, explain, instances, kvstore, status, up
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.plugins import installed_plugins
 from baton.quantize import command as quantize
@@ -41,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_parser(commands)
     kvstore.add_parser(commands)
     config.add_parser(commands)
-    for command in (status, chat, generate):
-        command.add_parser(commands)
+    status.add_parser(commands)
+    chat.add_chat_parser(commands)
+    chat.add_generate_parser(commands)
     instances.add_drain_parser(commands)
     instances.add_scale_parser(commands)
     for command in (autoscale, quantize):

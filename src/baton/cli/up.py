@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from baton.autoscale.controller import AutoscaleMetrics, Controller
-from baton.cli.autoscale import ProcessFleet
+from baton.cli.autoscale import ProcessFleet, serving_metrics
 from baton.cli.plan import HOST, autoscale_config, own_token, plan_from, read_file, restarts, worker_config
 from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
 from baton.client import AsyncClient
@@ -32,7 +32,6 @@ from baton.config.worker import WorkerConfig
 from baton.rpc.server import free_ports
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
-from baton.worker.process import serve_metrics
 
 AUTOSCALE = "autoscale"
 _COLOURS = {"router": "cyan", "prefill": "yellow", "decode": "green", "kvstore": "magenta", AUTOSCALE: "blue"}
@@ -266,18 +265,17 @@ async def autoscaled(
     plan = supervisor.plan
     metrics = AutoscaleMetrics()
     (port,) = free_ports(1)
-    end_scrapes = serve_metrics(HOST, port, metrics.registry)
-    try:
-        async with AsyncClient(
+    async with (
+        serving_metrics(HOST, port, metrics),
+        AsyncClient(
             plan.grpc_address, token_file=access.token_file, tls=read_tls(access), timeout=_CALL_TIMEOUT_S
-        ) as client:
-            fleet = ProcessFleet(client, supervisor, config.scale_drain_s)
-            controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)
-            running = asyncio.create_task(controller.run(), name="autoscale")
-            try:
-                yield {"metrics": f"{HOST}:{port}/metrics"}
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-    finally:
-        await asyncio.to_thread(end_scrapes)
+        ) as client,
+    ):
+        fleet = ProcessFleet(client, supervisor, config.scale_drain_s)
+        controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)
+        running = asyncio.create_task(controller.run(), name="autoscale")
+        try:
+            yield {"metrics": f"{HOST}:{port}/metrics"}
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)

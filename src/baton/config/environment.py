@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import psutil
@@ -13,9 +12,9 @@ import psutil
 INFINIBAND = Path("/sys/class/infiniband")
 
 
-def traces_endpoint(env: Mapping[str, str] | None = None) -> str:
+def traces_endpoint() -> str:
     """Return the collector that OpenTelemetry's variables name; empty: none, or traces are switched off."""
-    source = os.environ if env is None else env
+    source = os.environ
     if source.get("OTEL_SDK_DISABLED", "").lower() == "true" or source.get("OTEL_TRACES_EXPORTER", "") == "none":
         return ""
     return source.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or source.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
@@ -28,18 +27,12 @@ def in_cluster_api() -> str:
     return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
 
 
-def set_nccl_environment(*, env: MutableMapping[str, str] | None = None) -> None:
-    """Have NCCL listen on loopback only, unless set otherwise: ranks are on one host, and NCCL authenticates no peer.
-
-    Args:
-        env: Environment to change; default: the process's.
-    """
-    (os.environ if env is None else env).setdefault("NCCL_SOCKET_IFNAME", "lo")
+def set_nccl_environment() -> None:
+    """Have NCCL listen on loopback only, unless set otherwise: ranks share a host, and NCCL authenticates no peer."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def set_ucx_environment(
-    host: str, *, env: MutableMapping[str, str] | None = None, infiniband: Path = INFINIBAND
-) -> dict[str, str]:
+def set_ucx_environment(host: str, *, infiniband: Path = INFINIBAND) -> None:
     """Set what UCX (NIXL's engine) needs to listen on ``host`` only, and fast sockets; set variables are kept.
 
     Call it before a process's first NIXL agent is made. The settings, and why:
@@ -52,13 +45,8 @@ def set_ucx_environment(
 
     Args:
         host: Address that pipes listen on.
-        env: Environment to change; default: the process's.
         infiniband: Folder in which the kernel lists InfiniBand devices.
-
-    Returns:
-        The variables set by this call.
     """
-    target = os.environ if env is None else env
     ports = infiniband_ports(infiniband)
     wanted = {
         "UCX_MM_ERROR_HANDLING": "y",
@@ -70,19 +58,17 @@ def set_ucx_environment(
     interface = interface_of(host)
     if interface:
         wanted["UCX_NET_DEVICES"] = ",".join((interface, *ports))
-    new = {name: value for name, value in wanted.items() if name not in target}
-    target.update(new)
-    return new
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
-def set_nixl_log_level(*, env: MutableMapping[str, str] | None = None) -> None:
+def set_nixl_log_level() -> None:
     """Silence the logs of NIXL and UCX, unless a level is set; call it before NIXL is loaded.
 
     Failures are raised as errors, and logged by the caller.
     """
-    target = os.environ if env is None else env
-    target.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    target.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 
 
 def infiniband_ports(folder: Path = INFINIBAND) -> list[str]:

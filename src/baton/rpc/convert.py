@@ -103,8 +103,6 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         temperature=params.temperature,
         top_p=params.top_p,
         repetition_penalty=params.repetition_penalty,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
     )
     if params.stop_token_ids:
         message.stop_token_ids.extend(params.stop_token_ids)
@@ -114,12 +112,10 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         value = getattr(params, name)
         if value:  # fields that are 0 are not sent
             setattr(message, name, value)
-    if params.logprobs is not None:
-        message.logprobs = params.logprobs
-    if params.prompt_logprobs is not None:
-        message.prompt_logprobs = params.prompt_logprobs
-    if params.speculative_tokens is not None:
-        message.speculative_tokens = params.speculative_tokens
+    for name in _OPTIONAL:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(message, name, value)
     if params.grammar is not None:
         message.grammar.CopyFrom(grammar_to_pb(params.grammar))
     return message

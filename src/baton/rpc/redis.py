@@ -363,25 +363,6 @@ class RedisPresence:
         await self._redis.xadd(self._news, {"instance": self._name, "what": what}, maxlen=NEWS_LENGTH, approximate=True)
 
 
-def redis_store_node(url: str, prefix: str, name: str, address: str, token: Token | None) -> RedisPresence:
-    """Return the registration of a KV store node.
-
-    Args:
-        url: URL of Redis.
-        prefix: Prefix of every key.
-        name: Name of the node.
-        address: ``host:port`` under which clients reach it. It also decides which blocks the node keeps, so a restarted
-            node should have the same.
-        token: Shared token of the services, which signs the registration; ``None``: it is not signed.
-
-    Raises:
-        ConfigError: The URL cannot be read, or the client is not installed.
-    """
-    key = store_node_key(prefix, name)
-    news = store_news_key(prefix)
-    return RedisPresence(url, key=key, value={"address": address}, token=token, news=news, name=name)
-
-
 # --- registrations: reading those of others ---
 
 MAX_KNOWN = 4096

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.transport.kvstore_tiers import RedisThread, damage, write_all
+from tests.support.transport.store_check import check_store
 from tests.support.transport.store_engine import (
     BLOCK,
     BS,
@@ -155,7 +156,7 @@ def test_whatever_happens_what_is_reported_valid_is_right(host: Host) -> None:
 
 
 async def evictions(server: KVStoreServer) -> int:
-    server.store.check()
+    check_store(server.store)
     return server.store.counters.evictions
 
 

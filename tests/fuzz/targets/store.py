@@ -11,6 +11,7 @@ import numpy as np
 from tests.fuzz.choices import Choices
 from tests.fuzz.event_loops import KEPT, event_loop
 from tests.fuzz.targets.requests import filled
+from tests.support.transport.store_check import check_store
 
 from baton.api.v1 import common_pb2, kvstore_pb2
 from baton.config.kvstore import KVStoreConfig
@@ -71,7 +72,7 @@ class _Store:
             with contextlib.suppress(BatonError):
                 return await getattr(self.server._servicer, name)(request, _Context())
         finally:
-            self.server.store.check()
+            check_store(self.server.store)
 
 
 @functools.cache

@@ -148,20 +148,21 @@ def test_an_owner_killed_in_its_sleep_is_gone_for_its_reader() -> None:
         target.close()
 
 
-def test_what_ucx_is_told(tmp_path: Any) -> None:
+def test_what_ucx_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"}
-    set_nixl_log_level(env=env)
-    set_ucx_environment("127.0.0.1", env=env, infiniband=tmp_path)
+    monkeypatch.setattr("os.environ", env)
+    set_nixl_log_level()
+    set_ucx_environment("127.0.0.1", infiniband=tmp_path)
     assert env["UCX_NET_DEVICES"] == "lo"
     assert env["UCX_MODULES"] == "^ib"
     assert (env["UCX_LOG_LEVEL"], env["NIXL_LOG_LEVEL"]) == ("info", "FATAL")  # the user's, and ours
     (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
     assert infiniband_ports(tmp_path) == ["mlx5_0:1"]
-    env = {}
-    set_ucx_environment("localhost", env=env, infiniband=tmp_path)
+    env.clear()
+    set_ucx_environment("localhost", infiniband=tmp_path)
     assert env["UCX_NET_DEVICES"] == "lo,mlx5_0:1"
     assert "UCX_MODULES" not in env
-    env = {}
-    set_ucx_environment("0.0.0.0", env=env, infiniband=tmp_path)
+    env.clear()
+    set_ucx_environment("0.0.0.0", infiniband=tmp_path)
     assert "UCX_NET_DEVICES" not in env
     assert interface_of("192.0.2.1") is None

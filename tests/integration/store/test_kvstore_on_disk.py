@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tests.support.servers.kvstore_service import BLOCK, KIND, WAIT_S, Instance, connected, store
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb
@@ -97,4 +98,4 @@ async def test_many_clients_on_a_small_memory_read_what_they_wrote(tmp_path: Pat
         await asyncio.gather(*(client(number) for number in range(4)))
         assert server.tiers.counters.promotions > 0
         assert server.tiers.counters.refused == 0
-        server.store.check()
+        check_store(server.store)

@@ -23,6 +23,7 @@ from tests.support.servers.kvstore_service import (
 from tests.support.servers.redis_server import RedisServer
 from tests.support.transport.kvstore_tiers import needs_redis
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 
 from baton.api.v1 import kvstore_pb2
 from baton.rpc.convert import fingerprint_to_pb
@@ -116,7 +117,7 @@ async def test_a_redis_killed_under_load_costs_misses_and_nothing_else() -> None
             stop.set()
             await asyncio.gather(*clients)
             assert tier.counters.damaged == 0
-            server.store.check()
+            check_store(server.store)
 
 
 @needs_redis

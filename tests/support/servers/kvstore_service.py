@@ -15,6 +15,7 @@ import grpc.aio
 import numpy as np
 import pytest
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 from baton.config.kvstore import KVStoreConfig
@@ -102,7 +103,7 @@ async def store(**options: Any) -> AsyncIterator[KVStoreServer]:
     await server.start()
     try:
         yield server
-        server.store.check()
+        check_store(server.store)
     finally:
         await server.stop()
         assert server.store.used_bytes == 0

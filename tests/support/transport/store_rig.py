@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.support.servers.mooncake import MooncakeMaster, missing_mooncake
 from tests.support.servers.redis_server import RedisServer, missing_redis, redis_cluster
+from tests.support.transport.store_check import check_store
 
 from baton.config.kvstore import KVStoreConfig
 from baton.hashing import block_hashes, root_hash
@@ -174,7 +175,7 @@ class Rig:
         """Pools add up and no lease is left."""
         async with asyncio.timeout(WAIT_S):
             for node in self.nodes:
-                node.store.check()
+                check_store(node.store)
                 while len(node.store.leases):
                     await asyncio.sleep(0.002)
 

@@ -137,13 +137,18 @@ def test_an_end_waits_for_no_collector() -> None:
     assert fate.counts == {"failed": 2}
 
 
-def test_the_endpoint_is_the_flags_or_opentelemetrys() -> None:
+def test_the_endpoint_is_the_flags_or_opentelemetrys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(env: dict[str, str]) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.environ", env)
+            return traces_endpoint()
+
     one, other = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:1"}
-    assert traces_endpoint({}) == ""
-    assert traces_endpoint(one) == "http://a:1"
-    assert traces_endpoint(one | other) == "http://b:1"
-    assert traces_endpoint(one | {"OTEL_SDK_DISABLED": "true"}) == ""
-    assert traces_endpoint(one | {"OTEL_TRACES_EXPORTER": "none"}) == ""
+    assert named({}) == ""
+    assert named(one) == "http://a:1"
+    assert named(one | other) == "http://b:1"
+    assert named(one | {"OTEL_SDK_DISABLED": "true"}) == ""
+    assert named(one | {"OTEL_TRACES_EXPORTER": "none"}) == ""
     assert open_span_exporter("", "router", "r0", ServiceMetrics("router")) is None
 
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.transport.named_blocks import name_of
+from tests.support.transport.store_check import check_store
 
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
@@ -241,7 +242,7 @@ def test_a_chain_goes_from_its_end_to_its_head(eviction: str, uses: int) -> None
         store.eviction.unpin(victim, used=False)  # back, so that the store adds up
         store.delete(kind, [victim.block_hash])
         assert held(store, kind, 0, 1, 2, 3) == list(range(4 - gone))
-        store.check()
+        check_store(store)
 
 
 def test_s3fifo_keeps_what_is_used_again_through_a_scan_that_flushes_lru() -> None:
@@ -253,7 +254,7 @@ def test_s3fifo_keeps_what_is_used_again_through_a_scan_that_flushes_lru() -> No
         for label in range(100, 160):
             put(store, kind, label)
         kept[eviction] = held(store, kind, 0, 1, 2, 3)
-        store.check()
+        check_store(store)
     assert kept == {"lru": [], "s3fifo": [0, 1, 2, 3]}
 
 
@@ -267,7 +268,7 @@ def test_s3fifo_remembers_who_left_and_lets_it_begin_in_the_main_queue() -> None
     for label in range(200, 230):  # newcomers that nobody uses do not drive it out again
         put(store, kind, label)
     assert held(store, kind, 0) == [0]
-    store.check()
+    check_store(store)
 
 
 def test_s3fifo_forgets_a_block_that_was_deleted_while_it_was_read() -> None:
@@ -276,9 +277,9 @@ def test_s3fifo_forgets_a_block_that_was_deleted_while_it_was_read() -> None:
     lease = store.lease(kind, [name_of(0)], 1.0)
     assert lease is not None
     assert store.delete(kind, [name_of(0)]) == 1
-    store.check()
+    check_store(store)
     assert store.release(lease.lease_id)
-    store.check()
+    check_store(store)
     put(store, kind, 10, 11, 12)
     assert held(store, kind, 0, 1, 10, 11, 12) == [1, 10, 11, 12]
 

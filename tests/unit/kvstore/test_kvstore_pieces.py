@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.transport.store_check import check_store
 
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import DeadlineError
@@ -67,7 +68,7 @@ async def store(tmp_path: Path, blocks: int) -> AsyncIterator[tuple[KVStoreServe
     pool = Pool(server.address)
     try:
         yield server, pool
-        server.store.check()
+        check_store(server.store)
     finally:
         await pool.close()
         await server.stop()

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 from tests.unit.kvstore.test_kvstore_store import KIND, Clock, fingerprint
 
 from baton.errors import QueueFullError
@@ -52,7 +53,7 @@ def test_above_its_quota_a_tenant_loses_its_own_coldest_blocks() -> None:
     assert share is not None
     assert (share.used_bytes, share.evictions) == (3 * BLOCK, 1)
     assert store.used_bytes == 6 * BLOCK, "room that nobody uses is not for those above their quota"
-    store.check()
+    check_store(store)
 
 
 def test_a_chain_longer_than_the_quota_keeps_its_head() -> None:
@@ -63,7 +64,7 @@ def test_a_chain_longer_than_the_quota_keeps_its_head() -> None:
     assert lease is not None
     with pytest.raises(QueueFullError, match="tenant a's quota"):
         put(store, A, 7)
-    store.check()
+    check_store(store)
 
 
 def test_quotas_that_add_up_keep_tenants_apart() -> None:
@@ -72,7 +73,7 @@ def test_quotas_that_add_up_keep_tenants_apart() -> None:
     for label in range(100):
         put(store, A, label + 100)
     assert there(store, [10, 11, 12, 13]) == [10, 11, 12, 13]
-    store.check()
+    check_store(store)
 
 
 def test_a_smaller_quota_counts_from_the_next_put_on_and_a_default_for_all() -> None:
@@ -86,7 +87,7 @@ def test_a_smaller_quota_counts_from_the_next_put_on_and_a_default_for_all() -> 
     assert there(store, [20, 21, 22]) == [20, 21]
     put(store, None, 30, 31, 32)  # what is nobody's has no quota
     assert there(store, [30, 31, 32]) == [30, 31, 32]
-    store.check()
+    check_store(store)
 
 
 def test_with_a_tier_behind_saved_blocks_go_first() -> None:
@@ -98,7 +99,7 @@ def test_with_a_tier_behind_saved_blocks_go_first() -> None:
     store.end_save(saved)
     put(store, A, 4)
     assert there(store, [1, 2, 3, 4]) == [1, 3, 4]
-    store.check()
+    check_store(store)
 
 
 def test_what_a_tenant_will_lose_is_written_behind_in_time() -> None:
@@ -116,7 +117,7 @@ def test_to_be_saved_makes_a_block_no_older() -> None:
         store.end_save(store.pin(KIND.digest(), names(label)))
     put(store, A, 4)
     assert there(store, [1, 2, 3, 4]) == [2, 3, 4]
-    store.check()
+    check_store(store)
 
 
 def test_a_tenant_is_forgotten_in_every_kind_of_kv() -> None:
@@ -136,7 +137,7 @@ def test_a_tenant_is_forgotten_in_every_kind_of_kv() -> None:
     assert store.release(lease.lease_id)
     assert store.used_bytes == BLOCK
     assert store.forget_tenant("a") == store.forget_tenant("nobody knows") == {}
-    store.check()
+    check_store(store)
 
 
 def test_pinned_blocks_stay_until_they_are_unpinned_or_deleted() -> None:
@@ -150,14 +151,14 @@ def test_pinned_blocks_stay_until_they_are_unpinned_or_deleted() -> None:
     put(store, None, 3)
     with pytest.raises(QueueFullError, match="pinned"):
         store.pin_for_client(KIND, names(3))  # half the memory is pinned already
-    store.check()
+    check_store(store)
     store.unpin_for_client(KIND, names(1, 3, 9))
     assert store.delete(KIND, names(2)) == 1
     assert store.client_pins.pinned_bytes == 0
     for label in range(30, 40):
         put(store, None, label)
     assert there(store, [1, 2]) == []
-    store.check()
+    check_store(store)
 
 
 def test_a_tenant_may_pin_half_its_quota() -> None:
@@ -166,7 +167,7 @@ def test_a_tenant_may_pin_half_its_quota() -> None:
     with pytest.raises(QueueFullError, match="tenant"):
         store.pin_for_client(KIND, names(1, 2, 3))
     assert [share.pinned_bytes for share in store.quotas if share.name == "b"] == [2 * BLOCK]
-    store.check()
+    check_store(store)
 
 
 def test_blocks_are_forgotten_when_their_time_is_up() -> None:
@@ -192,7 +193,7 @@ def test_blocks_that_went_before_their_time_are_not_remembered() -> None:
     for label in range(3000):
         put(store, None, label, ttl_s=1e6)
     assert len(store.client_pins._ends) < 2000
-    store.check()
+    check_store(store)
 
 
 class Tenants(RuleBasedStateMachine):
@@ -259,7 +260,7 @@ class Tenants(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        self.store.check()
+        check_store(self.store)
         assert sum(share.used_bytes for share in self.store.quotas) == self.store.used_bytes
         assert sum(share.pinned_bytes for share in self.store.quotas) == self.store.client_pins.pinned_bytes
         for share in self.store.quotas:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 from tests.unit.kvstore.test_kvstore_store import KIND, Clock
 
 from baton.errors import DeadlineError
@@ -97,7 +98,7 @@ async def saver_of(tier: Tier, *, write_all: bool = True) -> AsyncIterator[tuple
     chain = Chain([Link(tier, write_all)], lookup_timeout_s=WAIT_S, raise_after=0)
     try:
         yield store, Saver(store, chain, TierCounters(), Watermarks())
-        store.check()
+        check_store(store)
     finally:
         await chain.close()
         store.close()

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.support.transport.named_blocks import names
+from tests.support.transport.store_check import check_store
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
@@ -71,7 +72,7 @@ def test_nothing_is_found_before_the_commit_nor_after_a_failed_one() -> None:
     assert store.used_bytes == 2 * 4096
     with pytest.raises(InternalError):
         store.commit(reservation, [True, True, True])
-    store.check()
+    check_store(store)
 
 
 def test_a_second_put_of_a_block_in_flight_takes_no_second_slot() -> None:
@@ -146,7 +147,7 @@ def test_a_deleted_block_is_not_found_but_its_slot_waits_for_the_lease() -> None
     assert int(arena.generations[slot]) > generation
     assert store.delete(KIND, None) == 1
     assert store.used_bytes == 0
-    store.check()
+    check_store(store)
 
 
 def test_a_block_that_a_deletion_names_twice_gives_its_slot_back_once() -> None:
@@ -156,9 +157,9 @@ def test_a_block_that_a_deletion_names_twice_gives_its_slot_back_once() -> None:
     assert lease is not None
     assert store.delete(KIND, names(1, 1, 2, 2, 9, 9)) == 2
     store.release(lease.lease_id)
-    store.check()
+    check_store(store)
     assert put(store, KIND, 3, 4, 5, 6) == [True] * 4
-    store.check()
+    check_store(store)
 
 
 def test_a_block_deleted_while_it_is_put_is_not_stored() -> None:
@@ -166,7 +167,7 @@ def test_a_block_deleted_while_it_is_put_is_not_stored() -> None:
     reservation = store.reserve(KIND, names(1, 2))
     assert store.delete(KIND, names(1)) == 1
     assert store.commit(reservation, [True, True]) == [False, True]
-    store.check()
+    check_store(store)
     assert store.used_bytes == 4096
 
 
@@ -195,7 +196,7 @@ def test_kinds_share_one_budget_by_recency() -> None:
     assert store.contains(small, names(1, 2, 3, 4, 5)) == 5
     put(store, KIND, 4)  # room for four small ones must be made
     assert store.backed_bytes <= 4 * 4096
-    store.check()
+    check_store(store)
 
 
 def test_memory_goes_back_to_the_kernel_when_another_kind_needs_it() -> None:
@@ -226,7 +227,7 @@ def test_cooling_a_slot_leaves_its_neighbours_alone(block_bytes: int) -> None:
         pass
     kept = np.setdiff1d(np.arange(count), slots)
     assert np.array_equal(pool.arena.blocks[kept], expected[kept])
-    store.check()
+    check_store(store)
 
 
 def test_the_kind_unused_for_longest_makes_place_for_a_new_one() -> None:
@@ -364,15 +365,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        self.store.check()
+        check_store(self.store)
         assert all(intact() for intact in self.leases.values())
 
     def teardown(self) -> None:
         for _, reservation in self.puts:
-            self.store.abort(reservation)
+            self.store.commit(reservation, [False] * len(reservation.missing))
         self.clock.now += 100.0
         self.store.expire()
-        self.store.check()
+        check_store(self.store)
         assert not any(pool.num_pinned for pool in self.store.pools)
         for kind in KINDS:
             self.store.delete(kind, None)

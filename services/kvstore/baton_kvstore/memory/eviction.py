@@ -45,10 +45,6 @@ class Eviction(ABC):
     def __iter__(self) -> Iterator[Entry]:
         """Iterate over the evictable entries, in no particular order."""
 
-    @abstractmethod
-    def __contains__(self, entry: Entry) -> bool:
-        """Whether an entry is evictable."""
-
     @property
     @abstractmethod
     def unsaved(self) -> Collection[Entry]:
@@ -126,9 +122,6 @@ class Lru(Eviction):
     def __iter__(self) -> Iterator[Entry]:
         yield from self._saved
         yield from self._unsaved
-
-    def __contains__(self, entry: Entry) -> bool:
-        return entry in self._saved or entry in self._unsaved
 
     @property
     def unsaved(self) -> Collection[Entry]:
@@ -245,9 +238,6 @@ class S3Fifo(Eviction):
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entry in self._where if not entry.pins)
-
-    def __contains__(self, entry: Entry) -> bool:
-        return entry in self._where and not entry.pins
 
     @property
     def unsaved(self) -> Collection[Entry]:

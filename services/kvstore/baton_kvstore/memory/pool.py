@@ -146,15 +146,6 @@ class Share:
         if not used and first is not None and entry.used_at < first.used_at:
             self._cold.move_to_end(entry, last=False)
 
-    def check(self) -> None:
-        """Raise ``InternalError`` unless the counters match the entries."""
-        if self.used_bytes != sum(entry.pool.block_bytes for entry in self.entries):
-            raise InternalError("a tenant's bytes do not add up")
-        if set(self._cold) != {entry for entry in self.entries if not entry.pins}:
-            raise InternalError("a tenant's cold blocks are not its unpinned ones")
-        if self.pinned_bytes != sum(entry.pool.block_bytes for entry in self.entries if entry.client_pinned):
-            raise InternalError("a tenant's pinned bytes do not add up")
-
 
 @dataclass(eq=False)
 class Pool:
@@ -243,21 +234,6 @@ class Pool:
             stop += 1
         self.arena.discard(first, stop)
         return True
-
-    def check(self, entries: Iterator[Entry]) -> None:
-        """Raise ``InternalError`` unless used, warm and cold slots add up.
-
-        Args:
-            entries: All entries of this pool that occupy a slot, including doomed ones.
-        """
-        used = [entry.slot for entry in entries]
-        slots = used + self._warm + self._cold
-        if len(slots) != self._next or len(set(slots)) != len(slots):
-            raise InternalError("slots of a pool do not add up")
-        if len(used) != self.num_used or self.num_backed != len(used) + len(self._warm):
-            raise InternalError("counters of a pool do not add up")
-        if int(self._backed.sum()) != self.num_backed:
-            raise InternalError("backed slots of a pool do not add up")
 
 
 RETRY_AFTER_S = 1.0

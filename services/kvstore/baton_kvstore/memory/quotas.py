@@ -61,10 +61,6 @@ class Quotas:
         """Return the tenants with the most bytes in memory, the largest first."""
         return heapq.nlargest(count, self, key=lambda share: share.used_bytes)
 
-    def check(self) -> None:
-        for share in self:
-            share.check()
-
     def _forget_idle(self) -> None:
         """Forget the oldest tenants without blocks, so that tenant names cannot fill the memory."""
         surplus = len(self._shares) - _MAX_IDLE_SHARES

@@ -17,37 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.eviction import Eviction, make_policy
+from baton_kvstore.memory.eviction import make_policy
 from baton_kvstore.memory.leases import ClientPins, Lease, LeaseTable
 from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
 from baton_kvstore.memory.quotas import Quotas
 from baton_kvstore.types import Counters, KvFormat, Listeners, StoreStats, TierListener, by_kind
-
-
-def check(pools: Collection[Pool], eviction: Eviction, pinned: Collection[Entry], capacity_bytes: int) -> None:
-    """Raise ``InternalError`` unless slots, pins, eviction order and budget add up."""
-    if sum(pool.backed_bytes for pool in pools) > capacity_bytes:
-        raise InternalError("the store is above its budget")
-    for entry in eviction:
-        if entry.pins or entry.doomed or entry.state is not State.READY:
-            raise InternalError("a block that must stay could be evicted")
-    if eviction.saved_bytes != sum(entry.pool.block_bytes for entry in eviction if entry.saved):
-        raise InternalError("bytes of saved blocks do not add up")
-    entries = [*eviction, *pinned]
-    if len(eviction) + len(pinned) != len(entries) or len(set(entries)) != len(entries):
-        raise InternalError("evictable and pinned blocks do not add up")
-    for pool in pools:
-        pool.check(entry for entry in entries if entry.pool is pool)
-        if pool.num_pinned != sum(1 for entry in pinned if entry.pool is pool):
-            raise InternalError("pins of a pool do not add up")
-        if any(entry not in eviction and entry not in pinned for entry in pool.index.values()):
-            raise InternalError("a block can be found but is neither evictable nor pinned")
 
 
 @dataclass(eq=False)
@@ -227,10 +207,6 @@ class BlockStore:
                 self._hide(entry)
         self._listeners.notify(reservation.pool.kind, stored, True)
 
-    def abort(self, reservation: Reservation) -> None:
-        """Commit a reservation of which no block arrived."""
-        self.commit(reservation, [False] * len(reservation.missing))
-
     def room(self) -> int:
         """Return the bytes that a Put could store now: unused, free, or in saved blocks that may be evicted."""
         return self.capacity_bytes - self.used_bytes + self.eviction.saved_bytes
@@ -394,11 +370,6 @@ class BlockStore:
         """Drop all pools, including leased blocks."""
         for pool in self.pools:
             self._drop(pool)
-
-    def check(self) -> None:
-        """Raise ``InternalError`` unless slots, pins, eviction order and budget add up."""
-        check(self.pools, self.eviction, self._pinned, self.capacity_bytes)
-        self.quotas.check()
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
