@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: An argument is invalid.
         BatonError: The router or the API server does not answer the first call.
     """
-    file = ClusterFile(args.config, {"autoscale": (AutoscaleConfig,)}).values("autoscale") if args.config else None
-    config = from_flags(AutoscaleConfig, args, file=file)
+    file = ClusterFile(args.config, {"autoscale": (AutoscaleConfig,)})
+    config = from_flags(AutoscaleConfig, args, file=file.values("autoscale"))
     kubernetes = from_flags(KubernetesConfig, args)
     names = {Role.PREFILL: kubernetes.kubernetes_prefill, Role.DECODE: kubernetes.kubernetes_decode}
     if any(names.values()) and not all(names.values()):

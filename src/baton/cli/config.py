@@ -95,7 +95,7 @@ def show(args: argparse.Namespace) -> int:
         raise ConfigError(f"--service must be one of {', '.join(known)}, got {args.service!r}", field="service")
     rows = [each for name, spec in specs.items() if args.service in ("", name) for each in effective(name, spec, file)]
     if autoscale and args.service in ("", "autoscale"):
-        resolved = resolve(AutoscaleConfig, args, file=None if file is None else file.values("autoscale"))
+        resolved = resolve(AutoscaleConfig, args, file=file.values("autoscale"))
         rows += [
             Effective("autoscale", name.replace("_", "-"), each.value, each.source) for name, each in resolved.items()
         ]
@@ -107,13 +107,13 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def effective(name: str, spec: ProcessSpec, file: ClusterFile | None) -> list[Effective]:
+def effective(name: str, spec: ProcessSpec, file: ClusterFile) -> list[Effective]:
     """Return the effective configuration of a process.
 
     Args:
         name: ``router``, ``kvstore`` or the name of the pool.
         spec: How the process would be started.
-        file: The cluster file; ``None``: there is none.
+        file: The cluster file.
     """
     configs: Sequence[type] = service_configs()["worker" if spec.role in ROLES else spec.role]
     parser = argparse.ArgumentParser(add_help=False)
@@ -123,7 +123,7 @@ def effective(name: str, spec: ProcessSpec, file: ClusterFile | None) -> list[Ef
         add_flags(parser, config)
     args = parser.parse_args(spec.args)
     env: Mapping[str, str] = {**os.environ, **dict(spec.env)}
-    values = None if file is None else file.values(name)
+    values = file.values(name)
     rows = []
     for config in configs:
         items = {item.name: item for item in dataclasses.fields(config)}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec
 from baton.config import EngineConfig, from_flags
 from baton.config.autoscale import AutoscaleConfig
-from baton.config.cluster_file import ROLES, ClusterFile, Pool
+from baton.config.cluster_file import NO_FILE, ROLES, ClusterFile, Pool
 from baton.config.demo_model import default_model
 from baton.config.flags import ENV_PREFIX, Placed
 from baton.config.kvstore import KVStoreConfig
@@ -203,14 +203,12 @@ def service_configs() -> dict[str, tuple[type, ...]]:
     }
 
 
-def read_file(args: argparse.Namespace) -> ClusterFile | None:
-    """Read the file that ``--config`` names; ``None``: the flag is not given.
+def read_file(args: argparse.Namespace) -> ClusterFile:
+    """Read the file that ``--config`` names, if the flag is given.
 
     Raises:
         ConfigError: The file cannot be read or is invalid; says path and line.
     """
-    if not args.config:
-        return None
     file = ClusterFile(args.config, service_configs())
     file.refuse("router", _reasons("router"))
     file.refuse("kvstore", _reasons("prefill"))
@@ -232,7 +230,7 @@ def _reasons(role: str) -> dict[str, str]:
     return {name: f"{text}; give {instead[name]} at the top of the file" if name in instead else text for name in names}
 
 
-def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> DeploymentPlan:
+def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> DeploymentPlan:
     """Return the plan that flags and file describe.
 
     Raises:
@@ -246,7 +244,7 @@ def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> Depl
     if not model:
         raise ConfigError("--model must not be empty", field="model")
     check_model_path(model)
-    further = () if file is None else tuple(pool for pool in file.pools if pool.name not in ROLES)
+    further = tuple(pool for pool in file.pools if pool.name not in ROLES)
     for pool in further:
         _engine(args, file, pool.name)
     return make_plan(
@@ -267,12 +265,12 @@ def plan_from(args: argparse.Namespace, file: ClusterFile | None = None) -> Depl
     )
 
 
-def restarts(args: argparse.Namespace, file: ClusterFile | None) -> bool:
+def restarts(args: argparse.Namespace, file: ClusterFile) -> bool:
     """Whether processes that die are restarted."""
     return bool(_setting(None if args.no_restart is None else not args.no_restart, file, "restart", default=True))
 
 
-def autoscale_config(args: argparse.Namespace, file: ClusterFile | None) -> AutoscaleConfig | None:
+def autoscale_config(args: argparse.Namespace, file: ClusterFile) -> AutoscaleConfig | None:
     """Return the configuration of the autoscaler; ``None``: it is disabled.
 
     Raises:
@@ -280,24 +278,24 @@ def autoscale_config(args: argparse.Namespace, file: ClusterFile | None) -> Auto
     """
     if not _setting(args.autoscale, file, "autoscale.enabled", default=False):
         return None
-    return from_flags(AutoscaleConfig, args, file=None if file is None else file.values("autoscale"))
+    return from_flags(AutoscaleConfig, args, file=file.values("autoscale"))
 
 
-def _setting(given: Any, file: ClusterFile | None, name: str, *, default: Any) -> Any:
-    placed = file.setting(name) if file is not None else None
+def _setting(given: Any, file: ClusterFile, name: str, *, default: Any) -> Any:
+    placed = file.setting(name)
     return given if given is not None else default if placed is None else placed.value
 
 
-def _port(args: argparse.Namespace, file: ClusterFile | None, field: str, default: int) -> int:
+def _port(args: argparse.Namespace, file: ClusterFile, field: str, default: int) -> int:
     port: int = _setting(getattr(args, field), file, field.replace("_", "-"), default=default)
     if not 0 <= port < 65536:
         raise ConfigError(f"--{field.replace('_', '-')} must be between 0 and 65535, got {port}", field=field)
     return port
 
 
-def _ratio(args: argparse.Namespace, file: ClusterFile | None) -> Ratio:
-    if args.ratio is not None or file is None:
-        return Ratio.parse(args.ratio or "1P1D")
+def _ratio(args: argparse.Namespace, file: ClusterFile) -> Ratio:
+    if args.ratio is not None:
+        return Ratio.parse(args.ratio)
     if (ratio := file.setting("ratio")) is not None:
         return _placed(ratio, lambda: Ratio.parse(ratio.value))
     counts = {pool.role: pool.replicas for pool in file.pools if pool.name in ROLES}
@@ -315,19 +313,19 @@ def _placed(placed: Placed, make: Callable[[], T]) -> T:
         raise ConfigError(f"{placed.where}: {error.message}", field=error.field) from None
 
 
-def _engine(args: argparse.Namespace, file: ClusterFile | None, pool: str) -> EngineConfig:
-    return from_flags(EngineConfig, args, file=None if file is None else file.values(pool))
+def _engine(args: argparse.Namespace, file: ClusterFile, pool: str) -> EngineConfig:
+    return from_flags(EngineConfig, args, file=file.values(pool))
 
 
 @contextlib.contextmanager
-def own_token(args: argparse.Namespace, file: ClusterFile | None = None) -> Iterator[None]:
+def own_token(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Iterator[None]:
     """Give the services a new token if the router requires API keys and no token file is set.
 
     Without a token, API keys would protect only the router's calls: other users of this machine could read tenants' KV
     and register instances. The file is readable by this user only, and is removed at the end.
     """
     keys = any(word.partition("=")[0] == "--api-keys" for word in _role_args(args, "router"))
-    keys = keys or bool(os.environ.get("BATON_API_KEYS")) or (file is not None and "api_keys" in file.values("router"))
+    keys = keys or bool(os.environ.get("BATON_API_KEYS")) or "api_keys" in file.values("router")
     if worker_config(args, file).token_file or not keys:
         yield
         return
@@ -355,7 +353,7 @@ def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:
     return words
 
 
-def worker_config(args: argparse.Namespace, file: ClusterFile | None = None) -> WorkerConfig:
+def worker_config(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> WorkerConfig:
     """Check the configuration of every instance before anything starts; returns that of the first pool.
 
     Raises:
@@ -367,8 +365,6 @@ def worker_config(args: argparse.Namespace, file: ClusterFile | None = None) -> 
     for name in (flag.replace("-", "_") for flag in _ACCESS):
         if getattr(args, name) is not None:
             setattr(known, name, getattr(args, name))
-    if file is None:
-        return from_flags(WorkerConfig, known)
     configs = [from_flags(WorkerConfig, known, file=file.values(pool.name)) for pool in file.pools]
     return configs[0]
 

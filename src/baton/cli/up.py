@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_up(args, file))
 
 
-async def _up(args: argparse.Namespace, file: ClusterFile | None) -> int:
+async def _up(args: argparse.Namespace, file: ClusterFile) -> int:
     plan = plan_from(args, file)
     workers = worker_config(args, file)
     scaling = autoscale_config(args, file)

@@ -146,7 +146,7 @@ class ClusterFile:
     """A cluster file, read and checked.
 
     Args:
-        path: Path of the file.
+        path: Path of the file; empty: there is none, so no value is given.
         configs: See :func:`cluster_schema`.
 
     Raises:
@@ -155,7 +155,7 @@ class ClusterFile:
 
     def __init__(self, path: str, configs: Mapping[str, Sequence[type]]) -> None:
         self.path = path
-        self._root = read_document(Path(path))
+        self._root = read_document(Path(path)) if path else Node({}, 1)
         check(self._root, cluster_schema(configs), path)
         self.pools = self._read_pools()
 
@@ -264,3 +264,6 @@ class ClusterFile:
 
     def _where(self, node: Node) -> str:
         return f"{self.path}:{node.line}"
+
+
+NO_FILE = ClusterFile("", {})

@@ -38,7 +38,6 @@ MAX_BLOCKS = 1 << 24
 _BLOCK_BYTES = 64
 """Bytes of a block in the replay; their value does not matter."""
 _NEVER = 1 << 62
-_CHECKS = 8
 """Times that a replay has the store check its books."""
 
 Chains = Sequence[Sequence[int]]
@@ -185,7 +184,6 @@ class _Replay:
     def run(self) -> ReplayRecord:
         names = {block: BlockHash(block.to_bytes(32, "big")) for chain in self._chains for block in chain}
         hits = total = 0
-        every = max(1, len(self._chains) // _CHECKS)
         spent = 0.0
         for number, chain in enumerate(self._chains):
             self._now = number
@@ -194,9 +192,6 @@ class _Replay:
             started = time.perf_counter()
             hits += self._request(asked)
             spent += time.perf_counter() - started
-            if number % every == 0:
-                self._store.check()
-        self._store.check()
         evictions = self._store.counters.evictions
         self._store.close()
         best = best_hit_rate(self._chains)
