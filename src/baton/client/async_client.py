@@ -403,11 +403,12 @@ class AsyncClient:
         if not self._is_direct:
             return self._opening("Generate", request, metadata)
 
-        def call(stub: Callable[[], Any], request: Any, timeout: float) -> DirectCall:
+        def call(request: Any, timeout: float) -> DirectCall:
             self._connect()
+            router = self._routers.stub()
             if self._direct is None:
-                self._direct = DirectLinks(stub(), self._open_ticketed, self._settings.metadata, self._tokenizer)
-            self._direct.router = stub()
+                self._direct = DirectLinks(router, self._open_ticketed, self._settings.metadata, self._tokenizer)
+            self._direct.router = router
             return DirectCall(self._direct, request, timeout, metadata)
 
         return Opening(self._routers, call, request)
@@ -415,9 +416,9 @@ class AsyncClient:
     def _opening(self, name: str, request: Any, more: tuple[tuple[str, str], ...] = ()) -> Opening:
         metadata = self._settings.metadata + more
 
-        def call(stub: Callable[[], Any], request: Any, timeout: float) -> Any:
+        def call(request: Any, timeout: float) -> Any:
             self._connect()
-            return getattr(stub(), name)(request, timeout=timeout, metadata=metadata)
+            return getattr(self._routers.stub(), name)(request, timeout=timeout, metadata=metadata)
 
         return Opening(self._routers, call, request)
 

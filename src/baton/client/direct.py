@@ -155,7 +155,7 @@ class DirectAnswer:
                 item.index,
                 list(item.token_ids),
                 [logprob_from_pb(x) for x in item.logprobs],
-                finish_from_pb(item.finish_reason) if item.finish_reason else None,
+                finish_from_pb(item.finish_reason),
                 item.stop_token_id if item.HasField("stop_token_id") else None,
             )
             for item in response.deltas
@@ -212,7 +212,7 @@ class DirectAnswer:
         """Convert a router's message for a sequence that continues there."""
         deltas = []
         for item in response.deltas:
-            finish = finish_from_pb(item.finish_reason) if item.finish_reason else None
+            finish = finish_from_pb(item.finish_reason)
             ids = list(item.token_ids)
             # The request has no stop strings, so a token stopped the sequence.
             stop = ids[-1] if finish is FinishReason.STOP and ids else None

@@ -172,14 +172,11 @@ class Opening:
 
     Args:
         routers: Routers of the client.
-        open_call: Opens the call; gets a function that returns the current router's stub, the request, and the
-            deadline in seconds.
+        open_call: Opens the call on the router in use; gets the request, and the deadline in seconds.
         request: Request of the call.
     """
 
-    def __init__(
-        self, routers: Routers, open_call: Callable[[Callable[[], Any], Any, float], Any], request: Any
-    ) -> None:
+    def __init__(self, routers: Routers, open_call: Callable[[Any, float], Any], request: Any) -> None:
         self.request = request
         self._routers = routers
         self._open_call = open_call
@@ -198,7 +195,7 @@ class Opening:
             request: Request in place of the original one.
         """
         self._address = self._routers.current
-        return self._open_call(self._routers.stub, self.request if request is None else request, timeout)
+        return self._open_call(self.request if request is None else request, timeout)
 
     def report_failure(self) -> None:
         """Report that the router did not answer, or stopped answering."""

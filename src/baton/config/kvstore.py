@@ -95,7 +95,7 @@ class TierConfig:
         for name, url in (("disk", self.disk_path), ("redis", self.redis_url), ("object", self.object_url)):
             if url and name not in self.tiers:
                 raise ConfigError(f"the {name} tier is configured, but tiers does not name it", field="tiers")
-        tier_options(self)
+        options_by_name(self.tiers, self.tier_options, field="tier_options")
         require_at_least(self, 1, "capacity_bytes", "disk_readers", "object_requests", "known_blocks")
         require_at_least(self, _MIN_DISK_BYTES, "disk_bytes", "disk_segment_bytes")
         require(self, ("redis_bytes", "redis_ttl_s", "raise_after"), lambda x: x >= 0, "not be negative")
@@ -106,15 +106,6 @@ class TierConfig:
         require(self, ("memory_full", "memory_spare"), lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
         if self.redis_url and not self.redis_prefix:
             raise ConfigError("redis_prefix must not be empty", field="redis_prefix")
-
-
-def tier_options(config: TierConfig) -> dict[str, dict[str, str]]:
-    """Sort ``--tier-options`` by tier.
-
-    Raises:
-        ConfigError: An option is malformed or its tier is not in ``--tiers``; names ``tier_options``.
-    """
-    return options_by_name(config.tiers, config.tier_options, field="tier_options")
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class RouterConfig(ServiceConfig):
                 raise ConfigError(
                     f"{origin!r} is no origin: http(s)://host[:port] without a path, or *", field="cors_origins"
                 )
-        check_discovery(self.discover, self.redis, self.kubernetes_selector)
+        self._check_discovery()
         if self.api_keys == "redis" and not self.redis:
             raise ConfigError("--api-keys redis needs --redis", field="redis")
         if self.api_keys and not self.token_file:
@@ -206,7 +206,7 @@ class RouterConfig(ServiceConfig):
         for name in self.allowed_hosts:
             if not _HOST.match(name):
                 raise ConfigError(f"allowed_hosts: {name!r} is no host name; it has no port", field="allowed_hosts")
-        check_sharing(self.redis, self.redis_prefix, self.replica_name)
+        self._check_sharing()
         require_at_least(self, 20, "replica_forget_s")
         require_at_least(self, 1, "replica_interval_ms", "block_size", "queue_tokens")
         require_at_least(self, 0, "replicas", "max_retries", "retry_budget", "breaker_failures", "index_heartbeat_ms")
@@ -220,34 +220,24 @@ class RouterConfig(ServiceConfig):
             self, 0, "no_instance_wait_s", "drain_timeout_s", "index_stale_limit_s", "index_decision_ttl_s"
         )
 
+    def _check_discovery(self) -> None:
+        """Check the sources of ``--discover`` and the flags that they need."""
+        unknown = [source for source in self.discover if source not in ("redis", "kubernetes")]
+        if unknown:
+            raise ConfigError(f"discover knows redis and kubernetes, not {unknown[0]!r}", field="discover")
+        if "redis" in self.discover and not self.redis:
+            raise ConfigError("--discover redis needs --redis", field="redis")
+        if "kubernetes" in self.discover and not self.kubernetes_selector:
+            raise ConfigError("--discover kubernetes needs --kubernetes-selector", field="kubernetes_selector")
 
-def check_discovery(sources: tuple[str, ...], redis: str, selector: str) -> None:
-    """Check the sources of ``--discover`` and the flags that they need.
-
-    Raises:
-        ConfigError: Names the field.
-    """
-    unknown = [source for source in sources if source not in ("redis", "kubernetes")]
-    if unknown:
-        raise ConfigError(f"discover knows redis and kubernetes, not {unknown[0]!r}", field="discover")
-    if "redis" in sources and not redis:
-        raise ConfigError("--discover redis needs --redis", field="redis")
-    if "kubernetes" in sources and not selector:
-        raise ConfigError("--discover kubernetes needs --kubernetes-selector", field="kubernetes_selector")
-
-
-def check_sharing(url: str, prefix: str, name: str) -> None:
-    """Check the flags by which routers share their state through Redis.
-
-    Raises:
-        ConfigError: Names the field.
-    """
-    if url and not url.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError("redis must be a redis://, rediss:// or unix:// URL", field="redis")
-    if not 1 <= len(prefix) <= 64:
-        raise ConfigError("redis_prefix must have 1 to 64 characters", field="redis_prefix")
-    if len(name) > 200 or not name.isprintable():
-        raise ConfigError("replica_name must have at most 200 printable characters", field="replica_name")
+    def _check_sharing(self) -> None:
+        """Check the flags by which routers share their state through Redis."""
+        if self.redis and not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError("redis must be a redis://, rediss:// or unix:// URL", field="redis")
+        if not 1 <= len(self.redis_prefix) <= 64:
+            raise ConfigError("redis_prefix must have 1 to 64 characters", field="redis_prefix")
+        if len(self.replica_name) > 200 or not self.replica_name.isprintable():
+            raise ConfigError("replica_name must have at most 200 printable characters", field="replica_name")
 
 
 def check_address(address: str, *, field: str) -> None:

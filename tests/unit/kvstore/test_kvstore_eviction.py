@@ -16,7 +16,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.types import BlockHash
 from baton_kvstore.memory.eviction import MAX_USES, POLICIES, Eviction, Lru, S3Fifo, make_policy
-from baton_kvstore.memory.pool import Entry, Pool
+from baton_kvstore.memory.pool import Entry, Pool, Share
 from baton_kvstore.memory.store import BlockStore
 
 BLOCK = 64
@@ -137,7 +137,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(label=st.integers(0, 30), saved=st.booleans())
     def come(self, label: int, saved: bool) -> None:
         if all(entry.block_hash != name_of(label) for entry in self.entries):
-            entry = Entry(self.pool, name_of(label), 0, pins=1, saved=saved and self.behind)
+            entry = Entry(self.pool, name_of(label), 0, Share(""), pins=1, saved=saved and self.behind)
             self.policy.pin(entry)
             self.entries.append(entry)
             self.unpin_one(entry, used=True)

@@ -108,7 +108,7 @@ class ClientPins:
         share = entry.share
         if self.pinned_bytes + size > self._limit:
             raise QueueFullError(f"{self.pinned_bytes} bytes are pinned, of {self._limit} that may be")
-        if share is not None and share.quota_bytes and share.pinned_bytes + size > _SHARE * share.quota_bytes:
+        if share.quota_bytes and share.pinned_bytes + size > _SHARE * share.quota_bytes:
             raise QueueFullError(f"{share.pinned_bytes} bytes are pinned for this tenant; half its quota may be")
         self._count(entry, size, pinned=True)
         return True
@@ -121,8 +121,7 @@ class ClientPins:
     def _count(self, entry: Entry, size: int, *, pinned: bool) -> None:
         entry.client_pinned = pinned
         self.pinned_bytes += size
-        if entry.share is not None:
-            entry.share.pinned_bytes += size
+        entry.share.pinned_bytes += size
 
     def expire_at(self, entry: Entry, ttl_s: float) -> None:
         """Give a block a time to live in seconds."""

@@ -40,12 +40,12 @@ class Entry:
     """A block in a slot.
 
     Attributes:
+        share: Tenant whose quota the block counts against.
         pins: Number of leases, running Puts and client pins; a pinned block is neither evicted nor overwritten.
         doomed: Deleted while pinned: it can no longer be found, and its slot is freed with the last pin.
         saved: A lower tier holds the block, or never will, so evicting it loses nothing.
         stamp: Used by the eviction policy: counter value of the last use or of the arrival.
         uses: Used by the eviction policy: number of recent uses.
-        share: Tenant whose quota the block counts against.
         used_at: Used by the share: counter value of the last use.
         client_pinned: One of the pins was requested by a client (``Pin``).
         brief: The block has a time to live, so it is not written to lower tiers.
@@ -54,13 +54,13 @@ class Entry:
     pool: Pool
     block_hash: BlockHash
     slot: int
+    share: Share
     state: State = State.PENDING
     pins: int = 0
     doomed: bool = False
     saved: bool = False
     stamp: int = 0
     uses: int = 0
-    share: Share | None = None
     used_at: int = 0
     client_pinned: bool = False
     brief: bool = False

@@ -152,7 +152,7 @@ class BlockStore:
             slot = self._allocate_slot(pool) if share.make_room(pool.block_bytes, self._evict) else None
             if slot is None:
                 break
-            entry = Entry(pool, block_hash, slot, share=share)
+            entry = Entry(pool, block_hash, slot, share)
             share.add_entry(entry)
             pool.index[block_hash] = entries[i] = entry
             missing.append(i)
@@ -374,8 +374,7 @@ class BlockStore:
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
             self.eviction.pin(entry)
-            if entry.share is not None:
-                entry.share.pin(entry)
+            entry.share.pin(entry)
             self._pinned.add(entry)
             entry.pool.num_pinned += 1
         entry.pins += 1
@@ -398,8 +397,7 @@ class BlockStore:
             self._free(entry)
         else:
             self.eviction.unpin(entry, used=used)
-            if entry.share is not None:
-                entry.share.unpin(entry, used=used)
+            entry.share.unpin(entry, used=used)
 
     def _hide(self, entry: Entry) -> None:
         """Remove an entry from the index; its slot is freed now or with its last pin."""
@@ -418,8 +416,7 @@ class BlockStore:
         entry.state = State.GONE
         entry.pool.free_slot(entry.slot)
         self.client_pins.remove(entry)
-        if entry.share is not None:
-            entry.share.remove_entry(entry)
+        entry.share.remove_entry(entry)
 
     def _evict(self, entry: Entry) -> None:
         self._hide(entry)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from baton.config.kvstore import BUILT_IN_TIERS, TierConfig, tier_options
+from baton.config.flags import options_by_name
+from baton.config.kvstore import BUILT_IN_TIERS, TierConfig
 from baton.errors import ConfigError
 from baton.plugins import PluginGroup
 from baton_kvstore.tiers.chain import Chain, Link
@@ -70,7 +71,7 @@ def open_chain(config: TierConfig) -> Chain:
         ConfigError: A tier is unknown, a package is missing, a URL cannot be parsed, or the disk's directory cannot be
             used.
     """
-    options = tier_options(config)
+    options = options_by_name(config.tiers, config.tier_options, field="tier_options")
     links: list[Link] = []
     try:
         for name in config.tiers:

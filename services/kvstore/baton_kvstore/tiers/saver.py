@@ -141,10 +141,9 @@ class Saver:
 
     def _still_behind(self, entry: Entry) -> bool:
         kind = entry.pool.kind
-        share = entry.share
         if entry.brief or not self._chain.takes(kind):
             return True  # no tier stores it
-        if share is not None and share.disk_excess(kind.block_bytes):
+        if entry.share.disk_excess(kind.block_bytes):
             return True  # writing it again would evict another block of the tenant, which would be written again, ...
         return self._chain.holds(kind, entry.block_hash)
 
