@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from baton.types import Role
-from baton.worker.main import main as run_worker
+from baton.worker.instance import main as run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:

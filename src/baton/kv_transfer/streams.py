@@ -21,7 +21,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -141,13 +141,14 @@ class Stream:
 
     Attributes:
         encrypted: Whether bytes must go through this class: the socket itself carries others.
+        sock: The socket, for passing file descriptors and reading credentials.
     """
 
     encrypted = False
 
     def __init__(self, sock: socket.socket, *, peer: str) -> None:
         self.peer = peer
-        self._sock = sock
+        self.sock = sock
         self._closed = False
         self._state = threading.Lock()
         self._users = 0
@@ -162,15 +163,10 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
     @property
-    def sock(self) -> socket.socket:
-        """The socket, for passing file descriptors and reading credentials."""
-        return self._sock
-
-    @property
     def stays_on_host(self) -> bool:
         """Whether both ends of a TCP connection have one address, that is: are processes of one host."""
         try:
-            return self._sock.family != socket.AF_UNIX and self._sock.getpeername()[0] == self._sock.getsockname()[0]
+            return self.sock.family != socket.AF_UNIX and self.sock.getpeername()[0] == self.sock.getsockname()[0]
         except OSError:  # it is gone: the next call will say so
             return False
 
@@ -180,12 +176,7 @@ class Stream:
             if self._closed:
                 raise PipeClosedError("the pipe was closed")
             self._closed = True
-            return self._sock
-
-    @property
-    def closed(self) -> bool:
-        """Whether this side has closed the stream."""
-        return self._closed
+            return self.sock
 
     def wait_readable(self, wait: Wait, what: str) -> None:
         """Block until bytes (or the peer's end) are there.
@@ -193,15 +184,16 @@ class Stream:
         Raises:
             DeadlineError, CancelledError, PipeClosedError: As their names say.
         """
-        self._poll(select.POLLIN, wait, what)
-
-    def wait_writable(self, wait: Wait, what: str) -> None:
-        """Block until some bytes can be sent (or the peer's end is known).
-
-        Raises:
-            DeadlineError, CancelledError, PipeClosedError: As their names say.
-        """
-        self._poll(select.POLLOUT, wait, what)
+        with self.in_use():
+            poller = select.poll()
+            poller.register(self.sock, select.POLLIN)
+            while True:
+                nap = wait.nap()
+                if poller.poll(None if nap is None else math.ceil(nap * 1000)):
+                    if self._closed:
+                        raise PipeClosedError("the pipe was closed")
+                    return
+                wait.check(what)
 
     def readable_within(self, seconds: float) -> bool:
         """Whether bytes (or the peer's end) are there, or come within this time (in whole milliseconds).
@@ -211,26 +203,14 @@ class Stream:
         """
         with self.in_use():
             poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
+            poller.register(self.sock, select.POLLIN)
             return bool(poller.poll(math.ceil(seconds * 1000)))
-
-    def _poll(self, event: int, wait: Wait, what: str) -> None:
-        with self.in_use():
-            poller = select.poll()
-            poller.register(self._sock, event)
-            while True:
-                nap = wait.nap()
-                if poller.poll(None if nap is None else math.ceil(nap * 1000)):
-                    if self._closed:
-                        raise PipeClosedError("the pipe was closed")
-                    return
-                wait.check(what)
 
     def peer_gone(self) -> bool:
         """Whether the peer has hung up or the stream was closed; never blocks."""
         try:
             with self.in_use():
-                return self._sock.recv(1, _PEEK) == b""
+                return self.sock.recv(1, _PEEK) == b""
         except BlockingIOError:
             return False
         except (OSError, PipeClosedError):
@@ -241,7 +221,7 @@ class Stream:
         try:
             with self.in_use():
                 poller = select.poll()
-                poller.register(self._sock, select.POLLRDHUP)
+                poller.register(self.sock, select.POLLRDHUP)
                 return bool(poller.poll(0))
         except PipeClosedError:
             return True
@@ -264,9 +244,9 @@ class Stream:
             while batch := todo.batch():
                 try:
                     if len(batch) == 1:
-                        got = self._sock.recv_into(batch[0], 0, socket.MSG_WAITALL)
+                        got = self.sock.recv_into(batch[0], 0, socket.MSG_WAITALL)
                     else:
-                        got = self._sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+                        got = self.sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
                 except BlockingIOError:
                     wait.check(what)
                     continue
@@ -295,7 +275,7 @@ class Stream:
             todo = _Cursor([memoryview(b) for b in buffers])
             while batch := todo.batch():
                 try:
-                    sent = self._sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
+                    sent = self.sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
                 except BlockingIOError:
                     wait.check(what)
                     continue
@@ -315,9 +295,18 @@ class Stream:
             self._closed = True
             # Wakes blocked calls; fails only if the connection is gone already, and then none is blocked.
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self.sock.shutdown(socket.SHUT_RDWR)
             if self._users == 0:
-                self._sock.close()
+                self.sock.close()
+
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the stream if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def end_error(self, what: str, error: OSError | None = None) -> PipeClosedError:
         """The error to raise when the stream ended while doing ``what``."""
@@ -349,7 +338,7 @@ class _Use:
         with stream._state:
             stream._users -= 1
             if stream._closed and stream._users == 0:
-                stream._sock.close()
+                stream.sock.close()
 
 
 def as_bytes(data: Buffer) -> memoryview:
@@ -423,11 +412,8 @@ class TlsStream(Stream):
             raise PipeClosedError(f"no TLS with {peer}: {error}") from error
         super().__init__(self._tls, peer=peer)
         self._tls.setblocking(False)
-        try:
+        with self.closed_on_error():
             self._call_when_ready(self._tls.do_handshake, wait, "shaking hands over TLS")
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def certificate_uris(self) -> list[str]:

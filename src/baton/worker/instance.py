@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -42,7 +42,7 @@ from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
 from baton.worker.prefill import PrefillRole
-from baton.worker.process import open_span_exporter, serve_metrics
+from baton.worker.process import StopRequest, open_span_exporter, run_service, serve_metrics
 from baton.worker.servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
@@ -472,3 +472,22 @@ def redis_registration(url: str, prefix: str, identity: Identity, token: Token |
         news=news_key(prefix),
         name=str(identity.instance_id),
     )
+
+
+def main(role: Role, argv: Sequence[str] | None = None) -> int:
+    """Run the process of an instance until it is asked to stop; see :func:`~baton.worker.process.run_service`.
+
+    Args:
+        role: Role in which the instance starts.
+        argv: Command line; ``None``: the process's own.
+    """
+
+    async def serve(config: WorkerConfig, engine_config: EngineConfig) -> int:
+        stop = StopRequest()
+        instance = WorkerInstance(role, config, engine_config, on_failure=stop.fail)
+        await instance.start()
+        await stop.wait()
+        await instance.stop(config.drain_timeout_s if stop.exit_code == 0 else 0.0)
+        return stop.exit_code
+
+    return run_service(role, f"Run a {role} instance.", (WorkerConfig, EngineConfig), serve, argv)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -364,7 +365,7 @@ class BlockFetcher:
         except asyncio.CancelledError:
             flag.set()
             if not lane.withdraw(job):
-                await _settled(future)
+                await settle([future])
             raise
 
     def lanes(self) -> list[Lane]:
@@ -563,12 +564,13 @@ def _check_range(blocks: SequenceBlocks, num_remote: int, num_local: int) -> Non
         raise InvalidRequestError("positions must not be negative", field="positions")
 
 
-async def _settled(future: asyncio.Future[FetchResult]) -> None:
-    """Wait until a fetch has ended, however often this task is cancelled meanwhile."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue
-    if not future.cancelled():
-        future.exception()  # marks it as retrieved
+async def settle(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait until all have ended, whatever with, however often this task is cancelled meanwhile."""
+    for future in futures:
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue
+        if not future.cancelled():
+            future.exception()  # retrieved: the caller that waited reports it

@@ -212,18 +212,6 @@ class LoadingConnector(KVConnector):
         self._loads.cancel_all()
 
 
-async def settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Wait for tasks whatever they end with, also while this task is being cancelled."""
-    for task in tasks:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue
-        if not task.cancelled():
-            task.exception()  # retrieved: the caller that waited reports it
-
-
 async def run_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BatonError]:
     """Run calls at the same time. When this returns or raises, all have ended; other errors than Baton's are raised."""
     answers = await asyncio.gather(*calls, return_exceptions=True)

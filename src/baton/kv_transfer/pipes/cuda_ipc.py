@@ -10,8 +10,6 @@ is done (:meth:`~baton.kv_cache.arena.SharedDeviceArena.settle`).
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 import time
 from collections.abc import Callable
 from typing import ClassVar
@@ -22,20 +20,18 @@ from baton.errors import ConfigError, DeadlineError, FingerprintMismatchError, I
 from baton.kv_cache.arena import Arena, SharedDeviceArena
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.native_copy import fence
-from baton.kv_transfer.pipes.base import DeviceReadPipe, PipeKind, PipeOptions, Served, SocketPipeServer
+from baton.kv_transfer.pipes.base import DeviceReadPipe, PipeKind, PipeOptions, Served
 from baton.kv_transfer.pipes.pool import WORD, Connection, PooledReadPipe, recv_progress, request_progress
 from baton.kv_transfer.pipes.read_server import send_progress
 from baton.kv_transfer.pipes.shm import (
-    MAX_DESCRIPTORS,
-    host_address,
+    UnixPipeServer,
+    dial_unix,
     recv_descriptors,
-    require_same_user,
     send_descriptors,
-    socket_name,
 )
-from baton.kv_transfer.streams import Stream, Wait, connect_unix
+from baton.kv_transfer.streams import Stream, Wait
 from baton.kv_transfer.types import BlockReads, Bytes, Valid, block_spans, current
-from baton.kv_transfer.wire import PURPOSE_READ, BadFrameError, Facts, FrameKind, greet_as_client, recv_header
+from baton.kv_transfer.wire import BadFrameError, Facts, FrameKind, recv_header
 
 HANDLE_BYTES = 64
 _CONNECTIONS = 8
@@ -60,18 +56,12 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
     @classmethod
     def connect(cls, address: str, facts: Facts, options: PipeOptions, wait: Wait) -> CudaIpcReadPipe:
         """Connect to a :class:`CudaIpcServer`; errors are those of :meth:`PipeKind.connect`."""
-        name, opener = socket_name(address), _opener(options)
+        opener = _opener(options)
 
         def dial(wait: Wait) -> Connection:
-            stream = connect_unix(name, wait)
-            try:
-                require_same_user(stream, options.token)
-                theirs = greet_as_client(stream, options.token, wait, purpose=PURPOSE_READ, facts=facts)
-                assert theirs is not None
+            stream, theirs = dial_unix(address, facts, options.token, wait)
+            with stream.closed_on_error():
                 pipe._receive(stream, theirs.tp_size * theirs.pp_size, opener, facts, wait)
-            except BaseException:
-                stream.close()
-                raise
             return Connection(stream)
 
         pipe = cls(dial)
@@ -79,7 +69,6 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
         return pipe
 
     def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
-        """Copy blocks on the device; see :meth:`DeviceReadPipe.read_device`."""
         if not isinstance(arena, SharedDeviceArena):
             raise InternalError("the target is no arena in device memory")
 
@@ -91,7 +80,6 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
         return self.in_requests(reads, wait, lambda connection, part: self._read(connection, part, wait, copy))
 
     def request(self, connection: Connection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks to host memory; see :meth:`PooledReadPipe.request`."""
 
         def copy(peer: Arena, part: BlockReads) -> None:
             segments = part.segments_of(local.shape[1])
@@ -133,8 +121,6 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
 
     def _receive(self, stream: Stream, ranks: int, opener: SharedDeviceArena, facts: Facts, wait: Wait) -> None:
         """Take what the peer passes first, and open its memory if this is the first connection."""
-        if ranks > MAX_DESCRIPTORS:
-            raise PipeClosedError(f"{ranks} ranks are more than one message passes descriptors of")
         fds = recv_descriptors(stream, ranks, wait)
         try:
             passed = bytes(stream.recv_exact(HANDLE_BYTES * ranks, wait, "waiting for the handles of device memory"))
@@ -154,26 +140,18 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
         self.peers = KVShards(arenas)
 
 
-class CudaIpcServer(SocketPipeServer):
+class CudaIpcServer(UnixPipeServer):
     """Passes the arenas' handles to readers, and tells them when the device has done what was queued."""
 
     def __init__(self, served: Served, options: PipeOptions) -> None:
-        self._served, self._token = served, options.token
+        self._served = served
         self._arenas = [_shared(arena) for arena in served.shards.arenas]
         try:
             for arena in self._arenas:
                 os.close(arena.export()[1])
         except OSError as error:
             raise ConfigError(f"the cuda_ipc pipe cannot serve this memory: {error}", field="pipes") from error
-        name = f"baton-kv-ipc-{secrets.token_hex(12)}"
-        self.address = host_address(name)
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind("\0" + name)
-
-    def admit(self, stream: Stream, wait: Wait) -> Stream:
-        """Refuse other users, unless a token decides."""
-        require_same_user(stream, self._token)
-        return stream
+        super().__init__("baton-kv-ipc", options.token)
 
     def serve(self, stream: Stream, wait: Wait) -> None:
         """Pass handles, then answer WAIT frames; see :meth:`SocketPipeServer.serve`."""
@@ -219,11 +197,9 @@ class CudaIpcKind(PipeKind):
         return isinstance(options.arena, SharedDeviceArena)
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> CudaIpcReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         return CudaIpcReadPipe.connect(address, facts, self.options, wait)
 
     def listen(self, served: Served) -> CudaIpcServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return CudaIpcServer(served, self.options)
 
 

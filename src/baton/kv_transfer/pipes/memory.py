@@ -58,7 +58,6 @@ class MemoryReadPipe(ReadPipe):
         return valid
 
     def wait_ready(self, value: int, wait: Wait) -> int:
-        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         while True:
             self.check_open()
             if (now := self.shards.primary.progress.wait(value, TICK_S)) >= value:
@@ -97,14 +96,12 @@ class MappedMemoryReadPipe(MemoryReadPipe, CastingReadPipe):
         self._readers = [BlockReader(arena.blocks, generations) for arena in self.shards.arenas]
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; see :meth:`ReadPipe.read`."""
         self.check_open()
         valid = self._readers[reads.source_shard].read(local, reads, wait)
         self.check_open()
         return valid
 
     def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
-        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
         self.check_open()
         remote = self.shards.arenas[reads.source_shard].blocks
         cast = read_casting(local, remote, self.shards.primary.generations, reads, wait)
@@ -135,14 +132,12 @@ class MemoryKind(PipeKind):
         return options.memory is not None
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> MemoryReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         network = self._network()
         if all(arena.mapped for arena in network.find(address)[1].arenas):
             return MappedMemoryReadPipe(network, address, facts)
         return MemoryReadPipe(network, address, facts)
 
     def listen(self, served: Served) -> MemoryServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return MemoryServer(self._network(), served)
 
     def _network(self) -> MemoryNetwork:

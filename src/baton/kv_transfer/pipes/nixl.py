@@ -271,32 +271,24 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
 
         def dial(wait: Wait) -> NixlConnection:
             stream = dial_reader(address, facts, token, wait)
-            try:
+            with stream.closed_on_error():
                 agent = targets.agent(str(stream.sock.getsockname()[0]))
                 return self._meet(agent, stream, recv_control(stream, FrameKind.WELCOME, wait))
-            except BaseException:
-                stream.close()
-                raise
 
         super().__init__(dial, max_connections=max_connections)
-
-    def request(self, connection: NixlConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Read over one connection; see :meth:`PooledReadPipe.request`."""
-        return self._read(connection, reads, local, wait)
 
     def reaches(self, arena: Arena) -> bool:
         """Whether NIXL can register the arena's memory."""
         return not device_obstacle(arena)
 
     def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
-        """Read into device memory; see :meth:`DeviceReadPipe.read_device`."""
         if not isinstance(arena, SharedDeviceArena):
             raise InternalError("the target is no arena in device memory")
         # Work that is still queued for the blocks' previous users: a copy from elsewhere is on no stream.
         arena.settle()
-        return self.in_requests(reads, wait, lambda connection, part: self._read(connection, part, arena, wait))
+        return self.in_requests(reads, wait, lambda connection, part: self.request(connection, part, arena, wait))
 
-    def _read(
+    def request(
         self, connection: NixlConnection, reads: BlockReads, local: Bytes | SharedDeviceArena, wait: Wait
     ) -> Valid:
         sent = _ask(connection, reads, wait)
@@ -307,15 +299,10 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         """Read layers as they are computed, those that are there by now at once; see the class above."""
         if any(len(each.reads) > each.reads.blocks_per_request for each in reads):
             raise InvalidRequestError("the reads have too many blocks to be followed", field="reads")
-        connection = self._acquire(wait)
-        source = _SourceProgress(connection.stream, wait)
-        try:
+        with self.connection(wait) as connection:
+            source = _SourceProgress(connection.stream, wait)
             valid = [self._follow(connection, each.reads, each.local, source, wait) for each in reads]
-        except BaseException:
-            self._drop(connection)
-            raise
-        self._release(connection)
-        return valid, source.waited_s
+            return valid, source.waited_s
 
     def _follow(
         self, connection: NixlConnection, reads: BlockReads, local: Bytes, source: _SourceProgress, wait: Wait
@@ -462,13 +449,11 @@ class NixlKind(PipeKind):
         return options.tls is None and bool(infiniband_ports())
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> NixlReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         pipe = NixlReadPipe(address, facts, self.options.token, self._targets)
         pipe.open_first(wait)
         return pipe
 
     def listen(self, served: Served) -> NixlServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return NixlServer(served, self.options)
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -69,37 +70,40 @@ class PooledReadPipe(ReadPipe, Generic[C]):
             raise
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; see :meth:`ReadPipe.read`."""
         return self.in_requests(reads, wait, lambda connection, part: self.request(connection, part, local, wait))
 
     def in_requests(self, reads: BlockReads, wait: Wait, request: Callable[[C, BlockReads], Valid]) -> Valid:
         """Make a read over one connection, in requests of at most ``reads.blocks_per_request`` blocks."""
-        connection, most = self._acquire(wait), reads.blocks_per_request
-        try:
-            valid = np.concatenate(
+        most = reads.blocks_per_request
+        with self.connection(wait, in_step_if_refused=True) as connection:
+            return np.concatenate(
                 [np.zeros(0, dtype=np.bool_)]
                 + [request(connection, reads.select(slice(at, at + most))) for at in range(0, len(reads), most)]
             )
-        except InvalidRequestError:
-            self._release(connection)  # refused as a whole: the connection is in step
-            raise
-        except BaseException:
-            self._drop(connection)
-            raise
-        self._release(connection)
-        return valid
 
     def wait_ready(self, value: int, wait: Wait) -> int:
-        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
+        with self.connection(wait) as connection:
+            request_progress(connection.stream, value, wait)
+            return recv_progress(connection.stream, wait)
+
+    @contextmanager
+    def connection(self, wait: Wait, *, in_step_if_refused: bool = False) -> Iterator[C]:
+        """Lend a connection; it is closed if the block raises, as an answer may be under way.
+
+        Args:
+            wait: Deadline and cancel flag for getting one.
+            in_step_if_refused: A request that the peer refuses as a whole leaves the connection in step.
+        """
         connection = self._acquire(wait)
         try:
-            request_progress(connection.stream, value, wait)
-            now = recv_progress(connection.stream, wait)
-        except BaseException:
-            self._drop(connection)
+            yield connection
+        except BaseException as error:
+            if in_step_if_refused and isinstance(error, InvalidRequestError):
+                self._release(connection)
+            else:
+                self._drop(connection)
             raise
         self._release(connection)
-        return now
 
     def alive(self) -> bool:
         """Whether any connection is known to live; never blocks."""

@@ -44,29 +44,18 @@ class ShmReadPipe(CastingReadPipe):
     @classmethod
     def connect(cls, address: str, facts: Facts, token: Token | None, wait: Wait) -> ShmReadPipe:
         """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
-        stream = connect_unix(socket_name(address), wait)
-        try:
-            require_same_user(stream, token)
-            theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
-            assert theirs is not None
-            num_ranks = theirs.tp_size * theirs.pp_size
-            if num_ranks > MAX_DESCRIPTORS:
-                raise PipeClosedError(f"{num_ranks} ranks are more than one message passes descriptors of")
-            shards = _attach_all(recv_descriptors(stream, num_ranks, wait), theirs, facts)
-            return cls(stream, shards)
-        except BaseException:
-            stream.close()
-            raise
+        stream, theirs = dial_unix(address, facts, token, wait)
+        with stream.closed_on_error():
+            fds = recv_descriptors(stream, theirs.tp_size * theirs.pp_size, wait)
+            return cls(stream, _attach_all(fds, theirs, facts))
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; see :meth:`ReadPipe.read`."""
         peer = self._peer
         if peer is None:
             raise PipeClosedError("the pipe was closed")
         return peer.readers[reads.source_shard].read(local, reads, wait)
 
     def read_cast(self, reads: BlockReads, local: Bytes, wait: Wait) -> Cast:
-        """Convert blocks; see :meth:`CastingReadPipe.read_cast`."""
         peer = self._peer
         if peer is None:
             raise PipeClosedError("the pipe was closed")
@@ -77,7 +66,6 @@ class ShmReadPipe(CastingReadPipe):
         return cast
 
     def wait_ready(self, value: int, wait: Wait) -> int:
-        """Wait for the source's progress; see :meth:`ReadPipe.wait_ready`."""
         while True:
             peer = self._peer
             if peer is None or not peer.readers[0].holds():
@@ -106,14 +94,17 @@ class _Peer:
         self.readers = [BlockReader(arena.blocks, generations, line) for arena in shards.arenas]
 
 
-class ShmServer(SocketPipeServer):
-    """Passes the arenas' descriptors to readers, and holds the line."""
+class UnixPipeServer(SocketPipeServer):
+    """A serving end on an abstract Unix socket, for processes of one host.
 
-    def __init__(self, served: Served, options: PipeOptions) -> None:
-        self._token = options.token
-        self._lock = threading.Lock()
-        self._fds: list[int] | None = [arena.open_read_only() for arena in served.shards.arenas]
-        name = f"baton-kv-{secrets.token_hex(12)}"
+    Args:
+        prefix: Prefix of the socket's name.
+        token: Shared token; without one, only processes of this user may connect.
+    """
+
+    def __init__(self, prefix: str, token: Token | None) -> None:
+        self._token = token
+        name = f"{prefix}-{secrets.token_hex(12)}"
         self.address = host_address(name)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind("\0" + name)
@@ -122,6 +113,15 @@ class ShmServer(SocketPipeServer):
         """Refuse other users, unless a token decides."""
         require_same_user(stream, self._token)
         return stream
+
+
+class ShmServer(UnixPipeServer):
+    """Passes the arenas' descriptors to readers, and holds the line."""
+
+    def __init__(self, served: Served, options: PipeOptions) -> None:
+        self._lock = threading.Lock()
+        self._fds: list[int] | None = [arena.open_read_only() for arena in served.shards.arenas]
+        super().__init__("baton-kv", options.token)
 
     def serve(self, stream: Stream, wait: Wait) -> None:
         """Pass the descriptors; see :meth:`SocketPipeServer.serve`."""
@@ -147,12 +147,23 @@ class ShmKind(PipeKind):
     serves_host_memory_only: ClassVar[bool] = True
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> ShmReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         return ShmReadPipe.connect(address, facts, self.options.token, wait)
 
     def listen(self, served: Served) -> ShmServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return ShmServer(served, self.options)
+
+
+def dial_unix(address: str, facts: Facts, token: Token | None, wait: Wait) -> tuple[Stream, Fingerprint]:
+    """Connect to a :class:`UnixPipeServer`, and shake hands; returns the connection and the peer's fingerprint.
+
+    Errors are those of :meth:`PipeKind.connect`.
+    """
+    stream = connect_unix(socket_name(address), wait)
+    with stream.closed_on_error():
+        require_same_user(stream, token)
+        theirs = greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
+        assert theirs is not None
+    return stream, theirs
 
 
 def require_same_user(stream: Stream, token: Token | None) -> None:
@@ -179,9 +190,11 @@ def recv_descriptors(stream: Stream, count: int, wait: Wait) -> list[int]:
     """Receive exactly ``count`` file descriptors.
 
     Raises:
-        PipeClosedError: The peer is gone.
+        PipeClosedError: The peer is gone, or one message cannot pass so many.
         BadFrameError: It passed something else.
     """
+    if count > MAX_DESCRIPTORS:
+        raise PipeClosedError(f"{count} ranks are more than one message passes descriptors of")
     stream.wait_readable(wait, "waiting for a file descriptor")
     try:
         data, fds, _, _ = socket.recv_fds(stream.sock, 1, count + 1, socket.MSG_CMSG_CLOEXEC)

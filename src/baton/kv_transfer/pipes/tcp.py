@@ -120,7 +120,6 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         return pipe
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Copy blocks; see :meth:`ReadPipe.read`."""
         size = len(reads) * reads.bytes_per_block(local.shape[1])
         parts = self._num_shares(self._streams_of_read(), len(reads), size)
         if parts == 1:
@@ -144,7 +143,6 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         return valid, max(waited_s for _, waited_s in came)
 
     def request(self, connection: Connection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Read over one connection; see :meth:`PooledReadPipe.request`."""
         return request_blocks(connection.stream, reads, local, wait, options=self._options)
 
     def _streams_of_read(self) -> int:
@@ -167,11 +165,11 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
 
     def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
         """Follow over one connection of so many that share the reads."""
-        connection = self._acquire(wait)
-        stream, valid, waited_s = connection.stream, list[Valid](), 0.0
+        valid, waited_s = list[Valid](), 0.0
         ahead: deque[tuple[LayerRead, int]] = deque()
         coming, under_way = iter(reads), 0
-        try:
+        with self.connection(wait) as connection:
+            stream = connection.stream
             while True:
                 while (not ahead or under_way < _ASKED_BYTES) and (each := next(coming, None)) is not None:
                     ahead.append((each, _ask(stream, each.reads, wait, self._options.checksums, parts)))
@@ -183,10 +181,6 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
                 valid.append(answer.receive(wait))
                 waited_s += answer.waited_s
                 under_way -= size
-        except BaseException:
-            self._drop(connection)  # answers may be under way
-            raise
-        self._release(connection)
         return valid, waited_s
 
     def _num_shares(self, most: int, num_blocks: int, num_bytes: int) -> int:
@@ -261,11 +255,9 @@ class TcpKind(PipeKind):
         return options.tls is None
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp)
 
     def listen(self, served: Served) -> TcpServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return TcpServer(served, self.options)
 
 
@@ -286,11 +278,9 @@ class TlsKind(PipeKind):
         return "the tls pipe needs --tls-cert, and no --clear-kv" if options.tls is None else ""
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp, tls=self._tls)
 
     def listen(self, served: Served) -> TlsServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return TlsServer(served, self.options, self._tls)
 
 
@@ -304,11 +294,8 @@ def dial_reader(address: str, facts: Facts, token: Token | None, wait: Wait, *, 
     stream = connect_tcp(address, wait)
     if tls is not None:
         stream = tls_to(stream, tls, split_address(address)[0], wait)
-    try:
+    with stream.closed_on_error():
         greet_as_client(stream, token, wait, purpose=PURPOSE_READ, facts=facts)
-    except BaseException:
-        stream.close()
-        raise
     return stream
 
 

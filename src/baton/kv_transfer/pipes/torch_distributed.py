@@ -285,17 +285,13 @@ class GlooReadPipe(PooledReadPipe[GlooConnection]):
     def __init__(self, address: str, facts: Facts, options: PipeOptions, *, max_connections: int = 4) -> None:
         def dial(wait: Wait) -> GlooConnection:
             stream = dial_reader(address, facts, options.token, wait)
-            try:
+            with stream.closed_on_error():
                 return GlooConnection(stream, Group(stream, wait, is_client=True))
-            except BaseException:
-                stream.close()
-                raise
 
         super().__init__(dial, max_connections=max_connections)
         self._options = TcpOptions(checksums=options.tcp.checksums)
 
     def request(self, connection: GlooConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
-        """Read through one group; see :meth:`PooledReadPipe.request`."""
         recv = connection.group.recv
         return request_blocks(connection.stream, reads, local, wait, options=self._options, recv=recv)
 
@@ -335,7 +331,6 @@ class GlooKind(PipeKind):
         return "the gloo pipe needs a torch that was built with gloo, which this one was not: pip install torch"
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> GlooReadPipe:
-        """Open a pipe; see :meth:`PipeKind.connect`."""
         if reason := self.obstacle(self.options):
             raise ConfigError(reason, field="pipes")
         pipe = GlooReadPipe(address, facts, self.options)
@@ -343,7 +338,6 @@ class GlooKind(PipeKind):
         return pipe
 
     def listen(self, served: Served) -> GlooServer:
-        """Begin to serve; see :meth:`PipeKind.listen`."""
         return GlooServer(served, self.options)
 
 

@@ -26,7 +26,8 @@ from baton.errors import BatonError, DeadlineError, NotFoundError, QueueFullErro
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, TransferStats
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
-from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome, settle
+from baton.kv_transfer.blocks.fetcher import settle
+from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome
 from baton.kv_transfer.connector.p2p.prefill_stream import (
     Accepted,
     Acknowledged,

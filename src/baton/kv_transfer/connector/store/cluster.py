@@ -29,7 +29,8 @@ import xxhash
 from baton.circuit_breaker import CircuitBreaker
 from baton.config.stores import StoreAddress
 from baton.errors import BatonError, ConfigError, DeadlineError, QueueFullError, UnavailableError
-from baton.kv_transfer.connector.background import run_all, settle
+from baton.kv_transfer.blocks.fetcher import settle
+from baton.kv_transfer.connector.background import run_all
 from baton.kv_transfer.connector.store.backend import (
     ChainPart,
     LoadCall,

@@ -39,7 +39,8 @@ from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, PlannedSave, TransferStats
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource
-from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome, settle
+from baton.kv_transfer.blocks.fetcher import settle
+from baton.kv_transfer.connector.background import BackgroundLoads, LoadingConnector, Outcome
 from baton.kv_transfer.connector.store.backend import (
     ChainPart,
     LoadCall,

@@ -41,7 +41,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks import FetchResult
-from baton.kv_transfer.connector.background import settle
+from baton.kv_transfer.blocks.fetcher import settle
 from baton.kv_transfer.connector.store.backend import LoadCall, SaveCall, SaveResult, StoreBackend, num_leading
 from baton.kv_transfer.connector.store.host_memory import StagingLanes
 from baton.types import BlockHash, BlockId
