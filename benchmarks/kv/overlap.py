@@ -124,16 +124,11 @@ class Throttle:
 
 
 @contextlib.contextmanager
-def process(role: str, folder: str, port: int, *flags: str) -> Iterator[str]:
-    """A service process; yields its address."""
-    command = [
-        sys.executable, "-m", f"baton_{role}.main", "--model", folder, "--port", str(port), "--threads", "1",
-        "--kv-blocks", "1024", "--no-prefix-caching", "--pipes", "tcp", "--log-level", "warning",
-        "--max-num-batched-tokens", str(TOKENS), *flags,
-    ]  # fmt: skip
-    child = subprocess.Popen(command)
+def process(module: str, *flags: str) -> Iterator[None]:
+    """A service's process."""
+    child = subprocess.Popen([sys.executable, "-m", module, "--log-level", "warning", *flags])
     try:
-        yield f"{HOST}:{port}"
+        yield
     finally:
         child.terminate()
         child.wait(20)
@@ -153,13 +148,18 @@ async def measure(folder: str, repeats: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         throttles = {}
         prefills = {}
+        engine = ["--model", folder, "--threads", "1", "--kv-blocks", "1024", "--no-prefix-caching", "--pipes", "tcp"]
+        engine += ["--max-num-batched-tokens", str(TOKENS)]
         for way, flags in WAYS.items():
             port = free_port()
             kv_port = free_port()
             throttles[way] = stack.enter_context(contextlib.closing(Throttle(kv_port)))
-            more = ("--kv-port", str(kv_port), "--advertise", f"{PROXY_HOST}:{port}")
-            prefills[way] = stack.enter_context(process("prefill", folder, port, *flags, *more))
-        decode = stack.enter_context(process("decode", folder, free_port()))
+            more = ("--port", str(port), "--kv-port", str(kv_port), "--advertise", f"{PROXY_HOST}:{port}")
+            prefills[way] = f"{HOST}:{port}"
+            stack.enter_context(process("baton_prefill.main", *engine, *flags, *more))
+        port = free_port()
+        decode = f"{HOST}:{port}"
+        stack.enter_context(process("baton_decode.main", *engine, "--port", str(port)))
         for address in (*prefills.values(), decode):
             await ready(address)
         rng = np.random.default_rng(0)

@@ -16,41 +16,14 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import asyncio
-import os
-import re
-import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
+from tests.support.servers.up import running_up
 
 _NO_QUEUE = {"BATON_INSTANCE_SLOTS": "0", "BATON_PREFILL_QUEUE_TOKENS": "0"}
-_UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--max-num-seqs", "8", "--kv-blocks", "600")
-
-
-@asynccontextmanager
-async def deployment(env: dict[str, str]) -> AsyncIterator[str]:
-    """Run `baton up`; gives the URL."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *_UP,
-        env={**os.environ, **env},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    try:
-        while line := (await process.stdout.readline()).decode():
-            if result := re.search(r"OpenAI API: (\S+)/v1", line):
-                yield result[1]
-                return
-        raise RuntimeError("baton up ended")
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGINT)
-        await process.communicate()
+_FLAGS = ("--ratio", "1P1D", "--max-num-seqs", "8", "--kv-blocks", "600")
 
 
 async def send(http: httpx.AsyncClient, user: str, number: int) -> float:
@@ -64,9 +37,9 @@ async def send(http: httpx.AsyncClient, user: str, number: int) -> float:
 
 async def measure(env: dict[str, str]) -> tuple[float, float, float]:
     """Return the mean seconds of both tenants' requests, and the seconds that everything took."""
-    async with deployment(env) as url:
+    with running_up(*_FLAGS, env=env) as deployment:
         limits = httpx.Limits(max_connections=400)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=deployment.url, timeout=120, limits=limits) as http:
             for number in range(4):
                 await send(http, "warm", number)
             began = time.perf_counter()

@@ -29,26 +29,24 @@ import json
 import math
 import os
 import random
-import re
-import signal
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from tests.support.servers.up import running_up
 
 from baton_bench.report import Spread
 
 RESULT = Path(__file__).parents[1] / "results" / "tenants.json"
-_UP = ("-m", "baton.cli.main", "up", "--ratio", "1P1D", "--kvstore", "--port", "0", "--grpc-port", "0")
 _VOCABULARY = range(100, 4000)
 
 
-@asynccontextmanager
-async def deployment(leak: bool) -> AsyncIterator[str]:
+@contextmanager
+def deployment(leak: bool) -> Iterator[str]:
     """Run `baton up` with the keys ``a`` and ``b``, of two tenants or (``leak``) of one; gives the URL."""
     tenants = {"one": {"keys": ["a", "b"]}} if leak else {"a": {"keys": ["a"]}, "b": {"keys": ["b"]}}
     with tempfile.TemporaryDirectory() as folder:
@@ -58,26 +56,9 @@ async def deployment(leak: bool) -> AsyncIterator[str]:
             private.touch(mode=0o600)
         keys.write_text(json.dumps({"tenants": tenants}))
         secret.write_bytes(os.urandom(32).hex().encode())
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *_UP,
-            *("--router-args", f"--api-keys {keys} --tenant-secret-file {secret}"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        assert process.stdout is not None
-        try:
-            while line := (await process.stdout.readline()).decode():
-                if result := re.search(r"OpenAI API: (\S+)/v1", line):
-                    drain = asyncio.create_task(process.stdout.read())
-                    yield result[1]
-                    drain.cancel()
-                    return
-            raise RuntimeError("baton up ended")
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGINT)
-            await process.wait()
+        flags = ("--router-args", f"--api-keys {keys} --tenant-secret-file {secret}")
+        with running_up("--ratio", "1P1D", "--kvstore", *flags) as running:
+            yield running.url
 
 
 async def first_token(http: httpx.AsyncClient, key: str, prompt: Sequence[int]) -> float:
@@ -101,19 +82,20 @@ async def measure(args: argparse.Namespace, *, leak: bool) -> dict[str, Any]:
         return rng.choices(_VOCABULARY, k=args.tokens)
 
     times: dict[str, list[float]] = {"cached by A": [], "not cached": [], "cached by itself": []}
-    async with deployment(leak) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
-        for _ in range(20):
-            for key in "ab":
-                await first_token(http, key, fresh())
-        turns = ["cached by A", "not cached"] * args.requests
-        rng.shuffle(turns)
-        for turn in turns:
-            prompt_of_a = fresh()
-            await first_token(http, "a", prompt_of_a)
-            await asyncio.sleep(args.pause_s)  # its KV has reached the store, and the router knows of it
-            prompt = prompt_of_a if turn == "cached by A" else fresh()
-            times[turn].append(await first_token(http, "b", prompt))
-            times["cached by itself"].append(await first_token(http, "a", prompt_of_a))
+    with deployment(leak) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            for _ in range(20):
+                for key in "ab":
+                    await first_token(http, key, fresh())
+            turns = ["cached by A", "not cached"] * args.requests
+            rng.shuffle(turns)
+            for turn in turns:
+                prompt_of_a = fresh()
+                await first_token(http, "a", prompt_of_a)
+                await asyncio.sleep(args.pause_s)  # its KV has reached the store, and the router knows of it
+                prompt = prompt_of_a if turn == "cached by A" else fresh()
+                times[turn].append(await first_token(http, "b", prompt))
+                times["cached by itself"].append(await first_token(http, "a", prompt_of_a))
     cached = times["cached by A"]
     uncached = times["not cached"]
     return {

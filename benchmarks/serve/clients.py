@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.clients.environment import Program, python
 from tests.clients.test_benchmarks import LIGHT
-from tests.support.servers.up import start
+from tests.support.servers.up import running_up
 
 from baton.rpc.server import free_port
 
@@ -132,14 +131,8 @@ def _serves(url: str) -> bool:
 @contextlib.contextmanager
 def up() -> Iterator[str]:
     """Run ``baton up`` with the demo model; yields its URL."""
-    server = start("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL))
-    try:
-        if server.process.poll() is not None:
-            raise SystemExit("".join(server.lines))
+    with running_up("--ratio", "1P1D", "--dtype", "float32", "--model", str(MODEL)) as server:
         yield server.url
-    finally:
-        server.process.send_signal(signal.SIGINT)
-        server.end()
 
 
 def measure(url: str, client: Program, rounds: int, requests: int) -> list[dict[str, Any]]:

@@ -24,9 +24,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import json
-import os
 import shutil
-import signal
 import statistics
 import subprocess
 import tempfile
@@ -38,7 +36,7 @@ import httpx
 import numpy as np
 import torch
 from benchmarks.engine_parts.on_device import DTYPES, LLAMA_8B, TINY, write_llama
-from tests.support.servers.up import Running, start
+from tests.support.servers.up import running_up
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "one_gpu.json"
 WAYS = {"1P1D": ("--ratio", "1P1D", "--pipe", "cuda_ipc"), "colocated": ("--ratio", "0P1D")}
@@ -102,14 +100,8 @@ def served(way: str, folder: str, args: argparse.Namespace, longest: int) -> Ite
     engine += ["--prefill-chunk", str(min(2048, args.isl))]
     if args.smoke:
         engine += ["--cuda-graphs", "1,2", "--max-num-seqs", "2"]
-    running: Running = start(*WAYS[way], *engine, env=dict(os.environ), ready_s=READY_S)
-    try:
-        if running.process.poll() is not None:
-            raise SystemExit("".join(running.lines))
+    with running_up(*WAYS[way], *engine, ready_s=READY_S) as running:
         yield running.url
-    finally:
-        running.process.send_signal(signal.SIGINT)
-        running.end()
 
 
 def measure(url: str, vocab: int, args: argparse.Namespace) -> dict[str, Any]:

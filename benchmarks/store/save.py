@@ -24,18 +24,16 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from benchmarks.kv import overlap as other
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from baton.rpc.channel import open_channel
@@ -56,19 +54,6 @@ WAYS = {
 }
 
 
-def overlap() -> Any:
-    """The benchmark beside this one, whose model and proxy these are."""
-    spec = importlib.util.spec_from_file_location("overlap", Path(__file__).parents[1] / "kv" / "overlap.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-other = overlap()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipe", choices=("shm", "tcp"), default="shm")
@@ -85,22 +70,12 @@ def main() -> int:
     return 0
 
 
-@contextlib.contextmanager
-def process(module: str, *flags: str) -> Iterator[None]:
-    child = subprocess.Popen([sys.executable, "-m", module, "--log-level", "warning", *flags])
-    try:
-        yield
-    finally:
-        child.terminate()
-        child.wait(20)
-
-
 async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
     """Run every way in turns."""
     with contextlib.ExitStack() as stack:
         store = f"{other.HOST}:{free_port()}"
         port = store.rpartition(":")[2]
-        stack.enter_context(process("baton_kvstore.main", "--port", port, "--capacity-bytes", str(1 << 30)))
+        stack.enter_context(other.process("baton_kvstore.main", "--port", port, "--capacity-bytes", str(1 << 30)))
         throttles = []
         prefills = {}
         for way, flags in WAYS.items():
@@ -113,7 +88,7 @@ async def measure(folder: str, pipe: str, repeats: int) -> dict[str, Any]:
                 more += ["--kv-port", str(kv_port), "--advertise", f"{other.PROXY_HOST}:{port}"]
             more += ["--model", folder, "--threads", "1", "--kv-blocks", "1024", "--no-prefix-caching"]
             more += ["--max-num-batched-tokens", str(TOKENS), *flags]
-            stack.enter_context(process("baton_prefill.main", *more))
+            stack.enter_context(other.process("baton_prefill.main", *more))
         for address in (store, *prefills.values()):
             await other.ready(address)
         rng = np.random.default_rng(0)

@@ -23,12 +23,12 @@ from baton.config.flags import ENV_PREFIX, AccessConfig
 from baton.errors import ConfigError
 from baton.terminal import progress
 from baton_bench.report import (
+    build_from,
     check_folder,
     check_plot,
     check_positive,
     check_ranges,
     numbers,
-    options_from,
     result_console,
     run_and_show,
     show_document,
@@ -290,7 +290,7 @@ def run_offline(args: argparse.Namespace) -> int:
     from baton_bench.offline import Options, draw, measure, print_tables
 
     engine = _engine_config(args)
-    options = options_from(Options, args)
+    options = build_from(Options, args)
     return run_and_show(args, partial(measure, engine, options), print_tables, draw, width=100)
 
 
@@ -357,7 +357,7 @@ def run_quality(args: argparse.Namespace) -> int:
     configs = {"reference": parse_row_config(args, "")} | {
         text: parse_row_config(args, text) for text in args.config or ()
     }
-    options = options_from(Options, args)
+    options = build_from(Options, args)
     return run_and_show(args, partial(measure, configs, options), print_tables, draw, width=150)
 
 
@@ -776,7 +776,7 @@ def _plan_options(args: argparse.Namespace) -> PlanOptions:
     if not pps or min(*tps, *pps) < 1:
         raise ConfigError("--tp-sizes and --pp-sizes take numbers from 1 on", field="tp_sizes")
     speculation = Speculation(args.draft_tokens, args.acceptance)
-    goal = options_from(Goal, args, slos=slos, tps=tps, pps=pps, speculation=speculation)
+    goal = build_from(Goal, args, slos=slos, tps=tps, pps=pps, speculation=speculation)
     return PlanOptions(profile, workload, goal, args.rate, args.ratio, args.sensitivity, bool(args.plot))
 
 

@@ -21,13 +21,13 @@ from baton_bench.report import (
     Record,
     Report,
     Spread,
+    build_from,
     check_ranges,
     machine_facts,
     make_table,
     of_kind,
     print_failures,
     run_with_result,
-    shared_fields,
     warn_if_busy,
 )
 
@@ -121,8 +121,7 @@ def measure(engine: EngineConfig, options: Options, report: Report, step: Step) 
             longest = llm.core.max_model_len
             if options.isl + options.osl > longest:
                 raise ConfigError(f"--isl and --osl together are more than the model's {longest} tokens", field="isl")
-            about: dict[str, Any] = {"model": engine.model, "machine": machine_facts()}
-            report(OfflineRunRecord(**(shared_fields(options, OfflineRunRecord) | about)))
+            report(build_from(OfflineRunRecord, options, model=engine.model, machine=machine_facts()))
             prompts = _Prompts(llm, options)
             for _ in range(options.warmup):
                 _generate(llm, prompts.draw(options.batch_size), options.osl)

@@ -36,13 +36,13 @@ from baton_bench.report import (
     EXIT_OK,
     Record,
     Report,
+    build_from,
     check_ranges,
     machine_facts,
     make_table,
     of_kind,
     print_failures,
     run_with_result,
-    shared_fields,
     warn_if_busy,
 )
 
@@ -283,14 +283,17 @@ def measure(configs: Mapping[str, EngineConfig], options: Options, report: Repor
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.message}", field="model") from error
         windows = _windows(reference.model, options)
-        about: dict[str, Any] = {
-            "model": reference.model,
-            "text": options.text or "Baton's own",
-            "tokens": sum(map(len, windows)),
-            "window": len(windows[0]),
-            "machine": machine_facts(),
-        }
-        report(QualityRunRecord(**(shared_fields(options, QualityRunRecord) | about)))
+        report(
+            build_from(
+                QualityRunRecord,
+                options,
+                model=reference.model,
+                text=options.text or "Baton's own",
+                tokens=sum(map(len, windows)),
+                window=len(windows[0]),
+                machine=machine_facts(),
+            )
+        )
         with tempfile.TemporaryDirectory(prefix="baton-quality-") as folder:
             for index, (name, config) in enumerate(configs.items()):
                 step(name, len(configs) - index)

@@ -59,14 +59,19 @@ class ResultRecord(Record):
     seconds: float
 
 
-def shared_fields(source: object, kind: type[Record]) -> dict[str, Any]:
-    """Return the fields of a kind of record that another object has under the same names."""
-    names = [item.name for item in dataclasses.fields(kind)]
-    return {name: getattr(source, name) for name in names if hasattr(source, name)}
-
-
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
+
+
+def build_from(kind: type[T], source: object, **others: Any) -> T:
+    """Build a dataclass from the attributes of an object that are named as its fields, and from ``others``.
+
+    So options are built from parsed flags, and records from options.
+    """
+    names = {item.name for item in dataclasses.fields(kind)} - others.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(source, name) for name in names if hasattr(source, name)}, **others)
+
+
 Report = Callable[[Record], None]
 """Gets each record as soon as it is known."""
 
@@ -188,12 +193,6 @@ def run_and_show(
     if args.plot:
         draw(records, Path(args.plot))
     return code
-
-
-def options_from(kind: type[T], args: argparse.Namespace, **others: Any) -> T:
-    """Build options from the flags that are named as their fields, and ``others``."""
-    names = {item.name for item in dataclasses.fields(kind)} - others.keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(args, name) for name in names}, **others)
 
 
 def command_line() -> str:

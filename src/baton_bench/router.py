@@ -23,7 +23,7 @@ from rich.console import Console
 
 from baton.errors import ConfigError, shown
 from baton.types import Role
-from baton_bench.report import check_plot, command_line, make_table, options_from, show_document
+from baton_bench.report import build_from, check_plot, command_line, make_table, show_document
 from baton_bench.rival_policies import RIVALS, make_rival
 from baton_bench.simulator.router import Fleet, PrefillReport, PrefixCache, Route, VirtualRouter
 from baton_bench.simulator.timeline import Timeline
@@ -436,7 +436,7 @@ def _workload(args: argparse.Namespace) -> tuple[str, list[TraceRequest]]:
         requests = with_sessions(read_trace(Path(args.trace), args.limit))
         source = Path(args.trace).name
     else:
-        requests = generate(options_from(GeneratorOptions, args, requests=args.generate))
+        requests = generate(build_from(GeneratorOptions, args, requests=args.generate))
         source = "generated"
         if args.save:
             write_trace(Path(args.save), requests)
@@ -456,7 +456,7 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
         betas = [float(part) for part in args.beta.split(",")]
     except ValueError:
         raise ConfigError(f"--beta takes numbers, got {shown(args.beta)}", field="beta") from None
-    hardware = options_from(Hardware, args)
+    hardware = build_from(Hardware, args)
     decodes = args.instances if args.decode_instances is None else args.decode_instances
     setups = []
     for name in names:
@@ -464,7 +464,7 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
             if name not in RIVALS:  # wrong ones are told at once
                 make_policy(name, PolicyContext(beta=beta, temperature=args.temperature))
             size = {"prefills": args.instances, "decodes": decodes}
-            setups.append(options_from(Setup, args, **size, policy=name, beta=beta, hardware=hardware))
+            setups.append(build_from(Setup, args, **size, policy=name, beta=beta, hardware=hardware))
     return setups
 
 

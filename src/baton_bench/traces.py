@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from baton.errors import ConfigError, shown
@@ -149,6 +150,11 @@ def _length(value: dict[str, Any], name: str, where: str) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigError(f"{where}: {name} must be a number above 0, got {shown(number)}", field=name)
     return number
+
+
+def draw_length(rng: np.random.Generator, mean: int, spread: float) -> int:
+    """Draw a number of tokens, at least 1, evenly from (1 - spread) to (1 + spread) times the mean."""
+    return max(1, int(rng.integers(round(mean * (1 - spread)), round(mean * (1 + spread)) + 1)))
 
 
 _MINUTE_MS = 60_000

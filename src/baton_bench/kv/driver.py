@@ -63,11 +63,11 @@ from baton_bench.report import (
     Record,
     Report,
     Spread,
+    build_from,
     one_line,
     paired_ratio,
     require_memory,
     run_with_result,
-    shared_fields,
 )
 
 _VERIFY_S = 300.0
@@ -321,7 +321,11 @@ def stage_records(stage: Stage, standings: Sequence[Standing], options: Options)
     for case in stage.cases:
         done = {s.contestant.key: s.samples[case] for s in standings if s.samples.get(case)}
         pipes = {s.contestant.key for s in standings if s.contestant.is_pipe}
-        out += [_baseline(case, key, samples, stage.ends.label) for key, samples in done.items() if key not in pipes]
+        out += [
+            BaselineRecord(method=key.name, **_timed(case, key, samples, stage.ends.label))
+            for key, samples in done.items()
+            if key not in pipes
+        ]
         for key, samples in done.items():
             if key in pipes:
                 bound = "memcpy" if stage.ends.on_device else LIMITS[key.name]
@@ -379,54 +383,38 @@ def sample_seconds(samples: Sequence[Sample]) -> float:
     return statistics.median(sample.seconds for sample in samples)
 
 
-def _timing(samples: Sequence[Sample]) -> dict[str, float]:
+def _timed(case: Case, key: MethodKey, samples: Sequence[Sample], memory: str) -> dict[str, Any]:
+    """Return what the records of pipes and of baselines have in common."""
     spread = Spread.of([sample.seconds * 1e3 for sample in samples])
-    return {f"{name}_ms": round(value, 4) for name, value in dataclasses.asdict(spread).items()}
-
-
-def _cpu_per_gb(samples: Sequence[Sample]) -> float:
-    return round(sum(sample.cpu for sample in samples) / (sum(sample.bytes for sample in samples) / 1e9), 4)
-
-
-def _baseline(case: Case, key: MethodKey, samples: Sequence[Sample], memory: str) -> BaselineRecord:
-    return BaselineRecord(
-        case=case.name,
-        method=key.name,
-        streams=key.streams,
-        tokens=case.tokens,
-        bytes=samples[0].bytes,
-        runs=len(samples),
-        gb_per_s=round(median_rate(samples), 3),
-        cpu_s_per_gb=_cpu_per_gb(samples),
-        memory=memory,
-        **_timing(samples),
-    )
+    moved = sum(sample.bytes for sample in samples)
+    return {
+        "case": case.name,
+        "streams": key.streams,
+        "tokens": case.tokens,
+        "bytes": samples[0].bytes,
+        "runs": len(samples),
+        "gb_per_s": round(median_rate(samples), 3),
+        "cpu_s_per_gb": round(sum(sample.cpu for sample in samples) / (moved / 1e9), 4),
+        "memory": memory,
+        **{f"{name}_ms": round(value, 4) for name, value in dataclasses.asdict(spread).items()},
+    }
 
 
 def _transfer(
     case: Case, key: MethodKey, samples: Sequence[Sample], limit: tuple[str, float], pattern: str, memory: str
 ) -> TransferRecord:
-    rate = median_rate(samples)
     wrong = [sample.wrong for sample in samples if sample.wrong is not None]
     return TransferRecord(
-        case=case.name,
         pipe=key.name,
-        streams=key.streams,
         pattern=pattern,
-        tokens=case.tokens,
         blocks=case.blocks,
         block_bytes=case.flow_bytes // case.blocks,
-        bytes=samples[0].bytes,
-        runs=len(samples),
-        gb_per_s=round(rate, 3),
         limit=limit[0],
         limit_gb_per_s=round(limit[1], 3),
-        percent_of_limit=round(100 * rate / limit[1], 1) if limit[1] else 0.0,
-        cpu_s_per_gb=_cpu_per_gb(samples),
+        percent_of_limit=round(100 * median_rate(samples) / limit[1], 1) if limit[1] else 0.0,
         verified=bool(wrong) and not any(wrong),
         wrong_blocks=sum(wrong),
-        memory=memory,
-        **_timing(samples),
+        **_timed(case, key, samples, memory),
     )
 
 
@@ -629,18 +617,19 @@ class Driver:
         options = self._options
         here = target.ask("hello", Fields)
         there = source.ask("hello", Fields)
-        about: dict[str, Any] = {
-            "schema": SCHEMA_VERSION,
-            "version": __version__,
-            "machine": here,
-            "peer": there if options.connect else None,
-            "pipes": options.asked,
-            "geometry": options.label,
-            "kv_bytes_per_token": stage.source.bytes_per_token if stage.name == "kv" else 0,
-            "dst_block_size": options.dst_block_size or options.block_size,
-            "dst_kv_dtype": options.dst_kv_dtype or options.kv_dtype,
-        }
-        return RunRecord(**(shared_fields(options, RunRecord) | about))
+        return build_from(
+            RunRecord,
+            options,
+            schema=SCHEMA_VERSION,
+            version=__version__,
+            machine=here,
+            peer=there if options.connect else None,
+            pipes=options.asked,
+            geometry=options.label,
+            kv_bytes_per_token=stage.source.bytes_per_token if stage.name == "kv" else 0,
+            dst_block_size=options.dst_block_size or options.block_size,
+            dst_kv_dtype=options.dst_kv_dtype or options.kv_dtype,
+        )
 
     def _run_stage(self, stage: Stage, sources: list[Agent], targets: list[Agent]) -> None:
         opened = OpenStage(stage, sources, targets, self._options.asked, self._options.seed)
@@ -784,7 +773,7 @@ class Driver:
         for name, reason in reasons.items():
             if (ends, name) not in self._unavailable:
                 self._unavailable[ends, name] = reason
-                self._report(UnavailableRecord(name, reason, name in (self._options.pipes or ()), ends.label))
+                self._report(UnavailableRecord(name, reason, name in (self._options.pipes or ()), memory=ends.label))
 
     def _asked_in_vain(self) -> list[tuple[str, str]]:
         """Return the named pipes that work between no two kinds of memory that were measured, and why."""

@@ -20,7 +20,7 @@ from baton.kv_cache.shards import KVGeometry, shard_layout, shard_specs
 from baton.kv_transfer.wire import BadFrameError
 from baton_bench.agents import Message
 from baton_bench.geometries import model_geometry, named_geometry
-from baton_bench.report import check_positive, check_ranges, numbers, options_from, words
+from baton_bench.report import build_from, check_positive, check_ranges, numbers, words
 
 Ids = npt.NDArray[np.int64]
 HOST = "host"
@@ -368,7 +368,7 @@ class Options:
             ConfigError: Names the flag.
         """
         pipes = None if args.pipe is None else words(args.pipe)
-        return options_from(cls, args, pipes=pipes, streams=numbers(args.streams, "streams"))
+        return build_from(cls, args, pipes=pipes, streams=numbers(args.streams, "streams"))
 
     def __post_init__(self) -> None:
         if sum(bool(x) for x in (self.model, self.geometry, self.bytes)) > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from baton.errors import ConfigError
-from baton_bench.traces import BLOCK_TOKENS, TraceRequest, best_hit_rate, read_trace
+from baton_bench.traces import BLOCK_TOKENS, TraceRequest, best_hit_rate, draw_length, read_trace
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,10 @@ def from_lengths(isl: int, osl: int, count: int, *, spread: float = 0.0, seed: i
     name = 0
     requests = []
     for at in times.tolist():
-        tokens = _length(rng, isl, spread)
+        tokens = draw_length(rng, isl, spread)
         blocks = -(-tokens // BLOCK_TOKENS)
-        requests.append(TraceRequest(1e3 * at, tokens, _length(rng, osl, spread), tuple(range(name, name + blocks))))
+        requests.append(
+            TraceRequest(1e3 * at, tokens, draw_length(rng, osl, spread), tuple(range(name, name + blocks)))
+        )
         name += blocks
     return Workload.of(f"isl {isl}, osl {osl}", requests)
-
-
-def _length(rng: np.random.Generator, mean: int, spread: float) -> int:
-    return max(1, int(rng.integers(round(mean * (1 - spread)), round(mean * (1 + spread)) + 1)))

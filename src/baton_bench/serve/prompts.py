@@ -13,7 +13,7 @@ import orjson
 from baton.errors import ConfigError, shown
 from baton.tokenizer import Tokenizer
 from baton_bench.serve.options import ServeOptions
-from baton_bench.traces import BLOCK_TOKENS, read_lines, read_trace
+from baton_bench.traces import BLOCK_TOKENS, draw_length, read_lines, read_trace
 
 Prompt = str | tuple[int, ...] | list[dict[str, str]]
 """Text, token ids, or chat messages."""
@@ -86,17 +86,14 @@ class PromptSource:
         made = []
         for _ in range(count):
             prefix = prefixes[int(rng.integers(len(prefixes)))]
-            own = tuple(self._draw(rng, self._length(rng, options.isl)))
-            made.append(PlannedRequest(self._written((*prefix, *own)), self._length(rng, options.osl)))
+            own = tuple(self._draw(rng, draw_length(rng, options.isl, options.range_ratio)))
+            output = draw_length(rng, options.osl, options.range_ratio)
+            made.append(PlannedRequest(self._written((*prefix, *own)), output))
         return made
 
     def _prefixes(self) -> list[tuple[int, ...]]:
         rng = np.random.default_rng([self._options.seed, 2**31])
         return [tuple(self._draw(rng, self._options.prefix_len)) for _ in range(self._options.num_prefixes)]
-
-    def _length(self, rng: np.random.Generator, mean: int) -> int:
-        ratio = self._options.range_ratio
-        return max(1, int(rng.integers(round(mean * (1 - ratio)), round(mean * (1 + ratio)) + 1)))
 
     def _draw(self, rng: np.random.Generator, count: int) -> list[int]:
         results: list[int] = rng.choice(self._ids, count).tolist()

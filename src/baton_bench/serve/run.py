@@ -14,7 +14,7 @@ import uvloop
 from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
 from baton.terminal import Step
-from baton_bench.report import EXIT_FAILED, EXIT_OK, Report, machine_facts, run_with_result
+from baton_bench.report import EXIT_FAILED, EXIT_OK, Report, build_from, machine_facts, run_with_result
 from baton_bench.serve.options import ServeOptions
 from baton_bench.serve.prompts import PlannedRequest, PromptSource
 from baton_bench.serve.records import KneeRecord, Load, RunRecord, Sample, ServeRecord, detail, summarize
@@ -202,19 +202,13 @@ class Benchmark:
         try:
             await target.prepare()
             report(
-                RunRecord(
-                    url=options.url,
-                    endpoint=options.endpoint,
+                build_from(
+                    RunRecord,
+                    options,
                     model=target.model,
                     dataset=options.file or options.dataset,
                     arrival=options.arrival_kind,
-                    request_rate=options.request_rate,
-                    max_concurrency=options.max_concurrency,
                     requests=self._source.count,
-                    warmup=options.warmup,
-                    isl=options.isl,
-                    osl=options.osl,
-                    seed=options.seed,
                     slo=self._slos,
                     machine=machine_facts(),
                 )

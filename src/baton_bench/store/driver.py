@@ -30,10 +30,10 @@ from baton_bench.report import (
     EXIT_OK,
     EXIT_TOO_SLOW,
     Report,
+    build_from,
     machine_facts,
     require_memory,
     run_with_result,
-    shared_fields,
 )
 from baton_bench.store.plan import (
     DISK_MEMORY,
@@ -202,13 +202,9 @@ class Driver:
         return run_with_result(lambda: self._measure(plans), self._report)
 
     def _measure(self, plans: Sequence[Plan]) -> tuple[int, list[str]]:
-        about: dict[str, Any] = {
-            "schema": SCHEMA_VERSION,
-            "version": __version__,
-            "machine": machine_facts(),
-            "geometries": tuple(plan.name for plan in plans),
-        }
-        self._report(RunRecord(**(shared_fields(self._options, RunRecord) | about)))
+        names = tuple(plan.name for plan in plans)
+        about: dict[str, Any] = {"schema": SCHEMA_VERSION, "version": __version__, "machine": machine_facts()}
+        self._report(build_from(RunRecord, self._options, geometries=names, **about))
         if self._redis and (reason := redis_obstacle()):
             self._redis = False
             self._report(UnavailableRecord("redis", reason))

@@ -16,7 +16,7 @@ from baton.types import BlockHash
 from baton_bench.agents import Message
 from baton_bench.geometries import model_geometry, named_geometry
 from baton_bench.kv.plan import Shape
-from baton_bench.report import check_positive, check_ranges, numbers, options_from, words
+from baton_bench.report import build_from, check_positive, check_ranges, numbers, words
 
 TIERS = ("shm", "tcp", "disk")
 """Memory over the shared-memory pipe, memory over TCP, disk (over shared memory)."""
@@ -75,7 +75,7 @@ class Options:
         Raises:
             ConfigError: Names the flag.
         """
-        return options_from(
+        return build_from(
             cls,
             args,
             geometries=words(args.geometry),

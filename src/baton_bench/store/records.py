@@ -17,6 +17,7 @@ from baton_bench.report import (
     Record,
     ResultRecord,
     Spread,
+    build_from,
     make_table,
     of_kind,
     paired_ratio,
@@ -197,14 +198,12 @@ def measure_record(plan: Plan, cell: Cell) -> MeasureRecord:
     rate = statistics.median(cell.rates)
     moved = sum(sample.blocks for sample in cell.samples) * plan.block_bytes
     moves = cell.op != "contains"
-    return MeasureRecord(
+    return build_from(
+        MeasureRecord,
+        cell,
         geometry=plan.name,
         block_bytes=plan.block_bytes,
         blocks=plan.blocks,
-        method=cell.method,
-        op=cell.op,
-        clients=cell.clients,
-        hit_percent=cell.hit_percent,
         requests=sum(len(sample.latencies) for sample in cell.samples),
         requests_per_s=round(statistics.median(len(s.latencies) / s.seconds for s in cell.samples), 2),
         blocks_per_s=round(rate, 1),

@@ -72,9 +72,9 @@ def stop(running: Running) -> None:
 
 
 @contextlib.contextmanager
-def running_up(*args: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+def running_up(*args: str, env: dict[str, str] | None = None, ready_s: float = READY_S) -> Iterator[Running]:
     """A deployment that serves; ended as users do, and where that does not help, killed."""
-    running = start(*args, env=env)
+    running = start(*args, env=env, ready_s=ready_s)
     try:
         if running.process.poll() is not None:
             pytest.fail("".join(running.lines))
