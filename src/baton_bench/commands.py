@@ -657,15 +657,15 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def _roofline_profile(args: argparse.Namespace) -> Profile:
-    from baton_bench.planner.profiling import Efficiency, known_shape, roofline_profile
+    from baton_bench.planner.profiling import known_shape, roofline_profile
 
     for name in ("params", "width", "heads"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"--roofline needs --{name}", field=name)
     if not args.geometry:
         raise ConfigError("--roofline needs --geometry", field="geometry")
-    shape = known_shape(args.geometry, args.params, args.width, args.heads, "bfloat16")
-    return roofline_profile(args.roofline, shape, numbers(args.tp_sizes, "tp-sizes"), Efficiency())
+    shape = known_shape(args.geometry, args.params, args.width, args.heads)
+    return roofline_profile(args.roofline, shape, numbers(args.tp_sizes, "tp-sizes"))
 
 
 def add_plan_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -406,29 +406,23 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of the published figures that are taken for reached, and fixed costs in seconds.
-
-    Attributes:
-        flops: Share of the peak arithmetic that prompts' matrix products reach, 0 to 1.
-        attention_flops: Share of the peak arithmetic that attention over prompts reaches, 0 to 1.
-        memory: Share of the memory bandwidth that reading weights and KV reaches, 0 to 1.
-        links: Share of the links' bandwidth that all-reduces and KV transfers reach, 0 to 1.
-        usable_memory: For weights and KV.
-        step_s: Fixed seconds of a step: the scheduler, launches of kernels.
-        allreduce_s: Fixed seconds of an all-reduce, beyond the time of its bytes.
-        row_s: Seconds per sequence of a step, for sampling.
-    """
-
-    flops: float = 0.55
-    attention_flops: float = 0.35
-    memory: float = 0.75
-    links: float = 0.7
-    usable_memory: float = 0.9
-    step_s: float = 3e-3
-    allreduce_s: float = 10e-6
-    row_s: float = 20e-6
+# What is taken for reached of the published figures (shares, 0 to 1), and fixed costs in seconds.
+FLOPS_SHARE = 0.55
+"""Of the peak arithmetic, by prompts' matrix products."""
+ATTENTION_FLOPS_SHARE = 0.35
+"""Of the peak arithmetic, by attention over prompts."""
+MEMORY_SHARE = 0.75
+"""Of the memory bandwidth, by reading weights and KV."""
+LINK_SHARE = 0.7
+"""Of the links' bandwidth, by all-reduces and KV transfers."""
+USABLE_MEMORY = 0.9
+"""Of the memory, for weights and KV."""
+STEP_S = 3e-3
+"""Of a step: the scheduler, launches of kernels."""
+ALLREDUCE_S = 10e-6
+"""Of an all-reduce, beyond the time of its bytes."""
+ROW_S = 20e-6
+"""Of each sequence of a step, for sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,14 +450,13 @@ class ModelShape:
     weight_bytes: float = 2.0
 
 
-def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...], efficiency: Efficiency) -> Profile:
+def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...]) -> Profile:
     """Return a profile that follows from published figures.
 
     Args:
         gpu_name: One of :data:`GPUS`.
         shape: The model.
         tps: Tensor-parallel sizes; those without room for the weights are left out.
-        efficiency: Shares of the published figures that are assumed to be reached.
 
     Raises:
         ConfigError: There is no such GPU, or the model fits into none of the sizes.
@@ -471,38 +464,38 @@ def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...], eff
     if gpu_name not in GPUS:
         raise ConfigError(f"--roofline must be one of {', '.join(GPUS)}, got {shown(gpu_name)}", field="roofline")
     gpu = GPUS[gpu_name]
-    memory = Memory(gpu.memory_bytes, shape.params * shape.weight_bytes, efficiency.usable_memory)
+    memory = Memory(gpu.memory_bytes, shape.params * shape.weight_bytes, USABLE_MEMORY)
     engines = []
     for tp in tps:
-        left = tp * efficiency.usable_memory * gpu.memory_bytes - memory.weights_bytes
+        left = tp * USABLE_MEMORY * gpu.memory_bytes - memory.weights_bytes
         if left >= shape.kv_bytes_per_token:
-            engines.append(_engine(gpu, shape, tp, int(left / shape.kv_bytes_per_token), efficiency))
+            engines.append(_engine(gpu, shape, tp, int(left / shape.kv_bytes_per_token)))
     if not engines:
         raise ConfigError(f"{shape.name} fits into none of {', '.join(map(str, tps))} GPUs", field="tp")
     return Profile(
         model=shape.name,
         source=(
-            f"derived, not measured: roofline of {gpu_name} (published figures) at {efficiency.flops:.0%} of its "
-            f"arithmetic, {efficiency.memory:.0%} of its memory bandwidth, {efficiency.links:.0%} of its links"
+            f"derived, not measured: roofline of {gpu_name} (published figures) at {FLOPS_SHARE:.0%} of its "
+            f"arithmetic, {MEMORY_SHARE:.0%} of its memory bandwidth, {LINK_SHARE:.0%} of its links"
         ),
         layers=shape.layers,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         engines=tuple(engines),
-        link=Link(100e-6, efficiency.links * gpu.network_bytes_per_s),
+        link=Link(100e-6, LINK_SHARE * gpu.network_bytes_per_s),
         limits=Limits(max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048, block_size=16),
         memory=memory,
     )
 
 
-def _engine(gpu: Gpu, shape: ModelShape, tp: int, kv_tokens: int, efficiency: Efficiency) -> EngineProfile:
-    flops = tp * efficiency.flops * gpu.flops
-    reads = tp * efficiency.memory * gpu.memory_bytes_per_s
+def _engine(gpu: Gpu, shape: ModelShape, tp: int, kv_tokens: int) -> EngineProfile:
+    flops = tp * FLOPS_SHARE * gpu.flops
+    reads = tp * MEMORY_SHARE * gpu.memory_bytes_per_s
     reduces = 2 * shape.layers if tp > 1 else 0
     # A ring all-reduce moves 2 (tp - 1) / tp of its bytes over each link.
-    per_token_reduce = reduces * 2 * shape.width * 2 * (tp - 1) / tp / (efficiency.links * gpu.neighbour_bytes_per_s)
-    fixed = efficiency.step_s + reduces * efficiency.allreduce_s
+    per_token_reduce = reduces * 2 * shape.width * 2 * (tp - 1) / tp / (LINK_SHARE * gpu.neighbour_bytes_per_s)
+    fixed = STEP_S + reduces * ALLREDUCE_S
     weights = shape.params * shape.weight_bytes / reads
-    pair = 4 * shape.layers * shape.heads * shape.head_dim / (tp * efficiency.attention_flops * gpu.flops)
+    pair = 4 * shape.layers * shape.heads * shape.head_dim / (tp * ATTENTION_FLOPS_SHARE * gpu.flops)
     return EngineProfile(
         tp=tp,
         pp=1,
@@ -510,29 +503,29 @@ def _engine(gpu: Gpu, shape: ModelShape, tp: int, kv_tokens: int, efficiency: Ef
         decode=DecodeCost(
             fixed + weights,
             shape.kv_bytes_per_token / reads,
-            2 * shape.params / flops + per_token_reduce + efficiency.row_s,
+            2 * shape.params / flops + per_token_reduce + ROW_S,
         ),
         kv_tokens=kv_tokens,
         overlap=1.0,
     )
 
 
-def known_shape(geometry: str, params: float, width: int, heads: int, dtype: str) -> ModelShape:
-    """Return the shape of a model by the name or directory of its KV geometry.
+_DTYPE = "bfloat16"
+
+
+def known_shape(geometry: str, params: float, width: int, heads: int) -> ModelShape:
+    """Return the shape of a bfloat16 model by the name or directory of its KV geometry.
 
     Args:
         geometry: A name that ``baton bench kv --geometry`` knows, or a model directory.
         params: Weights.
         width: Hidden size.
         heads: Query heads.
-        dtype: Dtype of weights and KV.
 
     Raises:
         ConfigError: There is no such geometry.
     """
-    result = model_geometry(geometry, dtype) if Path(geometry).is_dir() else named_geometry(geometry, dtype)
-    kv = sum(layer.elements_per_token for layer in result.layers) * FLOAT_BYTES[dtype]
-    first = result.layers[0]
-    return ModelShape(
-        geometry, params, len(result.layers), width, heads, first.k_dim, float(kv), float(FLOAT_BYTES[dtype])
-    )
+    result = model_geometry(geometry, _DTYPE) if Path(geometry).is_dir() else named_geometry(geometry, _DTYPE)
+    size = float(FLOAT_BYTES[_DTYPE])
+    kv = sum(layer.elements_per_token for layer in result.layers) * size
+    return ModelShape(geometry, params, len(result.layers), width, heads, result.layers[0].k_dim, kv, size)

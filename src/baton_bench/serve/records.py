@@ -304,10 +304,10 @@ def print_report(records: Sequence[Record], console: Console) -> None:
     print_failures(records, console)
 
 
-def _line(console: Console, label: str, value: float | int | str | None, digits: int = 2) -> None:
+def _line(console: Console, label: str, value: float | int | str | None) -> None:
     if value is None:
         return
-    text = f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    text = f"{value:.2f}" if isinstance(value, float) else str(value)
     console.print(f"{label + ':':<{_WIDTH - _FIGURE}}{text:>{_FIGURE}}", markup=False)
 
 

@@ -13,7 +13,6 @@ from baton.config.cluster_file import ClusterFile
 from baton.errors import ConfigError
 from baton_bench.planner.plan import PlanOptions, make_plan
 from baton_bench.planner.profiling import (
-    Efficiency,
     fit_decode,
     fit_prefill,
     fit_transfer,
@@ -134,9 +133,9 @@ def test_fits_find_the_lines_that_points_were_made_of():
 
 
 def test_a_roofline_says_what_published_figures_allow():
-    shape = known_shape("llama-70b", 70.6e9, 8192, 64, "bfloat16")
+    shape = known_shape("llama-70b", 70.6e9, 8192, 64)
     assert shape.kv_bytes_per_token == 327_680
-    profile = roofline_profile("h100-sxm", shape, (1, 2, 4, 8), Efficiency())
+    profile = roofline_profile("h100-sxm", shape, (1, 2, 4, 8))
     assert [engine.tp for engine in profile.engines] == [2, 4, 8]  # 141 GB of weights do not fit into one
     four = profile.engine(4, 1)
     assert four is not None
@@ -145,9 +144,9 @@ def test_a_roofline_says_what_published_figures_allow():
     assert four.decode.fixed_s > 141.2e9 / (4 * 0.75 * 3.35e12)
     assert 1 / four.prefill.per_token_s == pytest.approx(4 * 0.55 * 989e12 / (2 * 70.6e9), rel=0.2)
     with pytest.raises(ConfigError, match="fits into none"):
-        roofline_profile("h100-sxm", shape, (1,), Efficiency())
+        roofline_profile("h100-sxm", shape, (1,))
     with pytest.raises(ConfigError, match="must be one of"):
-        roofline_profile("abacus", shape, (1,), Efficiency())
+        roofline_profile("abacus", shape, (1,))
 
 
 def goal(**more) -> Goal:
