@@ -23,8 +23,7 @@ from baton_router.admission.estimates import Estimates, Room
 from baton_router.admission.gate import Admission
 from baton_router.registry.instance import InstanceInfo, Status
 from baton_router.registry.registry import Registry
-from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placer import Placer
+from baton_router.scheduler.placer import Placer, SchedulerMetrics
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import RoutedRequest

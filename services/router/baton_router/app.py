@@ -30,9 +30,8 @@ from baton.worker.process import ServiceMetrics, open_span_exporter, serve_metri
 from baton_router.accounts import IN_REDIS, Accounts, CredentialReload, FileAccounts, RedisAccounts
 from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
-from baton_router.frontend.admin import administer
-from baton_router.frontend.app import create_app
-from baton_router.frontend.console.console import DebugEndpoints, watch
+from baton_router.frontend.app import administer, create_app
+from baton_router.frontend.console.console import DebugEndpoints
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
@@ -198,19 +197,6 @@ def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMet
     return _Pipeline(tokenizers, grammars, spans, decisions, turns, dispatcher, processor, tickets)
 
 
-@dataclass(frozen=True)
-class _Web:
-    """The HTTP server.
-
-    Attributes:
-        server: The server.
-        insight: Answers of ``/debug`` and the console, which gRPC gives too.
-    """
-
-    server: _HttpServer
-    insight: DebugEndpoints
-
-
 def _build_web(
     config: RouterConfig,
     credentials: _Credentials,
@@ -218,9 +204,9 @@ def _build_web(
     pipeline: _Pipeline,
     metrics: ServiceMetrics,
     is_ready: Callable[[], bool],
-) -> _Web:
+) -> tuple[_HttpServer, DebugEndpoints]:
+    """Return the HTTP server, and the answers of ``/debug`` and the console, which gRPC gives too."""
     registry = cluster.registry
-    queue = pipeline.dispatcher.admission.queue
     keyed = credentials.accounts is not None
     front = create_app(
         pipeline.processor,
@@ -241,14 +227,14 @@ def _build_web(
         refused=lambda: Counter(str(x.role) for x in registry.instances() if x.status is Status.REFUSED),
         steps=pipeline.turns,
     )
-    insight = watch(
+    insight = DebugEndpoints(
         front.app,
-        decisions=pipeline.decisions,
-        registry=registry,
-        metrics=metrics,
+        pipeline.decisions,
+        registry,
+        metrics,
         policy=config.policy,
         replicas=cluster.replica.report if cluster.replica is not None else None,
-        queued=lambda: (len(queue), queue.tokens),
+        queue=pipeline.dispatcher.admission.queue,
     )
     administer(front.app, pipeline.processor, registry)
     server = _HttpServer(
@@ -266,7 +252,7 @@ def _build_web(
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
         )
     )
-    return _Web(server, insight)
+    return server, insight
 
 
 class RouterApp:
@@ -293,11 +279,12 @@ class RouterApp:
         self._credentials = _read_credentials(config)
         self._cluster = _build_cluster(config, self._credentials, self.metrics)
         self._pipeline = _build_pipeline(config, self._cluster, self.metrics)
-        self._web = _build_web(config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready)
+        self._http, self._insight = _build_web(
+            config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready
+        )
         self.registry = self._cluster.registry
         self.dispatcher = self._pipeline.dispatcher
         self.processor = self._pipeline.processor
-        self._http = self._web.server
         self._reload = CredentialReload(self._credentials.source, self._credentials.tls, self._credentials.https)
         self._preload = _TokenizerPreload(self._pipeline.tokenizers, self.registry)
         self._grpc: GrpcServer | None = None
@@ -372,7 +359,7 @@ class RouterApp:
             self._credentials.accounts,
             access_log=self._config.access_log,
         )
-        servicer.insight = self._web.insight
+        servicer.insight = self._insight
         router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
         self.grpc_port = await server.start()
         return server

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -100,40 +100,36 @@ class _Family(Collector, Generic[C]):
         yield self._metric()
 
 
-class Counter(_Family[Amount]):
+class _Numbers(_Family[Amount]):
+    _type: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._metric()
+        for key, amount in self._series.items():
+            family.add_metric([str(value) for value in key], amount.value)
+        yield family
+
+    def _make(self) -> Amount:
+        return Amount()
+
+    def _metric(self) -> CounterMetricFamily | GaugeMetricFamily:
+        return self._type(self._name, self._text, labels=self._labels)
+
+
+class Counter(_Numbers):
     """A number that rises."""
+
+    _type = CounterMetricFamily
 
     def inc(self, amount: float = 1) -> None:
         """Add to the only series of a counter without labels."""
         self._series[()].value += amount
 
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for key, amount in self._series.items():
-            family.add_metric([str(value) for value in key], amount.value)
-        yield family
 
-    def _make(self) -> Amount:
-        return Amount()
-
-    def _metric(self) -> Metric:
-        return CounterMetricFamily(self._name, self._text, labels=self._labels)
-
-
-class Gauge(_Family[Amount]):
+class Gauge(_Numbers):
     """A number that rises and falls."""
 
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
-        for key, amount in self._series.items():
-            family.add_metric([str(value) for value in key], amount.value)
-        yield family
-
-    def _make(self) -> Amount:
-        return Amount()
-
-    def _metric(self) -> Metric:
-        return GaugeMetricFamily(self._name, self._text, labels=self._labels)
+    _type = GaugeMetricFamily
 
 
 class GaugeFunction(Collector):

@@ -24,9 +24,8 @@ from baton_router.admission.estimates import Room
 from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
-from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
-from baton_router.scheduler.placer import Placer
+from baton_router.scheduler.placer import Placer, SchedulerMetrics
 from baton_router.scheduler.policies import PolicyContext, make_policy
 from baton_router.scheduler.policy import Policy
 from baton_router.scheduler.speeds import Speeds

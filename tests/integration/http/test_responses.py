@@ -15,8 +15,8 @@ from tests.support.scripted import encode
 from tests.support.servers.http_front import Served
 
 from baton.errors import NotFoundError
-from baton_router.frontend.openai import response_store
-from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai import responses
+from baton_router.frontend.openai.responses import ResponseStore
 from baton_router.types import Account
 
 TOOLS: list[Any] = [
@@ -240,9 +240,9 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
 
 
 def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
-    monkeypatch.setattr(response_store, "MAX_BYTES", 8000)
-    monkeypatch.setattr(response_store, "MAX_TOTAL_BYTES", 12000)
+    monkeypatch.setattr(responses, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(responses, "MAX_BYTES", 8000)
+    monkeypatch.setattr(responses, "MAX_TOTAL_BYTES", 12000)
     counts: list[tuple[int, int]] = []
     store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
@@ -258,7 +258,7 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
     with pytest.raises(NotFoundError):
         store.body(mine, "large")
     # One account cannot take the room of another, but has all that is there.
-    monkeypatch.setattr(response_store, "MAX_RESPONSES", 100)
+    monkeypatch.setattr(responses, "MAX_RESPONSES", 100)
     for at in range(20):
         store.add(other, f"o{at}", [], b"x" * 998)
     assert store.body(mine, "r4")

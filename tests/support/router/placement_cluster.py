@@ -14,8 +14,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import Epoch, InstanceId
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.registry import Registry
-from baton_router.scheduler.metrics import SchedulerMetrics
-from baton_router.scheduler.placer import Placer
+from baton_router.scheduler.placer import Placer, SchedulerMetrics
 from baton_router.scheduler.policies import Policy, make_policy
 
 PROMPT = list(range(40))

@@ -25,6 +25,7 @@ from baton_router.accounts import (
 )
 from baton_router.admission.gate import TenantLimits
 from baton_router.frontend.grpc.servicer import SERVICE, admits_clients
+from baton_router.metrics import Amount
 from baton_router.types import Account
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -239,7 +240,7 @@ def limited(**limits: int) -> Account:
 
 def test_limits_of_a_tenant() -> None:
     now = [0.0]
-    books = TenantLimits(lambda: now[0])
+    books = TenantLimits(lambda: now[0], Amount())
     few = limited(max_in_flight=2)
     books.begin(few, 10)
     books.begin(few, 10)
@@ -248,7 +249,7 @@ def test_limits_of_a_tenant() -> None:
     books.end(few)
     books.begin(few, 10)
 
-    books = TenantLimits(lambda: now[0])
+    books = TenantLimits(lambda: now[0], Amount())
     slow = limited(requests_per_minute=6)
     for _ in range(6):
         books.begin(slow, 10)
@@ -258,7 +259,7 @@ def test_limits_of_a_tenant() -> None:
     now[0] += 10
     books.begin(slow, 10)
 
-    books = TenantLimits(lambda: now[0])
+    books = TenantLimits(lambda: now[0], Amount())
     small = limited(tokens_per_minute=600)
     books.begin(small, 1200)  # more than a minute's worth, of a full bucket
     with pytest.raises(QueueFullError, match="600 tokens a minute") as caught:
@@ -272,7 +273,7 @@ def test_limits_of_a_tenant() -> None:
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 500)), max_size=60))
 def test_no_tenant_gets_more_than_its_rate(asks: list[tuple[float, float]]) -> None:
     now, taken, account = [0.0], 0.0, limited(tokens_per_minute=600, requests_per_minute=30)
-    books = TenantLimits(lambda: now[0])
+    books = TenantLimits(lambda: now[0], Amount())
     let_in = 0
     for pause, cost in asks:
         now[0] += pause

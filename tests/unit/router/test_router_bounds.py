@@ -10,7 +10,7 @@ from baton.api.v1 import common_pb2
 from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
-from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.dispatch.request import DispatchMetrics
 from baton_router.frontend.http.http_exchange import decode_json
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics

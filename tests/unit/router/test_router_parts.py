@@ -22,7 +22,7 @@ from baton.types import Role
 from baton_router.app import RouterApp, listen
 from baton_router.dispatch.attempt import TraceMerge
 from baton_router.dispatch.interface import ChunkQueue
-from baton_router.dispatch.metrics import DispatchMetrics
+from baton_router.dispatch.request import DispatchMetrics
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation, LoadTracker
 from baton_router.registry.registry import Leases
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.types import PrefillPath, Role
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import NO_LIMIT
-from baton_router.scheduler.placement import Placement, PlacementRequest, Places
+from baton_router.scheduler.placement import Placement, PlacementRequest
+from baton_router.scheduler.placer import Fleet, Placer
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import RoutedRequest
 
@@ -40,13 +40,6 @@ _PRIOR_S = 1.0
 _KEEP = 0.95
 
 
-class Ready(Protocol):
-    """The known instances (:class:`baton_router.registry.registry.Registry`)."""
-
-    def ready(self, role: Role) -> list[Instance]:
-        """Return the instances of a role that accept new requests."""
-
-
 class Room:
     """Counts the sequences and prompt tokens that may start now.
 
@@ -62,7 +55,7 @@ class Room:
     """
 
     def __init__(
-        self, registry: Ready, speeds: Speeds, slots: int | None, prompt_tokens: int | None, now: Callable[[], float]
+        self, registry: Fleet, speeds: Speeds, slots: int | None, prompt_tokens: int | None, now: Callable[[], float]
     ) -> None:
         self._registry = registry
         self._speeds = speeds
@@ -227,7 +220,7 @@ class Estimates:
         registry: The instances.
     """
 
-    def __init__(self, placer: Places, speeds: Speeds, registry: Ready) -> None:
+    def __init__(self, placer: Placer, speeds: Speeds, registry: Fleet) -> None:
         self._placer = placer
         self._speeds = speeds
         self._registry = registry

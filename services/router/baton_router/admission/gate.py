@@ -25,6 +25,7 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, OverloadedError, QueueFullError, SloError, UnavailableError
 from baton_router.admission.estimates import DrainRate, Estimates, Outlook, Room
 from baton_router.admission.queue import AdmissionMetrics, FairQueue, Waiting
+from baton_router.metrics import Amount
 from baton_router.types import Account, RoutedRequest
 
 _TICK_S = 0.01
@@ -84,7 +85,7 @@ class Admission:
         self.queue = FairQueue(config.queue_requests, config.queue_tokens, share, ageing_s=ageing_s)
         self._drain = DrainRate()
         self.metrics = AdmissionMetrics(registry, self.queue, self.rate)
-        self._tenants = TenantLimits(now)
+        self._tenants = TenantLimits(now, self.metrics.refusals.labels("tenant_limit"))
         self._numbers = count()
         self._in_flight = 0.0
         self._num_in_flight = 0
@@ -108,10 +109,7 @@ class Admission:
         account = request.account
         if account is None or not account.limited:
             return await self._enter(request)
-        try:
-            self._tenants.begin(account, len(request.prompt_token_ids) + self._estimates.output_tokens(request))
-        except QueueFullError as error:
-            raise self._count(error, "tenant_limit") from None
+        self._tenants.begin(account, len(request.prompt_token_ids) + self._estimates.output_tokens(request))
         try:
             ticket = await self._enter(request)
         except BaseException:
@@ -127,10 +125,7 @@ class Admission:
             QueueFullError: Says when it may try again.
         """
         if account is not None and account.limited:
-            try:
-                self._tenants.check(account)
-            except QueueFullError as error:
-                raise self._count(error, "tenant_limit") from None
+            self._tenants.check(account)
 
     @contextmanager
     def charge(self, account: Account | None, tokens: float) -> Iterator[Charge]:
@@ -147,10 +142,7 @@ class Admission:
         if account is None or not account.limited:
             yield charge
             return
-        try:
-            self._tenants.begin(account, tokens)
-        except QueueFullError as error:
-            raise self._count(error, "tenant_limit") from None
+        self._tenants.begin(account, tokens)
         try:
             yield charge
         except UnavailableError:  # it was not done, and not for a fault of the tenant's
@@ -443,10 +435,12 @@ class TenantLimits:
 
     Args:
         now: Monotonic clock, in seconds.
+        refused: Number of refused requests.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], refused: Amount) -> None:
         self._now = now
+        self._refused = refused
         self._uses: dict[str, _Use] = {}
 
     def begin(self, account: Account, cost: float) -> None:
@@ -459,7 +453,7 @@ class TenantLimits:
         Raises:
             QueueFullError: The tenant would exceed its limits; says when it may try again.
         """
-        use = self._check(account, cost)
+        use = self.check(account, cost)
         use.requests.level -= 1.0 if account.requests_per_minute else 0.0
         use.tokens.level -= cost if account.tokens_per_minute else 0.0
         use.running += 1
@@ -476,15 +470,16 @@ class TenantLimits:
         use.requests.level += unused[0] if account.requests_per_minute else 0.0
         use.tokens.level += unused[1] if account.tokens_per_minute else 0.0
 
-    def check(self, account: Account) -> None:
-        """Check whether a tenant may send anything now; counts nothing.
+    def check(self, account: Account, cost: float = 1.0) -> _Use:
+        """Check whether a tenant may send a request now; counts nothing.
+
+        Args:
+            account: Account of the tenant.
+            cost: Expected work of the request, in tokens.
 
         Raises:
             QueueFullError: It may not; says when it may try again.
         """
-        self._check(account, 1.0)
-
-    def _check(self, account: Account, cost: float) -> _Use:
         now = self._now()
         use = self._uses.get(account.name)
         if use is None:
@@ -492,6 +487,7 @@ class TenantLimits:
             use = self._uses[account.name] = _Use(*full)
         if account.max_in_flight and use.running >= account.max_in_flight:
             message = f"{use.running} requests of this tenant run or wait, as many as it may have at once"
+            self._refused.inc()
             raise QueueFullError(message, retry_after_s=_BUSY_S)
         asked = (
             (use.requests, account.requests_per_minute, 1.0, "requests"),
@@ -503,6 +499,7 @@ class TenantLimits:
                 wait_s = bucket.wait_s(amount, most)
                 if wait_s > 0:
                     message = f"this tenant has used its {most} {what} a minute"
+                    self._refused.inc()
                     raise QueueFullError(message, retry_after_s=max(0.1, wait_s))
         return use
 

@@ -17,15 +17,13 @@ from baton_router.admission.gate import Admission, Ticket
 from baton_router.dispatch.attempt import WorkerStreams
 from baton_router.dispatch.event_loop import Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkQueue, ChunkSink, RoutedChunk, Running
-from baton_router.dispatch.metrics import DispatchMetrics
 from baton_router.dispatch.prefill_first import PrefillFirstCalls
-from baton_router.dispatch.request import RequestContext, RequestRun
+from baton_router.dispatch.request import DispatchMetrics, RequestContext, RequestRun
 from baton_router.dispatch.retry import Breakers, RetryBudget
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
-from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
-from baton_router.scheduler.placer import LowerTiers, Placer, parse_tier_weights
+from baton_router.scheduler.placer import LowerTiers, Placer, SchedulerMetrics, parse_tier_weights
 from baton_router.scheduler.policies.registry import configured_policy
 from baton_router.scheduler.speeds import Speeds
 from baton_router.types import ModelInfo, RoutedRequest

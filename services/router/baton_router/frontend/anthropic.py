@@ -6,7 +6,7 @@ blocks, whole or in events.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -20,80 +20,69 @@ from baton.errors import BatonError, InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton.tokenizer import TextDelta
 from baton.types import FinishReason
-from baton_router.frontend.http.errors import answer_to, baton_error_object
-from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer, named_events, reasoning_tokens
-from baton_router.frontend.openai.endpoint import FieldNames
+from baton_router.frontend.http.errors import answer_to, baton_error_object, json_response
+from baton_router.frontend.openai.answer import (
+    EventStream,
+    Formatter,
+    WholeAnswer,
+    named_events,
+    parse_text,
+    reasoning_tokens,
+)
+from baton_router.frontend.openai.generation import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
-from baton_router.frontend.openai.schemas import Body, Outside, ignored_fields, parse_body, unknown_fields
+from baton_router.frontend.openai.schemas import (
+    BOOL_OR_NULL,
+    MESSAGES_TEXT,
+    STRING,
+    STRING_OR_NULL,
+    TOOL_NAME,
+    Body,
+    Outside,
+    array_schema,
+    ignored_fields,
+    invalid_field,
+    object_schema,
+    or_null,
+    parse_body,
+    unknown_fields,
+)
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextRequest
 from baton_router.types import Account
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, {"type": "null"}]}
+def _block(kind: str, needed: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return object_schema({"type": {"const": kind}, **needed}, **more)
 
 
-def _block(kind: str, needed: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, **needed, **more},
-        "required": ["type", *needed],
-    }
-
-
-_STRING = {"type": "string"}
-_TEXTS = {"anyOf": [_STRING, {"type": "array", "items": _block("text", {"text": _STRING})}]}
+_TEXTS = {"anyOf": [STRING, array_schema(_block("text", {"text": STRING}))]}
 _BLOCKS = [
-    _block("text", {"text": _STRING}),
-    _block("tool_use", {"id": _STRING, "name": _STRING, "input": {"type": "object"}}),
-    _block("tool_result", {"tool_use_id": _STRING}, content=_or_null(_TEXTS), is_error={"type": ["boolean", "null"]}),
-    _block("thinking", {"thinking": _STRING}),
+    _block("text", {"text": STRING}),
+    _block("tool_use", {"id": STRING, "name": STRING, "input": {"type": "object"}}),
+    _block("tool_result", {"tool_use_id": STRING}, content=or_null(_TEXTS), is_error=BOOL_OR_NULL),
+    _block("thinking", {"thinking": STRING}),
     _block("redacted_thinking", {}),
 ]
-_MESSAGES = {
-    "description": "The conversation; the model's chat template makes the prompt of it.",
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _BLOCKS}, "minItems": 1}]},
-        },
-        "required": ["role", "content"],
-    },
-    "minItems": 1,
-}
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["custom", None]},
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-        "description": {"type": ["string", "null"]},
-        "input_schema": {"description": "A JSON schema of an object.", "type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-    "required": ["name", "input_schema"],
-}
-
-
-_TOOL_CHOICE = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": _STRING,
-        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
-    },
-    "required": ["type"],
-}
-_THINKING = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": ["enabled", "adaptive", "disabled"]},
-        "budget_tokens": {"description": "With enabled: fewer than max_tokens.", "type": "integer", "minimum": 1},
-        "display": {"enum": ["summarized", "omitted", None]},
-    },
-    "required": ["type"],
-}
+_MESSAGE = object_schema(
+    {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [STRING, array_schema({"anyOf": _BLOCKS}, minItems=1)]},
+    }
+)
+_TOOL = object_schema(
+    {"name": TOOL_NAME, "input_schema": {"description": "A JSON schema of an object.", "type": "object"}},
+    type={"enum": ["custom", None]},
+    description=STRING_OR_NULL,
+    strict=BOOL_OR_NULL,
+)
+_TOOL_CHOICE = object_schema(
+    {"type": {"enum": ["auto", "any", "tool", "none"]}}, name=STRING, disable_parallel_tool_use=BOOL_OR_NULL
+)
+_THINKING = object_schema(
+    {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
+    budget_tokens={"description": "With enabled: fewer than max_tokens.", "type": "integer", "minimum": 1},
+    display={"enum": ["summarized", "omitted", None]},
+)
 
 
 class CountTokensBody(Body, kw_only=True):
@@ -106,11 +95,11 @@ class CountTokensBody(Body, kw_only=True):
     )
 
     described: ClassVar[Mapping[str, Any]] = {
-        "messages": _MESSAGES,
-        "system": _or_null(_TEXTS),
-        "tools": _or_null({"type": "array", "items": _TOOL}),
-        "tool_choice": _or_null(_TOOL_CHOICE),
-        "thinking": _or_null(_THINKING),
+        "messages": {"description": MESSAGES_TEXT, **array_schema(_MESSAGE, minItems=1)},
+        "system": or_null(_TEXTS),
+        "tools": or_null(array_schema(_TOOL)),
+        "tool_choice": or_null(_TOOL_CHOICE),
+        "thinking": or_null(_THINKING),
     }
 
     messages: list[dict[str, Any]]
@@ -261,15 +250,13 @@ class _Reader:
         role = message.get("role")
         content = message.get("content")
         if role not in _ROLES:
-            raise InvalidRequestError(
-                f"{place}.role must be user, assistant or system, got {shown(role)}", field=f"{place}.role"
-            )
+            raise invalid_field(f"{place}.role", f"must be user, assistant or system, got {shown(role)}")
         if isinstance(content, str):
             self.add(role, content)
             return
         place = f"{place}.content"
         if not isinstance(content, list) or not content:
-            raise InvalidRequestError(f"{place} must be a string or a list of blocks, not empty", field=place)
+            raise invalid_field(place, "must be a string or a list of blocks, not empty")
         kinds: dict[str, dict[str, Callable[[Mapping[str, Any], str], None]]] = {
             "user": {"text": self._user_text, "tool_result": self._tool_result},
             "assistant": {
@@ -286,8 +273,9 @@ class _Reader:
             take = kinds[role].get(kind) if isinstance(kind, str) else None
             if take is None:
                 known = ", ".join(kinds[role])
-                message_text = f"{where}.type must be one of {known} in a message of the {role}, got {shown(kind)}"
-                raise InvalidRequestError(message_text, field=f"{where}.type")
+                raise invalid_field(
+                    f"{where}.type", f"must be one of {known} in a message of the {role}, got {shown(kind)}"
+                )
             take(block, where)
 
     def _user_text(self, block: Mapping[str, Any], place: str) -> None:
@@ -306,7 +294,7 @@ class _Reader:
             raise InvalidRequestError(f"{where}: there is no tool_use {shown(ident)} before it", field=where)
         failed = block.get("is_error")
         if not isinstance(failed, bool | None):
-            raise InvalidRequestError(f"{place}.is_error must be true or false", field=f"{place}.is_error")
+            raise invalid_field(f"{place}.is_error", "must be true or false")
         content = block.get("content")
         text = "" if content is None else _text(content, f"{place}.content")
         # Chat templates cannot mark results as errors.
@@ -318,9 +306,7 @@ class _Reader:
         name = _string(block, "name", place)
         arguments = block.get("input")
         if not isinstance(arguments, Mapping):
-            raise InvalidRequestError(
-                f"{place}.input must be an object, got {shown(arguments)}", field=f"{place}.input"
-            )
+            raise invalid_field(f"{place}.input", f"must be an object, got {shown(arguments)}")
         call = {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.add("assistant", "").setdefault("tool_calls", []).append(call)
         self._called.add(ident)
@@ -336,7 +322,7 @@ class _Reader:
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{place}.{name} must be a string, got {shown(value)}", field=f"{place}.{name}")
+        raise invalid_field(f"{place}.{name}", f"must be a string, got {shown(value)}")
     return value
 
 
@@ -345,7 +331,7 @@ def _text(value: Any, place: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of text blocks", field=place)
+        raise invalid_field(place, "must be a string or a list of text blocks")
     texts = []
     for at, block in enumerate(value):
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -390,20 +376,10 @@ def parse_message(value: Any, account: Account | None) -> OpenAIRequest:
     return _request(body, more, ignored, body.max_tokens)
 
 
-class TokenCounter:
-    """Serves ``/v1/messages/count_tokens``.
-
-    Args:
-        count: Returns the number of tokens of a prompt.
-    """
-
-    def __init__(self, count: Callable[[TextRequest, Account | None], Awaitable[int]]) -> None:
-        self._count = count
-
-    async def answer(self, body: CountTokensBody, account: Account | None) -> dict[str, Any]:
-        """Return the number of prompt tokens of a conversation, including tools and template text."""
-        (request,) = _request(body, {"model": body.model}, [], None).requests
-        return {"input_tokens": await self._count(request, account)}
+def count_request(body: CountTokensBody) -> TextRequest:
+    """Return a generation whose prompt is the conversation, with its tools and the template's text."""
+    (request,) = _request(body, {"model": body.model}, [], None).requests
+    return request
 
 
 def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], most: int | None) -> OpenAIRequest:
@@ -444,12 +420,12 @@ def _request(body: CountTokensBody, more: dict[str, Any], ignored: list[str], mo
 
 def _tool(tool: Mapping[str, Any], place: str, ignored: list[str]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        message = f"{place}.type must be custom, as Baton has no tools of its own, got {shown(tool['type'])}"
-        raise InvalidRequestError(message, field=f"{place}.type")
+        raise invalid_field(
+            f"{place}.type", f"must be custom, as Baton has no tools of its own, got {shown(tool['type'])}"
+        )
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
-        message = f"{place}.input_schema must be the JSON schema of an object, got {shown(schema)}"
-        raise InvalidRequestError(message, field=f"{place}.input_schema")
+        raise invalid_field(f"{place}.input_schema", f"must be the JSON schema of an object, got {shown(schema)}")
     function = {"name": tool.get("name"), "parameters": schema}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     unknown = tool.keys() - _TOOL_KEYS - _HARMLESS_TOOL_KEYS
@@ -463,8 +439,7 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
         return None, None
     alone = choice.get("disable_parallel_tool_use")
     if not isinstance(alone, bool | None):
-        name = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequestError(f"{name} must be true or false", field=name)
+        raise invalid_field("tool_choice.disable_parallel_tool_use", "must be true or false")
     parallel = None if alone is None else not alone
     match choice.get("type"):
         case "auto" | "none" as kind:
@@ -474,8 +449,7 @@ def _tool_choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
         case "tool":
             return {"type": "function", "function": {"name": choice.get("name")}}, parallel
         case kind:
-            name = "tool_choice.type"
-            raise InvalidRequestError(f"{name} must be auto, any, tool or none, got {shown(kind)}", field=name)
+            raise invalid_field("tool_choice.type", f"must be auto, any, tool or none, got {shown(kind)}")
 
 
 def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, bool, int | None]:
@@ -484,8 +458,7 @@ def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, 
         return False, False, None
     display = value.get("display")
     if display not in (None, "summarized", "omitted"):
-        name = "thinking.display"
-        raise InvalidRequestError(f"{name} must be summarized or omitted, got {shown(display)}", field=name)
+        raise invalid_field("thinking.display", f"must be summarized or omitted, got {shown(display)}")
     match value.get("type"):
         case "disabled":
             return False, False, None
@@ -495,14 +468,14 @@ def _thinking(value: Mapping[str, Any] | None, most: int | None) -> tuple[bool, 
             budget = value.get("budget_tokens")
             name = "thinking.budget_tokens"
             if type(budget) is not int or budget < 1:
-                raise InvalidRequestError(f"{name} must be an integer above 0, got {shown(budget)}", field=name)
+                raise invalid_field(name, f"must be an integer above 0, got {shown(budget)}")
             if most is not None and budget >= most:
-                message = f"{name} must be less than max_tokens, which counts reasoning too: {budget} and {most}"
-                raise InvalidRequestError(message, field=name)
+                raise invalid_field(
+                    name, f"must be less than max_tokens, which counts reasoning too: {budget} and {most}"
+                )
             return True, display != "omitted", budget
         case kind:
-            name = "thinking.type"
-            raise InvalidRequestError(f"{name} must be enabled, adaptive or disabled, got {shown(kind)}", field=name)
+            raise invalid_field("thinking.type", f"must be enabled, adaptive or disabled, got {shown(kind)}")
 
 
 def _structured(form: Any) -> StructuredOutputs | None:
@@ -510,14 +483,13 @@ def _structured(form: Any) -> StructuredOutputs | None:
         return None
     place = "output_config.format"
     if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise InvalidRequestError(f"{place}.type must be json_schema", field=f"{place}.type")
+        raise invalid_field(f"{place}.type", "must be json_schema")
     if not isinstance(form.get("schema"), Mapping):
-        raise InvalidRequestError(f"{place}.schema must be a JSON schema", field=f"{place}.schema")
+        raise invalid_field(f"{place}.schema", "must be a JSON schema")
     return StructuredOutputs(json=form["schema"], field=f"{place}.schema")
 
 
 def message_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
-    """Return the formatter of a request."""
     return MessageStream if request.stream else WholeAnthropicMessage
 
 
@@ -543,13 +515,8 @@ class _Message:
 
     def add_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add text; return the stream's events for it."""
-        parser = self._parser
         finish = delta.finish_reason
-        parsed: list[Event] = [Text(delta.text)] if parser is None and delta.text else []
-        if parser is not None:
-            parsed = parser.feed(delta.text)
-            if finish is not None:
-                parsed += parser.finish()
+        parsed = parse_text(self._parser, delta.text, ended=finish is not None)
         events = [event for item in parsed for event in self._event(item)]
         if finish is not None:
             events += self._close()
@@ -653,7 +620,6 @@ class WholeAnthropicMessage(WholeAnswer):
         self._message = _Message(request, prepared[0], ident)
 
     def end(self) -> bytes:
-        """Return the message object as JSON."""
         choice = self._choices[0][0]
         finish = choice.finish_reason or FinishReason.STOP
         self._message.add_delta(
@@ -671,7 +637,6 @@ class MessageStream(EventStream):
         self._message = _Message(request, prepared[0], ident)
 
     def add(self, chunk: TextChunk) -> bytes:
-        """Return the events for a chunk."""
         events: list[dict[str, Any]] = []
         if chunk.trace is not None:
             self._cached[0] = chunk.cached_tokens
@@ -684,13 +649,11 @@ class MessageStream(EventStream):
         return named_events(events)
 
     def end(self) -> bytes:
-        """Return the events that end a stream."""
         usage = self._message.usage(self._tokens, self._cached[0])
         delta = {"type": "message_delta", "delta": self._message.stop_fields, "usage": usage}
         return named_events([delta, {"type": "message_stop"}])
 
     def error(self, error: BatonError) -> bytes:
-        """Return the event that ends a stream with an error."""
         return named_events([error_event(error)])
 
 
@@ -749,8 +712,7 @@ def refusal(error: BatonError | HTTPException) -> Response:
     response = answer_to(error)
     fields = orjson.loads(bytes(response.body))["error"]
     headers = {name: response.headers[name] for name in _KEPT if name in response.headers}
-    body = orjson.dumps(_shaped(response.status_code, fields))
-    return Response(body, response.status_code, media_type="application/json", headers=headers)
+    return json_response(_shaped(response.status_code, fields), response.status_code, headers)
 
 
 def error_event(error: BatonError) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
 import orjson
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -16,30 +18,40 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError, InternalError, InvalidRequestError
+from baton.api.v1 import worker_pb2
+from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.rpc.audit import audit
+from baton.rpc.errors import from_rpc_error, readable
 from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
 from baton_router.frontend.anthropic import NAMES as MESSAGE_NAMES
-from baton_router.frontend.anthropic import CountTokensBody, TokenCounter, message_formatter, parse_message, refusal
+from baton_router.frontend.anthropic import CountTokensBody, count_request, message_formatter, parse_message, refusal
 from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
-from baton_router.frontend.http.middleware import HttpMetrics, HttpMiddleware, HttpOptions, require_admin
+from baton_router.frontend.http.errors import json_response
+from baton_router.frontend.http.middleware import (
+    HttpMetrics,
+    HttpMiddleware,
+    HttpOptions,
+    account_of,
+    require_admin,
+)
 from baton_router.frontend.openai.answer import chat_formatter, plain_formatter
-from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
-from baton_router.frontend.openai.generation import PostEndpoints
+from baton_router.frontend.openai.generation import GenerationEndpoint, PlainEndpoint, PostEndpoints
 from baton_router.frontend.openai.openai_request import chat_prompt, parse_chat, parse_completion
-from baton_router.frontend.openai.response_store import KeptResponses, ResponseStore
 from baton_router.frontend.openai.responses import NAMES as RESPONSE_NAMES
-from baton_router.frontend.openai.responses import parse_response
-from baton_router.frontend.openai.responses_answer import response_formatter
-from baton_router.frontend.openai.schemas import DetokenizeBody, TokenizeBody
+from baton_router.frontend.openai.responses import ResponseStore, parse_response, response_formatter
+from baton_router.frontend.openai.schemas import DetokenizeBody, TokenizeBody, invalid_field
 from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
+from baton_router.registry.instance import Instance, Status
+from baton_router.registry.registry import Registry
 from baton_router.types import Account, ModelInfo
 
 _INLINE_TOKENS = 4096
+_RESET_S = 30.0
 _LEAST_BOUND = 2**20
 """Characters and tokens that ``/tokenize`` and ``/detokenize`` accept, whatever the model's context."""
 
@@ -97,14 +109,12 @@ def create_app(
     tokenizer = TokenizerEndpoints(processor)
     models = Models(processor)
     health = Health(ready or (lambda: dispatcher.model_info() is not None), refused, registry)
-    document = openapi(keyed=options.accounts is not None, metrics_port=options.metrics_port)
+    document = orjson.dumps(openapi(keyed=options.accounts is not None, metrics_port=options.metrics_port))
     store = ResponseStore(metrics.count_kept)
     endpoints: dict[str, GenerationEndpoint | PlainEndpoint] = {
         **openai_endpoints(options, store),
         "/v1/messages": GenerationEndpoint(parse_message, "msg", message_formatter, MESSAGE_NAMES, refusal),
-        "/v1/messages/count_tokens": PlainEndpoint(
-            CountTokensBody, TokenCounter(tokenizer.count).answer, MESSAGE_NAMES, refusal
-        ),
+        "/v1/messages/count_tokens": PlainEndpoint(CountTokensBody, tokenizer.count, MESSAGE_NAMES, refusal),
         "/tokenize": PlainEndpoint(TokenizeBody, tokenizer.tokenize),
         "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),
     }
@@ -112,10 +122,12 @@ def create_app(
         _add(app, "POST", path, _served_by_the_protocol)
     # One route for both, so that the error for other methods lists all allowed ones.
     methods = ["GET", "HEAD", "DELETE"]
-    app.add_api_route(
-        "/v1/responses/{response_id}", KeptResponses(store).serve, methods=methods, response_class=Response
-    )
-    _add(app, "GET", "/openapi.json", _Constant(document).get)
+    app.add_api_route("/v1/responses/{response_id}", store.serve, methods=methods, response_class=Response)
+
+    async def describe_interface(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    _add(app, "GET", "/openapi.json", describe_interface)
     _add(app, "GET", "/v1/models", models.list)
     _add(app, "GET", "/v1/models/{model:path}", models.get)
     _add(app, "GET", "/health", health.health)
@@ -139,16 +151,6 @@ def openai_endpoints(options: HttpOptions, store: ResponseStore) -> dict[str, Ge
     }
 
 
-class _Constant:
-    """Serves a constant JSON value."""
-
-    def __init__(self, value: Any) -> None:
-        self._body = orjson.dumps(value)
-
-    async def get(self, request: Request) -> Response:
-        return Response(self._body, media_type="application/json")
-
-
 async def _served_by_the_protocol(request: Request) -> Response:
     """Placeholder of an endpoint that the protocol serves; requests reach it only in a misconfigured server."""
     raise InternalError("this server does not use Baton's HTTP protocol, which serves this endpoint")
@@ -169,12 +171,12 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model(self._processor.model_info())]})
+        return json_response({"object": "list", "data": [self._model(self._processor.model_info())]})
 
     async def get(self, request: Request) -> Response:
         """Serve ``GET /v1/models/{id}``; without an id it is the list."""
         model = request.path_params["model"]
-        return _json(self._model(self._processor.model_info(model))) if model else await self.list(request)
+        return json_response(self._model(self._processor.model_info(model))) if model else await self.list(request)
 
     def _model(self, info: ModelInfo) -> dict[str, Any]:
         return {
@@ -200,7 +202,7 @@ class TokenizerEndpoints:
         text_request = TextRequest(
             prompt=prompt,
             sampling=SamplingParams(),
-            cache_salt=account.salt("") if account is not None else "",
+            cache_salt=_salt(account),
             account=account,
             prompt_field=field,
             # As in the completion endpoints: a rendered conversation has its special tokens already.
@@ -221,15 +223,16 @@ class TokenizerEndpoints:
                 answer["token_strs"] = texts() if few else await self._processor.in_turn(text_request, texts)
         return answer
 
-    async def count(self, text_request: TextRequest, account: Account | None) -> int:
-        """Return the number of tokens of a request's prompt."""
+    async def count(self, body: CountTokensBody, account: Account | None) -> dict[str, Any]:
+        """Serve ``/v1/messages/count_tokens``: all tokens of the prompt, those of tools and template included."""
+        text_request = count_request(body)
         info = self._processor.model_info(text_request.model)
         _check_length(text_request.prompt, info, text_request.prompt_field)
         text_request.account = account
-        text_request.cache_salt = account.salt("") if account is not None else ""
+        text_request.cache_salt = _salt(account)
         with self._processor.charge(account, about_tokens(text_request.prompt)) as charge:
             charge.tokens = len(await self._processor.tokenize(text_request, info))
-            return int(charge.tokens)
+            return {"input_tokens": int(charge.tokens)}
 
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
         info = self._processor.model_info(body.model or "")
@@ -238,22 +241,24 @@ class TokenizerEndpoints:
             raise InvalidRequestError(f"tokens must be at most {most}, got {len(body.tokens)}", field="tokens")
         for at, token_id in enumerate(body.tokens):
             if not 0 <= token_id < info.vocab_size:
-                field = f"tokens[{at}]"
-                raise InvalidRequestError(f"{field} must be between 0 and {info.vocab_size - 1}", field=field)
+                raise invalid_field(f"tokens[{at}]", f"must be between 0 and {info.vocab_size - 1}")
         tokenizer = (await self._processor.text_model(info)).tokenizer
         decode = functools.partial(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
         with self._processor.charge(account, len(body.tokens)):
             if len(body.tokens) <= _INLINE_TOKENS:
                 return {"prompt": decode()}
-            salt = account.salt("") if account is not None else ""
-            request = TextRequest(body.tokens, SamplingParams(), account=account, cache_salt=salt)
+            request = TextRequest(body.tokens, SamplingParams(), account=account, cache_salt=_salt(account))
             return {"prompt": await self._processor.in_turn(request, decode)}
+
+
+def _salt(account: Account | None) -> str:
+    return account.salt("") if account is not None else ""
 
 
 def _check_length(prompt: Prompt, info: ModelInfo, field: str) -> None:
     most = max(_LEAST_BOUND, 8 * info.max_model_len)
     if count_chars(prompt) > most:
-        raise InvalidRequestError(f"{field} must have at most {most} characters", field=field)
+        raise invalid_field(field, f"must have at most {most} characters")
 
 
 class Health:
@@ -268,7 +273,7 @@ class Health:
 
     async def health(self, request: Request) -> Response:
         """Serve ``GET /health``: the process is up."""
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """Serve ``GET /readyz``: a decode instance is ready, and its model's tokenizer is loaded.
@@ -281,7 +286,7 @@ class Health:
             ready = False
         refused = self._refused()
         body: dict[str, Any] = {"status": "ready" if ready else "not ready"}
-        return _json(body | ({"refused": refused} if refused else {}), status=200 if ready else 503)
+        return json_response(body | ({"refused": refused} if refused else {}), 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Serve ``GET /metrics``, which has all tenants' counters: with API keys, for administrators only."""
@@ -290,7 +295,54 @@ class Health:
         return Response(encode(self._registry), media_type=media_type, headers={"vary": "Accept"})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
+
+
+def administer(app: FastAPI, processor: InputProcessor, registry: Registry) -> None:
+    """Add ``/reset_prefix_cache`` (vLLM's name), ``/flush_cache`` (SGLang's) and ``/tokenizer_info`` to an app.
+
+    Args:
+        app: The app.
+        processor: Processor with the tokenizer.
+        registry: Registry of the instances.
+    """
+
+    async def reset(request: Request) -> Response:
+        """Have every instance drop the cached blocks that no request uses; an error names those that did not."""
+        require_admin(request)
+        account = account_of(request)
+        audit("deleted", over="http", account=account.name if account is not None else "", what="prefix caches")
+        instances = [x for x in registry.instances() if x.status is Status.READY]
+        if not instances:
+            raise UnavailableError("no instance is ready")
+        answers = await asyncio.gather(*(_reset(x) for x in instances))
+        failed = [
+            f"{x.instance_id} ({x.address}): {y}" for x, y in zip(instances, answers, strict=True) if isinstance(y, str)
+        ]
+        if failed:
+            raise UnavailableError(f"these kept their prefix caches: {'; '.join(failed)}")
+        return json_response({"blocks": {x.instance_id: y for x, y in zip(instances, answers, strict=True)}})
+
+    async def tokenizer_info(request: Request) -> Response:
+        """Return the model's ``tokenizer_config.json``, with its chat template."""
+        require_admin(request)
+        model = await processor.text_model(processor.model_info())
+        template = model.chat_template.source if model.chat_template is not None else None
+        tokenizer_class = model.config.get("tokenizer_class")
+        return json_response({**model.config, "tokenizer_class": tokenizer_class, "chat_template": template})
+
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        _add(app, "POST", path, reset)
+    _add(app, "GET", "/tokenizer_info", tokenizer_info)
+
+
+async def _reset(instance: Instance) -> int | str:
+    """Return the number of blocks that an instance dropped, or its error."""
+    try:
+        answer = readable(await instance.stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=_RESET_S))
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error).message
+    return int(answer.num_blocks)
 
 
 def _prompt(body: TokenizeBody) -> Prompt:
@@ -299,7 +351,3 @@ def _prompt(body: TokenizeBody) -> Prompt:
     if body.prompt is not None:
         return body.prompt
     return chat_prompt(body, body.chat_template_kwargs or {})
-
-
-def _json(value: Any, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -1,7 +1,6 @@
 """The prefix index, and the KV events that feed it.
 
 - ``prefix_index``: how many leading blocks of a prompt each instance holds.
-- ``events``: event streams of instances and stores, and their way into the index.
-- ``index_columns``: matches for many instances at once.
+- ``events``: event streams of instances and stores, and their parts of the index.
 - ``stores``: the KV stores.
 """

@@ -1,4 +1,4 @@
-"""KV events of an instance or a KV store: their stream, and their order, gaps and restarts up to the index."""
+"""KV events of an instance or a KV store: their stream, their order, gaps and restarts, and its part of the index."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import asyncio
 import enum
 import logging
 import math
+import struct
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Protocol
 
 import grpc
 import grpc.aio
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import events_pb2
 from baton.errors import shown
 from baton.hashing import HASH_BYTES, HashChain
+from baton.native import address_of
 from baton.rpc.errors import readable
 from baton.rpc.http2.message_stream import StreamEnded
 from baton.types import BlockHash, Epoch
@@ -33,6 +37,8 @@ STORE_TIERS = {"host": "store", "disk": "store_disk", "remote": "store_remote"}
 _KNOWN_TIERS = frozenset({"", DEVICE, *LOWER_TIERS})
 _MAX_NAMES = 16
 """Maximum number of remembered names of unknown tiers per sender."""
+_ROW = struct.Struct("4d")
+"""Slot, time until which it is usable, format, tokens per block: ``struct index_row`` of ``native/block_table.c``."""
 
 
 class IndexState(enum.StrEnum):
@@ -44,18 +50,6 @@ class IndexState(enum.StrEnum):
     """The event stream is broken or silent, or the index was full; its content may be out of date."""
     OFF = "off"
     """Nothing is known; the router's own decisions stand in."""
-
-
-class Watcher(Protocol):
-    """Caches several parts of the index as rows.
-
-    Attributes:
-        changed: Positions of the parts that changed since they were read.
-        over: Whether another watcher has replaced it for one of them.
-    """
-
-    changed: set[int]
-    over: bool
 
 
 class EventGapError(Exception):
@@ -152,7 +146,7 @@ class EventApplier:
         self._epoch: Epoch | None = None
         self._process: Epoch | None = None
         self._sequence = 0
-        self._watcher: Watcher | None = None
+        self._watcher: IndexColumns | None = None
         self._at = 0
         self._known = self._closed = False
         self._broken_at: float | None = now()
@@ -221,7 +215,7 @@ class EventApplier:
     def clock(self) -> Callable[[], float]:
         return self._now
 
-    def watch(self, watcher: Watcher, at: int) -> None:
+    def watch(self, watcher: IndexColumns, at: int) -> None:
         """Report changes of slots and of :attr:`usable_until` to a watcher, which replaces an earlier one.
 
         Args:
@@ -431,6 +425,79 @@ class EventApplier:
         self._end_settling(math.inf)
         for slot in (self.slot, *self.lower_slots.values()):
             self._index.drop(slot)
+
+
+class IndexColumns:
+    """Parts of the index as rows; only parts that changed are read again.
+
+    Args:
+        appliers: Parts of the index, in the order of the rows.
+        formats: Number of each part's block format.
+        block_sizes: Tokens per block of each format.
+
+    Attributes:
+        changed: Positions of parts that changed since they were read.
+        over: Whether later columns watch one of the parts, so that these are outdated.
+        lower: Positions of instances that have reported slower tiers.
+    """
+
+    def __init__(self, appliers: Sequence[EventApplier], formats: Sequence[int], block_sizes: Sequence[int]) -> None:
+        self._appliers = appliers
+        self._formats = formats
+        self._block_sizes = block_sizes
+        self.changed = set(range(len(appliers)))
+        self.over = False
+        self.lower: set[int] = set()
+        self._rows = np.zeros((len(appliers), 4))
+        self._memory = self._rows.reshape(-1).view(np.uint8).data
+        self._address = address_of(self._rows)
+        self._owners = [0] * len(appliers)
+        self._place: dict[int, int] = {}
+        for at, applier in enumerate(appliers):
+            applier.watch(self, at)
+
+    def matched_tokens(self, index: PrefixIndex, chains: Mapping[int, HashChain]) -> npt.NDArray[np.float64]:
+        """Return how many leading prompt tokens each instance holds, those that are pending for it included.
+
+        Args:
+            index: The index.
+            chains: Hash chains of the prompt, by format; instances of other formats hold nothing.
+
+        Returns:
+            float64, an entry per row.
+        """
+        if self.changed:
+            self._read()
+        out = np.zeros(len(self._appliers))
+        if self._appliers:
+            now = self._appliers[0].clock()
+            where = address_of(out)
+            for number, chain in chains.items():
+                index.match_rows(chain, (self._address, out.size), (float(number), now), self._place.get, where)
+        return out
+
+    def _read(self) -> None:
+        while self.changed:
+            at = self.changed.pop()
+            applier = self._appliers[at]
+            number = self._formats[at]
+            _ROW.pack_into(
+                self._memory,
+                at * _ROW.size,
+                applier.slot,
+                applier.usable_until,
+                number,
+                self._block_sizes[number],
+            )
+            (self.lower.add if applier.lower_slots else self.lower.discard)(at)
+            owner = applier.owner
+            known = self._owners[at]
+            if owner != known:
+                if self._place.get(known) == at:
+                    del self._place[known]
+                self._owners[at] = owner
+                if owner:
+                    self._place[owner] = at
 
 
 def _hashes(events: Sequence[events_pb2.KvBlocksStored | events_pb2.KvBlocksRemoved]) -> HashChain:

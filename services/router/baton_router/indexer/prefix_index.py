@@ -467,7 +467,7 @@ class PrefixIndex:
     ) -> None:
         """Raise the leading tokens that instances hold of a chain, pending ones included, to what is found.
 
-        What :meth:`match` is for slots; this is for rows of :class:`~baton_router.indexer.index_columns.IndexColumns`,
+        What :meth:`match` is for slots; this is for rows of :class:`~baton_router.indexer.events.IndexColumns`,
         which calls it.
 
         Args:

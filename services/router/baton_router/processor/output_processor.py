@@ -16,7 +16,7 @@ from baton.types import FinishReason
 from baton_router.dispatch.interface import Dispatcher, RoutedChunk, Running
 from baton_router.metrics import Counter, Distribution, Histogram
 from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
-from baton_router.scheduler.decision import DecisionLog
+from baton_router.scheduler.decision import DecisionLog, DecisionRecord
 
 _ABORT = FinishReason.ABORT  # looking up a member of an enumeration is slow
 _ERROR = FinishReason.ERROR
@@ -155,6 +155,18 @@ def cached_tokens(trace: common_pb2.RequestTrace | None) -> int:
     return min(cached, trace.prompt_tokens)
 
 
+def begin_record(prepared: PreparedRequest, clock: GenerationClock, log: DecisionLog) -> DecisionRecord:
+    """Begin the record of a request in the log of requests; its ``clock`` shows the tokens so far."""
+    request = prepared.request
+    routed = prepared.routed
+    record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
+    record.grammar = routed.sampling.grammar
+    if request.tool_use.mode != "none":
+        record.tools = str(request.tool_use)
+    record.thinking_budget = request.thinking_budget
+    return record
+
+
 def _split_tokens(delta: TokenDelta) -> Iterator[TokenDelta]:
     """Yield a delta per token; the last one has the end of the sequence."""
     last = len(delta.token_ids) - 1
@@ -245,12 +257,8 @@ class OutputProcessor:
         self._clock = clock
         self._decisions = log
         routed = prepared.routed
-        self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
-        self._record.grammar = routed.sampling.grammar
         request = prepared.request
-        if request.tool_use.mode != "none":
-            self._record.tools = str(request.tool_use)
-        self._record.thinking_budget = request.thinking_budget
+        self._record = begin_record(prepared, clock, log)
         self._sequences = [prepared.sequence() for _ in range(routed.sampling.n)]
         self._num_open = len(self._sequences)
         """Sequences whose text has not ended."""

@@ -26,9 +26,8 @@ from baton_router.indexer.events import SILENT_BEATS, EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import IdentityCheck, Instance, InstanceInfo, Status
-from baton_router.registry.instance_monitor import InstanceMonitor
+from baton_router.registry.instance_monitor import InstanceMonitor, RegistryMetrics
 from baton_router.registry.load import Waiters
-from baton_router.registry.metrics import RegistryMetrics
 from baton_router.types import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -169,10 +168,3 @@ class Placement:
             tokens=1 + (self._tokens - first) / sequences,
             decode_s=self._last - began,
         )
-
-
-class Places(Protocol):
-    """Places requests (:class:`~baton_router.scheduler.placer.Placer`)."""
-
-    def place(self, request: PlacementRequest, *, reserve: bool = True) -> Placement | None:
-        """Choose instances and, with ``reserve``, reserve a share of them; ``None``: no decode instance is free."""

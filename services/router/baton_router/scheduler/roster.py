@@ -16,7 +16,7 @@ import numpy.typing as npt
 from baton.hashing import HashChain
 from baton.native import address_of
 from baton.types import InstanceId, Role
-from baton_router.indexer.index_columns import IndexColumns
+from baton_router.indexer.events import IndexColumns
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import RECENT_S, LoadColumns, LoadTracker

@@ -23,9 +23,8 @@ from baton_router.indexer.events import EventApplier
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS
-from baton_router.scheduler.metrics import SchedulerMetrics
 from baton_router.scheduler.placement import Placement, PlacementRequest
-from baton_router.scheduler.placer import Placer
+from baton_router.scheduler.placer import Placer, SchedulerMetrics
 from baton_router.scheduler.policies import PolicyContext, Ratings, Request, Side
 from baton_router.scheduler.policies.cost_ms import CostMs
 from baton_router.scheduler.policies.match_minus_load import MatchMinusLoad

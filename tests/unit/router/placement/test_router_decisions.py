@@ -18,7 +18,7 @@ from baton_router.frontend.console.window_stats import Flow, Flows, WindowStats,
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextDelta
 from baton_router.scheduler.decision import Decision, DecisionLog
-from baton_router.scheduler.metrics import SchedulerMetrics
+from baton_router.scheduler.placer import SchedulerMetrics
 from baton_router.scheduler.policies import make_policy
 from baton_router.scheduler.policy import Ratings, Request, Scores, Side, choose, prefill_order
 

@@ -24,8 +24,10 @@ from starlette.responses import Response
 
 from baton.errors import InvalidRequestError, NotFoundError, shown
 from baton.version import __version__
+from baton_router.admission.queue import FairQueue
 from baton_router.frontend.console.explanation import explanation, summary
 from baton_router.frontend.console.window_stats import Flows, WindowStats
+from baton_router.frontend.http.errors import json_response
 from baton_router.frontend.http.middleware import audit_admin, require_admin, tenant_alone
 from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance
@@ -132,39 +134,53 @@ _DEBUG_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosnif
 
 
 class DebugEndpoints:
-    """Serves ``/debug``.
+    """Serves ``/debug`` and the console.
 
     Args:
+        app: App that the endpoints are added to.
         decisions: Log of requests.
         registry: Registry of the instances.
-        stats: Rates and percentiles.
-        flows: Requests and bytes per flow of KV.
+        metrics: Registry of the router's metrics.
         policy: Name of the placement policy.
         replicas: Returns the state of the other router replicas; ``None`` without replicas.
-        queued: Returns the number of waiting requests, and of their prompt tokens.
+        queue: Queue of waiting requests.
     """
 
     def __init__(
         self,
+        app: FastAPI,
         decisions: DecisionLog,
         registry: Registry,
-        stats: WindowStats,
-        flows: Flows,
+        metrics: CollectorRegistry,
         *,
         policy: str,
         replicas: Callable[[], dict[str, Any]] | None,
-        queued: Callable[[], tuple[int, int]],
+        queue: FairQueue,
     ) -> None:
         self._decisions = decisions
         self._registry = registry
-        self._stats = stats
-        self._flows = flows
+        self._stats = WindowStats(metrics)
+        self._flows = Flows()
         self._policy = policy
         self._replicas = replicas
-        self._queued = queued
+        self._queue = queue
+        decisions.on_end = self._stats.sample
+        decisions.on_trace = self._flows.add
         self._started = time.monotonic()
         self._made_at = float("-inf")
         self._made = b""
+        files = ConsoleFiles()
+        for path, endpoint in (
+            ("/debug/decisions", self.decisions),
+            ("/debug/decisions/{request_id:path}", self.decision),
+            ("/debug/index", self.index),
+            ("/debug/console", self.console),
+            ("/debug/replicas", self.replicas),
+            ("/console", files.console),
+            ("/docs", files.docs),
+            ("/console/{name}", files.file),
+        ):
+            app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
 
     async def decisions(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions``: the latest, newest first; ``limit`` and ``id`` (a part of it) narrow it."""
@@ -172,11 +188,12 @@ class DebugEndpoints:
         tenant = _whose(request)
         records = self._decisions.recent(limit, containing=request.query_params.get("id", ""), tenant=tenant)
         seen = self._decisions.num_begun if tenant is None else len(records)  # other tenants' counts are private
-        return _json({"decisions": [summary(record) for record in records], "seen": seen})
+        answer = {"decisions": [summary(record) for record in records], "seen": seen}
+        return json_response(answer, headers=_DEBUG_HEADERS)
 
     async def decision(self, request: Request) -> Response:
         """Serve ``GET /debug/decisions/{id}``: by whole id, the answer's ``id``, or ``x-request-id``."""
-        return _json(self.explain(request.path_params["request_id"], _whose(request)))
+        return json_response(self.explain(request.path_params["request_id"], _whose(request)), headers=_DEBUG_HEADERS)
 
     def explain(self, name: str, tenant: str | None) -> dict[str, Any]:
         """Return everything that is known of a request.
@@ -195,18 +212,17 @@ class DebugEndpoints:
 
     def stats(self, window_s: float) -> dict[str, Any]:
         """Return rates and latencies of recent requests (see :meth:`WindowStats.window`), and the queue."""
-        requests, tokens = self._queued()
-        return {**self._stats.window(window_s), "queued": requests, "queued_tokens": tokens}
+        return {**self._stats.window(window_s), "queued": len(self._queue), "queued_tokens": self._queue.tokens}
 
     async def index(self, request: Request) -> Response:
         """Serve ``GET /debug/index``: the state of each instance's part of the prefix index."""
         require_admin(request)
-        return _json(index_state(self._registry.instances(), self._registry.stores))
+        return json_response(index_state(self._registry.instances(), self._registry.stores), headers=_DEBUG_HEADERS)
 
     async def replicas(self, request: Request) -> Response:
         """Serve ``GET /debug/replicas``: the state of the other router replicas; ``{}`` without replicas."""
         require_admin(request)
-        return _json(self._replicas() if self._replicas is not None else {})
+        return json_response(self._replicas() if self._replicas is not None else {}, headers=_DEBUG_HEADERS)
 
     async def console(self, request: Request) -> Response:
         """Serve ``GET /debug/console``: the data of the console, made at most twice a second."""
@@ -227,7 +243,7 @@ class DebugEndpoints:
             "policy": self._policy,
             "running": self._decisions.num_running,
             "seen": self._decisions.num_begun,
-            "queued": self._queued()[0],
+            "queued": len(self._queue),
             "now": self._stats.window(),
             "history": self._stats.history(),
             "instances": [describe(x) for x in instances],
@@ -249,46 +265,6 @@ class DebugEndpoints:
             for flow, (requests, num_bytes) in flows.recent().items()
         ]
         return {"window_s": flows.window_s, "items": rows}
-
-
-def watch(
-    app: FastAPI,
-    *,
-    decisions: DecisionLog,
-    registry: Registry,
-    metrics: CollectorRegistry,
-    policy: str,
-    replicas: Callable[[], dict[str, Any]] | None,
-    queued: Callable[[], tuple[int, int]],
-) -> DebugEndpoints:
-    """Add ``/debug`` and the console to an app; returns the endpoints.
-
-    Args:
-        app: The app.
-        decisions: Log of requests.
-        registry: Registry of the instances.
-        metrics: Registry of the router's metrics.
-        policy: Name of the placement policy.
-        replicas: See :class:`DebugEndpoints`.
-        queued: See :class:`DebugEndpoints`.
-    """
-    stats = WindowStats(metrics)
-    flows = Flows()
-    files = ConsoleFiles()
-    decisions.on_end = stats.sample
-    decisions.on_trace = flows.add
-    endpoints = DebugEndpoints(decisions, registry, stats, flows, policy=policy, replicas=replicas, queued=queued)
-    for path, endpoint in (
-        ("/debug/decisions", endpoints.decisions),
-        ("/debug/decisions/{request_id:path}", endpoints.decision),
-        ("/debug/index", endpoints.index),
-        ("/debug/console", endpoints.console),
-        ("/debug/replicas", endpoints.replicas),
-    ):
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
-    for path, endpoint in (("/console", files.console), ("/docs", files.docs), ("/console/{name}", files.file)):
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
-    return endpoints
 
 
 def index_state(instances: Iterable[Instance], stores: Iterable[Store] = ()) -> dict[str, Any]:
@@ -350,7 +326,3 @@ def _limit(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MAX_LIMIT):
         raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}, got {shown(text)}", field="limit")
     return int(text)
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json", headers=_DEBUG_HEADERS)

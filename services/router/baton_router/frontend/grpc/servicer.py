@@ -19,7 +19,7 @@ from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delt
 from baton.types import ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
-from baton_router.frontend.http.access_log import log_access
+from baton_router.frontend.http.middleware import log_access
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest, check_role
 from baton_router.registry.registry import Registry
@@ -102,7 +102,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     status=status,
                     seconds=time.perf_counter() - begun,
                     request_id=asked.request_id,
-                    account="" if account is None else account.name,
+                    account=account,
                 )
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:

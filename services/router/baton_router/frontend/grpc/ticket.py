@@ -20,7 +20,7 @@ from baton.errors import BatonError, InternalError, InvalidRequestError, Unavail
 from baton.rpc.ticket import Bearer, sign
 from baton_router.metrics import Counter, GaugeFunction
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.output_processor import GenerationClock, cached_tokens
+from baton_router.processor.output_processor import GenerationClock, begin_record, cached_tokens
 from baton_router.processor.text_request import PreparedRequest, TextRequest
 from baton_router.scheduler.decision import Decision, DecisionLog
 
@@ -57,17 +57,11 @@ class _DirectRun:
     __slots__ = ("_arrived", "_clock", "_log", "_placed_s", "_prompt_tokens", "_record", "_traced")
 
     def __init__(self, prepared: PreparedRequest, clock: GenerationClock, log: DecisionLog) -> None:
-        routed = prepared.routed
         self._log = log
         self._clock = clock
-        self._arrived = routed.arrived
+        self._arrived = prepared.routed.arrived
         self._prompt_tokens = prepared.prompt_tokens
-        self._record = log.begin(routed.request_id, prepared.prompt_tokens, clock, tenant=routed.tenant)
-        self._record.grammar = routed.sampling.grammar
-        asked = prepared.request
-        if asked.tool_use.mode != "none":
-            self._record.tools = str(asked.tool_use)
-        self._record.thinking_budget = asked.thinking_budget
+        self._record = begin_record(prepared, clock, log)
         self._record.direct = True
         self._placed_s = 0.0
         self._traced = False

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format."""
+"""Responses in JSON, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ _CODES = {
 _RETRY_LATER = frozenset({429, 503})
 
 
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json", headers=dict(headers or {}))
+
+
 def error_object(status: int, message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
     """Return the body of an error response."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -51,13 +55,13 @@ def answer_to(error: BatonError | HTTPException) -> Response:
     """Return the response for a Baton error, with Retry-After where a retry makes sense, or for an HTTP error."""
     if isinstance(error, HTTPException):  # no such path, wrong method, too large
         body = error_object(error.status_code, str(error.detail), code=http_error_code(error.status_code))
-        return _response(error.status_code, body, error.headers or {})
+        return json_response(body, error.status_code, error.headers)
     headers = {}
     if error.http_status in _RETRY_LATER:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _response(error.http_status, baton_error_object(error), headers)
+    return json_response(baton_error_object(error), error.http_status, headers)
 
 
 def install(app: FastAPI, endpoints: Sequence[str]) -> None:
@@ -79,7 +83,3 @@ def install(app: FastAPI, endpoints: Sequence[str]) -> None:
     app.router.default = nothing
     app.add_exception_handler(BatonError, answer)
     app.add_exception_handler(HTTPException, answer)
-
-
-def _response(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json", headers=dict(headers))

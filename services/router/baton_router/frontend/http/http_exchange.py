@@ -12,8 +12,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from baton.errors import InvalidRequestError
-from baton_router.frontend.http.access_log import log_access
-from baton_router.frontend.http.middleware import Headers, HttpMetrics, HttpOptions
+from baton_router.frontend.http.middleware import Headers, HttpMetrics, HttpOptions, log_access
 from baton_router.types import Account
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -323,7 +322,7 @@ class HttpExchange:
                     status=status,
                     seconds=seconds,
                     request_id=self.request_id,
-                    account="" if self.account is None else self.account.name,
+                    account=self.account,
                 )
 
 

@@ -1,4 +1,4 @@
-"""What every request passes: options and metrics, its id, the API key, CORS, and the answer to unexpected errors."""
+"""What every request passes: options, metrics and access log, its id, the API key, CORS, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from baton.errors import InternalError, PermissionDeniedError, UnauthenticatedEr
 from baton.rpc.audit import Event, audit
 from baton.rpc.auth import HostRule
 from baton_router.accounts import Accounts
-from baton_router.frontend.http.access_log import log_access
 from baton_router.frontend.http.errors import answer_to
 from baton_router.metrics import Counter, Gauge, Histogram
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)
+_access_lines = logging.getLogger("baton.access")
+_access_lines.setLevel(logging.INFO)  # whatever --log-level is
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 _ACCOUNT = "baton_account"
@@ -237,6 +238,34 @@ def _may_read(origin: str, origins: Collection[str]) -> bool:
     return "*" in origins or origin in origins
 
 
+def log_access(
+    *, peer: str, method: str, path: str, status: int | str, seconds: float, request_id: str, account: Account | None
+) -> None:
+    """Write a request's line of the access log, when its answer is complete or its client has gone.
+
+    Args:
+        peer: Address of the client.
+        method: HTTP method, or ``grpc``.
+        path: Endpoint, with placeholders for names that clients choose; or name of the gRPC method.
+        status: HTTP status, or outcome of the call.
+        seconds: Time from the first byte in to the last byte out, in seconds.
+        request_id: Identifier of the request, which is part of the identifier that instances get.
+        account: Account of the request; ``None`` without API key.
+    """
+    name = "" if account is None else account.name
+    fields = {
+        "peer": peer,
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "request_id": request_id,
+        "account": name,
+    }
+    text = '%(peer)s "%(method)s %(path)s" %(status)s %(seconds).3f s request %(request_id)s account %(account)s'
+    _access_lines.info(text, fields | {"account": name or "-"}, extra={"fields": fields})
+
+
 class HttpMiddleware:
     """ASGI middleware around the whole app."""
 
@@ -298,7 +327,6 @@ class HttpMiddleware:
             seconds = time.perf_counter() - begun
             self._metrics.end(endpoint, status, seconds)
             if self._access_log:
-                shown = scope.get("state", {}).get(_ACCOUNT)
                 log_access(
                     peer=(scope.get("client") or ("",))[0],
                     method=scope["method"],
@@ -306,7 +334,7 @@ class HttpMiddleware:
                     status=status,
                     seconds=seconds,
                     request_id=ident,
-                    account="" if shown is None else shown.name,
+                    account=scope.get("state", {}).get(_ACCOUNT),
                 )
 
 

@@ -571,10 +571,7 @@ class WholeMessage(WholeAnswer):
 
     def _chat_choice(self, at: int, index: int, choice: Choice) -> dict[str, Any]:
         out = super()._chat_choice(at, index, choice)
-        parser = self._prepared[at].parser()
-        if parser is None:
-            return out
-        events = [*parser.feed("".join(choice.texts)), *parser.finish()]
+        events = parse_text(self._prepared[at].parser(), "".join(choice.texts), ended=True)
         message = out["message"] = message_of(events, reasoning=self._request.reasoning)
         if TOOL_CALLS in message and choice.finish_reason == FinishReason.STOP:
             out["finish_reason"] = TOOL_CALLS
@@ -610,6 +607,19 @@ def message_of(events: Sequence[Event], *, reasoning: bool) -> dict[str, Any]:
     return message
 
 
+def parse_text(parser: DialectParser | None, text: str, *, ended: bool) -> list[Event]:
+    """Return the events of more text of a sequence.
+
+    Args:
+        parser: Parser of the sequence's calls and reasoning; ``None``: all of it is text.
+        text: The text, possibly empty.
+        ended: Whether it is the last one.
+    """
+    if parser is None:
+        return [Text(text)] if text else []
+    return [*parser.feed(text), *(parser.finish() if ended else ())]
+
+
 def reasoning_tokens(prepared: PreparedRequest, thoughts: str) -> int:
     """Return how many tokens the text of an answer's reasoning has."""
     return len(prepared.text_model.tokenizer.encode(thoughts, False)) if thoughts else 0
@@ -631,10 +641,9 @@ class MessageEvents(EventStream):
         parser = self._parsers[delta.index]
         if parser is None:
             return super()._piece(at, delta)
-        events = parser.feed(delta.text)
         finish: str | None = delta.finish_reason
+        events = parse_text(parser, delta.text, ended=finish is not None)
         if finish is not None:
-            events += parser.finish()
             if parser.calls and finish == FinishReason.STOP:
                 finish = TOOL_CALLS
         elif parser.plain:

@@ -1,6 +1,6 @@
 """The endpoints that generate: from a request's body to the bytes of its answer, by callbacks.
 
-:class:`PostEndpoints` serves them, and other endpoints with a body in tasks; ``endpoint.py`` describes both.
+:class:`PostEndpoints` serves them, and other endpoints with a body in tasks.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from baton.api.v1 import common_pb2
 from baton.errors import BatonError, DeadlineError, InternalError, PermissionDeniedError, UnauthenticatedError
@@ -22,16 +25,90 @@ from baton.rpc.multiplex import TokenWriter
 from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
+from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
-from baton_router.frontend.openai.answer import EventStream, WholeAnswer
-from baton_router.frontend.openai.endpoint import GenerationEndpoint, PlainEndpoint
+from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
-from baton_router.frontend.openai.schemas import check_strict, header_value, ignored_fields, parse_body, unknown_fields
+from baton_router.frontend.openai.schemas import (
+    Body,
+    check_strict,
+    header_value,
+    ignored_fields,
+    parse_body,
+    unknown_fields,
+)
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationClock
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 from baton_router.scheduler.decision import Decision
+from baton_router.types import Account
+
+E = TypeVar("E", bound=BatonError)
+Refusal: TypeAlias = Callable[[BatonError | HTTPException], Response]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Maps field names of chat requests to those of another interface, for errors.
+
+    Attributes:
+        patterns: Regular expressions for the beginnings of names, and their replacements; the first match counts.
+    """
+
+    patterns: tuple[tuple[re.Pattern[str], str], ...] = ()
+
+    @classmethod
+    def make(cls, *pairs: tuple[str, str]) -> FieldNames:
+        """Return the mapping of pairs of a regular expression and its replacement."""
+        return cls(tuple((re.compile(pattern), name) for pattern, name in pairs))
+
+    def rename(self, error: E) -> E:
+        """Return an error with this interface's field names, in its message, too."""
+        old = error.field or ""
+        for pattern, name in self.patterns:
+            if match := pattern.match(old):
+                new = match.expand(name) + old[match.end() :]
+                made = type(error)(error.message.replace(old, new), field=new, retry_after_s=error.retry_after_s)
+                return made.with_traceback(error.__traceback__)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEndpoint:
+    """An endpoint that generates.
+
+    Attributes:
+        parse: Parses a decoded JSON body for an account; raises ``InvalidRequestError``.
+        id_prefix: Prefix of answers' identifiers.
+        formatter: Chooses the formatter of a request.
+        names: Field names of the interface.
+        refusal: Makes the response for an error.
+    """
+
+    parse: Callable[[Any, Account | None], OpenAIRequest]
+    id_prefix: str
+    formatter: Callable[[OpenAIRequest, Sequence[PreparedRequest]], Formatter]
+    names: FieldNames = field(default_factory=FieldNames)
+    refusal: Refusal = answer_to
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEndpoint:
+    """An endpoint that takes a body and generates nothing.
+
+    Attributes:
+        schema: Schema of the body.
+        answer: Answers a body for an account.
+        names: Field names of the interface.
+        refusal: Makes the response for an error.
+    """
+
+    schema: type[Body]
+    answer: Callable[[Any, Account | None], Awaitable[Any]]
+    names: FieldNames = field(default_factory=FieldNames)
+    refusal: Refusal = answer_to
+
 
 NONE = "none"
 _PATHS: dict[int, str] = {path_to_pb(path): path.value for path in PrefillPath}

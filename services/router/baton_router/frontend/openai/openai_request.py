@@ -29,6 +29,7 @@ from baton_router.frontend.openai.schemas import (
     StreamOptions,
     TokenizeBody,
     ignored_fields,
+    invalid_field,
     parse_body,
     unknown_fields,
 )
@@ -97,7 +98,7 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
     body = parse_body(CompletionBody, value)
     for name in ("tools", "tool_choice"):
         if value.get(name) not in (None, [], "none", "auto"):
-            raise InvalidRequestError(f"{name} is for chat completions", field=name)
+            raise invalid_field(name, "is for chat completions")
     prompts = parse_prompts(body.prompt, max_prompts)
     echo = bool(body.echo)
     sampling = _sampling(body, value, body.max_tokens, body.logprobs)
@@ -183,7 +184,7 @@ def parse_chat(value: Any) -> OpenAIRequest:
 def _thinking_budget(value: int | None) -> int | None:
     name = "thinking_token_budget"
     if value is not None and not 0 <= value <= MAX_BUDGET:
-        raise InvalidRequestError(f"{name} must be between 0 and {MAX_BUDGET}, got {value}", field=name)
+        raise invalid_field(name, f"must be between 0 and {MAX_BUDGET}, got {value}")
     return value
 
 
@@ -285,8 +286,7 @@ def _structured(body: GenerationBody) -> StructuredOutputs | None:
         names = " and ".join(name for name, _ in given)
         raise InvalidRequestError(f"{names} contradict each other: give one of them", field=given[1][0])
     if pattern is not None and "guided_json" not in dict(given):
-        name = "guided_whitespace_pattern"
-        raise InvalidRequestError(f"{name} is for guided_json", field=name)
+        raise invalid_field("guided_whitespace_pattern", "is for guided_json")
     return given[0][1] if given else None
 
 
@@ -349,10 +349,10 @@ def parse_prompts(value: Any, max_prompts: int) -> list[Prompt]:
 
 def _token_ids(value: list[Any], field: str) -> list[int]:
     if not value:
-        raise InvalidRequestError(f"{field} must not be empty", field=field)
+        raise invalid_field(field, "must not be empty")
     if set(map(type, value)) != {int}:  # a bool is an int elsewhere, but no token id
         at, item = next((at, item) for at, item in enumerate(value) if type(item) is not int)
-        raise InvalidRequestError(f"{field}[{at}] must be a token id, got {shown(item)}", field=f"{field}[{at}]")
+        raise invalid_field(f"{field}[{at}]", f"must be a token id, got {shown(item)}")
     return value
 
 
@@ -391,15 +391,15 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
 def _message(value: Any, at: int) -> dict[str, Any]:
     field = f"messages[{at}]"
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{field} must be an object", field=field)
+        raise invalid_field(field, "must be an object")
     role = value.get("role")
     check_role(role, f"{field}.role")
     content = value.get("content")
     calls = value.get("tool_calls")
     if content is None and not (role == "assistant" and calls):
-        raise InvalidRequestError(f"{field}.content is required", field=f"{field}.content")
+        raise invalid_field(f"{field}.content", "is required")
     if content is not None and not isinstance(content, str | list):
-        raise InvalidRequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
+        raise invalid_field(f"{field}.content", "must be a string or a list of parts")
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         _check_text(value, name, field)
     message = flatten_content(value, at)
@@ -417,19 +417,19 @@ def _message(value: Any, at: int) -> dict[str, Any]:
 
 def _check_text(value: Mapping[str, Any], name: str, field: str) -> None:
     if not isinstance(value.get(name), str | None):
-        raise InvalidRequestError(f"{field}.{name} must be a string", field=f"{field}.{name}")
+        raise invalid_field(f"{field}.{name}", "must be a string")
 
 
 def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
     """Return earlier tool calls with their arguments as objects, which is what chat templates expect."""
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise InvalidRequestError(f"{field} must be a list of objects", field=field)
+        raise invalid_field(field, "must be a list of objects")
     calls = []
     for at, call in enumerate(value):
         function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             where = f"{field}[{at}].function"
-            raise InvalidRequestError(f"{where} must be an object with a name", field=where)
+            raise invalid_field(where, "must be an object with a name")
         for name in ("id", "type"):
             _check_text(call, name, f"{field}[{at}]")
         arguments = function.get("arguments")
@@ -438,7 +438,7 @@ def _tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
                 arguments = orjson.loads(arguments) if arguments else {}
             except orjson.JSONDecodeError as error:
                 where = f"{field}[{at}].function.arguments"
-                raise InvalidRequestError(f"{where} must be JSON: {error}", field=where) from error
+                raise invalid_field(where, f"must be JSON: {error}") from error
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
@@ -475,14 +475,14 @@ def _milliseconds(name: str, value: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise InvalidRequestError(f"{name} must be a number above 0, got {shown(value)}", field=name)
+        raise invalid_field(name, f"must be a number above 0, got {shown(value)}")
     return number
 
 
 def _integer(name: str, value: str) -> int:
     digits = value.removeprefix("-")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 11):
-        raise InvalidRequestError(f"{name} must be an integer, got {shown(value)}", field=name)
+        raise invalid_field(name, f"must be an integer, got {shown(value)}")
     return int(value)
 
 

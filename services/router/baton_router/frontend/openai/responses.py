@@ -1,66 +1,75 @@
-"""``/v1/responses``: schemas, and the parser that makes a chat request of a request and the stored conversation."""
+"""``/v1/responses``: schemas, stored responses, the parser that makes chat requests of requests, and formatters."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 
-from baton.errors import InvalidRequestError, shown
+from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Event, Reasoning, Text
+from baton.errors import BatonError, InvalidRequestError, NotFoundError, shown
 from baton.grammar import StructuredOutputs
-from baton_router.frontend.openai.endpoint import FieldNames
+from baton.types import FinishReason
+from baton_router.frontend.http.errors import baton_error_object, json_response
+from baton_router.frontend.http.middleware import account_of
+from baton_router.frontend.openai.answer import (
+    EventStream,
+    Formatter,
+    WholeAnswer,
+    message_of,
+    named_events,
+    parse_text,
+    reasoning_tokens,
+    usage_object,
+)
+from baton_router.frontend.openai.generation import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
-from baton_router.frontend.openai.response_store import ResponseStore
-from baton_router.frontend.openai.schemas import Body, Outside, ignored_fields, parse_body, unknown_fields
+from baton_router.frontend.openai.schemas import (
+    STRING,
+    Body,
+    Outside,
+    array_schema,
+    ignored_fields,
+    invalid_field,
+    object_schema,
+    or_null,
+    parse_body,
+    unknown_fields,
+)
+from baton_router.processor.text_request import PreparedRequest, TextChunk
 from baton_router.types import Account
 
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 * 1024 * 1024
+"""Of each account."""
+MAX_TOTAL_BYTES = 256 * 1024 * 1024
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 
 
-_TEXT = {"type": "string"}
-_CONTENT = {
-    "anyOf": [
-        _TEXT,
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"enum": list(TEXT_PARTS)}, "text": _TEXT},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
-
-_CONTENT_OR_NULL = {"anyOf": [_CONTENT, {"type": "null"}]}
+_PART = object_schema({"type": {"enum": list(TEXT_PARTS)}, "text": STRING})
+_CONTENT = {"anyOf": [STRING, array_schema(_PART)]}
 
 
-def _item(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"type": {"const": kind}, **fields}, "required": ["type", *fields]}
+def _item(kind: str, required: Mapping[str, Any]) -> dict[str, Any]:
+    return object_schema({"type": {"const": kind}, **required})
 
 
-_MESSAGE = _item("message", role={"enum": list(ROLES)}, content=_CONTENT)
+_ITEMS = [
+    object_schema({"role": {"enum": list(ROLES)}, "content": _CONTENT}, type={"const": "message"}),
+    _item("function_call", {"call_id": STRING, "name": STRING, "arguments": STRING}),
+    _item("function_call_output", {"call_id": STRING, "output": _CONTENT}),
+    object_schema({"type": {"const": "reasoning"}}, content=or_null(_CONTENT), summary=or_null(_CONTENT)),
+]
 _INPUT = {
     "description": "A text, or the items of a conversation.",
-    "anyOf": [
-        _TEXT,
-        {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    {**_MESSAGE, "required": ["role", "content"]},
-                    _item("function_call", call_id=_TEXT, name=_TEXT, arguments=_TEXT),
-                    _item("function_call_output", call_id=_TEXT, output=_CONTENT),
-                    {**_item("reasoning", content=_CONTENT_OR_NULL, summary=_CONTENT_OR_NULL), "required": ["type"]},
-                ]
-            },
-            "minItems": 1,
-        },
-    ],
+    "anyOf": [STRING, array_schema({"anyOf": _ITEMS}, minItems=1)],
 }
 
 
@@ -133,6 +142,110 @@ NAMES = FieldNames.make(
     (r"reasoning_effort", "reasoning.effort"),
 )
 """Names of chat fields in this interface."""
+
+
+class _Kept(NamedTuple):
+    messages: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.body)
+
+
+class ResponseStore:
+    """Stores the latest responses of each account, bounded in number and bytes. Used in one event loop.
+
+    If all accounts together take too many bytes, the largest account loses its oldest response.
+
+    Args:
+        on_change: Called with the number of stored responses and their size in bytes, on every change.
+    """
+
+    def __init__(self, on_change: Callable[[int, int], None] = lambda responses, size: None) -> None:
+        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
+        self._sizes: dict[str, int] = {}
+        self._on_change = on_change
+
+    def add(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
+        """Store a response, unless it takes more than an eighth of an account's bytes.
+
+        Args:
+            account: Account of the request; ``None`` without API keys.
+            ident: Identifier of the response.
+            messages: The conversation, including the response.
+            body: The response object as JSON.
+        """
+        entry = _Kept(orjson.dumps(messages), body)
+        owner = _owner(account)
+        if entry.size > MAX_BYTES // 8:
+            return
+        kept = self._kept.setdefault(owner, OrderedDict())
+        kept[ident] = entry
+        self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
+        while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
+            self._drop(owner, next(iter(kept)))
+        while sum(self._sizes.values()) > MAX_TOTAL_BYTES:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._kept[largest])))
+        self._report()
+
+    def messages(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
+        """Return the conversation, including a response.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        messages: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
+        return messages
+
+    def body(self, account: Account | None, ident: str) -> bytes:
+        """Return a response as JSON.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        return self._find(account, ident, "response_id").body
+
+    def delete(self, account: Account | None, ident: str) -> None:
+        """Delete a response.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        self._find(account, ident, "response_id")
+        self._drop(_owner(account), ident)
+        self._report()
+
+    async def serve(self, request: Request) -> Response:
+        """Serve ``GET`` and ``DELETE`` of ``/v1/responses/{response_id}``."""
+        ident = request.path_params["response_id"]
+        account = account_of(request)
+        if request.method == "DELETE":
+            self.delete(account, ident)
+            return json_response({"id": ident, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
+        return Response(self.body(account, ident), media_type="application/json")
+
+    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
+        kept = self._kept.get(_owner(account))
+        response = kept.get(ident) if kept is not None else None
+        if response is None:
+            raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
+        return response
+
+    def _drop(self, owner: str, ident: str) -> None:
+        self._sizes[owner] -= self._kept[owner].pop(ident).size
+        if not self._kept[owner]:
+            del self._kept[owner], self._sizes[owner]
+
+    def _report(self) -> None:
+        self._on_change(sum(map(len, self._kept.values())), sum(self._sizes.values()))
+
+
+def _owner(account: Account | None) -> str:
+    return "" if account is None else account.name
 
 
 class ResponseSettings(msgspec.Struct):
@@ -235,8 +348,7 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             case "message":
                 role = item.get("role")
                 if role not in ROLES:
-                    message = f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}"
-                    raise InvalidRequestError(message, field=f"{place}.role")
+                    raise invalid_field(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
                 content = _text(item.get("content"), f"{place}.content")
                 if role == "assistant" and messages and messages[-1].get("open"):
                     messages[-1]["content"] = content
@@ -252,19 +364,19 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
                 for name in ("call_id", "name", "arguments"):
                     if not isinstance(item.get(name), str):
-                        raise InvalidRequestError(f"{place}.{name} must be a string", field=f"{place}.{name}")
+                        raise invalid_field(f"{place}.{name}", "must be a string")
                 _check_json(item["arguments"], f"{place}.arguments")
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 if not isinstance(item.get("call_id"), str):
-                    raise InvalidRequestError(f"{place}.call_id must be a string", field=f"{place}.call_id")
+                    raise invalid_field(f"{place}.call_id", "must be a string")
                 output = _text(item.get("output"), f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
             case kind:
-                message = f"{place}.type must be message, reasoning, function_call or function_call_output"
-                raise InvalidRequestError(f"{message}, got {shown(kind)}", field=f"{place}.type")
+                kinds = "message, reasoning, function_call or function_call_output"
+                raise invalid_field(f"{place}.type", f"must be {kinds}, got {shown(kind)}")
     for made in messages:
         made.pop("open", None)
     return messages
@@ -274,14 +386,14 @@ def _check_json(text: str, place: str) -> None:
     try:
         orjson.loads(text or "{}")
     except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"{place} must be JSON: {error}", field=place) from error
+        raise invalid_field(place, f"must be JSON: {error}") from error
 
 
 def _text(value: Any, place: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{place} must be a string or a list of parts", field=place)
+        raise invalid_field(place, "must be a string or a list of parts")
     texts = []
     for at, part in enumerate(value):
         known = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
@@ -294,8 +406,7 @@ def _text(value: Any, place: str) -> str:
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        message = f"{place}.type must be function, got {shown(tool.get('type'))}"
-        raise InvalidRequestError(message, field=f"{place}.type")
+        raise invalid_field(f"{place}.type", f"must be function, got {shown(tool.get('type'))}")
     return {"type": "function", "function": {name: item for name, item in tool.items() if name != "type"}}
 
 
@@ -323,7 +434,215 @@ def _structured(text: dict[str, Any] | None) -> StructuredOutputs | None:
             return StructuredOutputs(json_object=True, field=place)
         case "json_schema":
             if not isinstance(form.get("schema"), Mapping):
-                raise InvalidRequestError(f"{place}.schema must be a JSON schema", field=f"{place}.schema")
+                raise invalid_field(f"{place}.schema", "must be a JSON schema")
             return StructuredOutputs(json=form["schema"], field=f"{place}.schema")
-    message = f"{place}.type must be text, json_object or json_schema, got {shown(kind)}"
-    raise InvalidRequestError(message, field=f"{place}.type")
+    raise invalid_field(f"{place}.type", f"must be text, json_object or json_schema, got {shown(kind)}")
+
+
+def response_formatter(request: OpenAIRequest, prepared: Sequence[PreparedRequest]) -> Formatter:
+    return ResponseEvents if request.stream else WholeResponse
+
+
+class _Items:
+    """Builds output items from a parser's events, and makes the stream's events for them."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = ""
+
+    def add_event(self, event: Event) -> list[dict[str, Any]]:
+        """Add an event; return the stream's events for it."""
+        match event:
+            case Text():
+                events = self._begin("message")
+                self.items[-1]["content"][0]["text"] += event.text
+                return [*events, {**self._delta("response.output_text.delta", event.text), "logprobs": []}]
+            case Reasoning():
+                events = self._begin("reasoning")
+                self.items[-1]["content"][0]["text"] += event.text
+                return [*events, self._delta("response.reasoning_text.delta", event.text)]
+            case CallStart():
+                events = self.close()
+                self._open = "function_call"
+                item = {"id": _ident("fc"), "type": "function_call", "status": "in_progress"}
+                self.items.append({**item, "call_id": event.id, "name": event.name, "arguments": ""})
+                return [*events, self._item("response.output_item.added")]
+            case CallArguments():
+                self.items[-1]["arguments"] += event.text
+                delta = self._delta("response.function_call_arguments.delta", event.text)
+                delta.pop("content_index")
+                return [delta]
+            case CallEnd():
+                return self.close()
+
+    def _begin(self, kind: str) -> list[dict[str, Any]]:
+        if self._open == kind:
+            return []
+        events = self.close()
+        self._open = kind
+        item: dict[str, Any] = {"id": _ident("msg"), "type": "message", "role": "assistant"}
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if kind == "reasoning":
+            item = {"id": _ident("rs"), "type": "reasoning", "summary": []}
+            part = {"type": kind + "_text", "text": ""}
+        self.items.append({**item, "status": "in_progress", "content": []})
+        events.append(self._item("response.output_item.added"))
+        self.items[-1]["content"].append(part)
+        return [*events, self._part("response.content_part.added")]
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """Return the stream's events for the end of the item that is open."""
+        if not self._open:
+            return []
+        kind = self._open
+        self._open = ""
+        item = self.items[-1]
+        item["status"] = status
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        if kind == "function_call":
+            names = {"name": item["name"], "arguments": item["arguments"]}
+            events = [{"type": "response.function_call_arguments.done", **place, **names}]
+        else:
+            text = {"content_index": 0, "text": item["content"][0]["text"]}
+            done = {"type": "response.reasoning_text.done", **place, **text}
+            if kind == "message":
+                done = {"type": "response.output_text.done", **place, **text, "logprobs": []}
+            events = [done, self._part("response.content_part.done")]
+        return [*events, self._item("response.output_item.done")]
+
+    def _delta(self, kind: str, text: str) -> dict[str, Any]:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return {"type": kind, **place, "delta": text}
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return {"type": kind, **place, "part": dict(item["content"][0])}
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        item = self.items[-1]
+        copy = {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
+        return {"type": kind, "output_index": len(self.items) - 1, "item": copy}
+
+
+def _ident(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class _Response:
+    """One response object while it is generated."""
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], created: int) -> None:
+        self._settings: ResponseSettings = request.settings
+        self._prepared = prepared
+        self._created = created
+        self._parser: DialectParser | None = prepared[0].parser()
+        self._events: list[Event] = []
+        self._items = _Items()
+
+    def add_text(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
+        """Add text; return the stream's events for it."""
+        parsed = parse_text(self._parser, text, ended=finish is not None)
+        self._events += parsed
+        events = [event for item in parsed for event in self._items.add_event(item)]
+        if finish is not None:
+            events += self._items.close("incomplete" if finish == FinishReason.LENGTH else "completed")
+        return events
+
+    def body(self, status: str, tokens: int | None = None, cached: int = 0) -> dict[str, Any]:
+        """Return the response object.
+
+        Args:
+            status: Status of the response.
+            tokens: Number of generated tokens; ``None`` while it is incomplete.
+            cached: Number of cached prompt tokens.
+        """
+        usage = None
+        if tokens is not None:
+            counts = usage_object(self._prepared, tokens, cached)
+            thoughts = "".join(event.text for event in self._events if isinstance(event, Reasoning))
+            reasoning = reasoning_tokens(self._prepared[0], thoughts)
+            usage = {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": min(reasoning, tokens)},
+                "total_tokens": counts["total_tokens"],
+            }
+        return {
+            "id": self._settings.ident,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._prepared[0].info.name,
+            "output": list(self._items.items),
+            **self._settings.echo,
+            "usage": usage,
+        }
+
+    def store(self, body: dict[str, Any]) -> bytes:
+        """Store the conversation and the response object; return the latter as JSON."""
+        message = message_of(self._events, reasoning=True)
+        data = orjson.dumps(body)
+        stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
+        self._settings.store_response(stored, data)
+        return data
+
+
+class WholeResponse(WholeAnswer):
+    """The formatter of responses in one piece."""
+
+    __slots__ = ("_response",)
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._response = _Response(request, prepared, created)
+
+    def end(self) -> bytes:
+        choice = self._choices[0][0]
+        self._response.add_text("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
+        status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
+        return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
+
+
+class ResponseEvents(EventStream):
+    """The formatter of streamed responses: each event has a change, the last one the whole response."""
+
+    def __init__(self, request: OpenAIRequest, prepared: Sequence[PreparedRequest], ident: str, created: int) -> None:
+        super().__init__(request, prepared, ident, created)
+        self._is_plain = False  # a token has events of other forms
+        self._response = _Response(request, prepared, created)
+        self._number = 0
+        self._status = "completed"
+
+    def add(self, chunk: TextChunk) -> bytes:
+        events = []
+        if chunk.trace is not None:
+            self._cached[0] = chunk.cached_tokens
+        if not self._begun[0]:
+            self._begun[0] = True
+            body = self._response.body("in_progress")
+            events = [{"type": f"response.{kind}", "response": body} for kind in ("created", "in_progress")]
+        for delta in chunk.deltas:
+            self._tokens += len(delta.token_ids)
+            if delta.finish_reason == FinishReason.LENGTH:
+                self._status = "incomplete"
+            events += self._response.add_text(delta.text, delta.finish_reason)
+        return self._written(events)
+
+    def end(self) -> bytes:
+        body = self._response.body(self._status, self._tokens, sum(self._cached))
+        data = self._response.store(body)
+        return self._written([{"type": f"response.{self._status}", "response": orjson.Fragment(data)}])
+
+    def error(self, error: BatonError) -> bytes:
+        shown = baton_error_object(error)["error"]
+        return self._written([{"type": "error", **{name: shown[name] for name in ("code", "message", "param")}}])
+
+    def _written(self, events: list[dict[str, Any]]) -> bytes:
+        numbered = [{**event, "sequence_number": self._number + at} for at, event in enumerate(events)]
+        self._number += len(numbered)
+        return named_events(numbered)

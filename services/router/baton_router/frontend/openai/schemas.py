@@ -34,55 +34,52 @@ _PLACE = re.compile(r"^(.*) - at `(?:key` in `)?\$\.?([^`]*)`$", re.DOTALL)
 """Message and place of msgspec's errors: ``Expected `int`, got `str` - at `$.stop_token_ids[1]` ``."""
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+def object_schema(required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
+    """Return the schema of an object with these properties."""
+    schema: dict[str, Any] = {"type": "object", "properties": {**required, **optional}}
+    if required:
+        schema["required"] = [*required]
+    return schema
+
+
+def array_schema(items: Mapping[str, Any], **bounds: int) -> dict[str, Any]:
+    """Return the schema of an array, with ``minItems`` and ``maxItems`` if they are given."""
+    return {"type": "array", "items": items, **bounds}
+
+
+def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+STRING = {"type": "string"}
+STRING_OR_NULL = {"type": ["string", "null"]}
+BOOL_OR_NULL = {"type": ["boolean", "null"]}
+_FILLED_STRING = {"type": "string", "minLength": 1}
+_TOKEN_IDS = array_schema({"type": "integer", "minimum": 0}, minItems=1)
 _PROMPT = {
     "description": "A text, several texts, token ids, or several prompts of token ids.",
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    ],
+    "anyOf": [STRING, array_schema(STRING, minItems=1), _TOKEN_IDS, array_schema(_TOKEN_IDS, minItems=1)],
 }
 _STOP = {
     "description": "Ends a sequence; is not part of its text.",
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
-        {"type": "null"},
-    ],
+    "anyOf": [_FILLED_STRING, array_schema(_FILLED_STRING, maxItems=MAX_STOP_STRINGS), {"type": "null"}],
 }
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TEXT_OR_NULL = {"type": ["string", "null"]}
-_TOOL_CALL = {
-    "type": "object",
-    "properties": {
-        "id": _TEXT_OR_NULL,
-        "type": _TEXT_OR_NULL,
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"description": "An object, or its JSON."}},
-            "required": ["name"],
-        },
-    },
-    "required": ["function"],
-}
+_PART = object_schema({"type": {"const": "text"}, "text": STRING})
+_TOOL_CALL = object_schema(
+    {"function": object_schema({"name": STRING}, arguments={"description": "An object, or its JSON."})},
+    id=STRING_OR_NULL,
+    type=STRING_OR_NULL,
+)
 _MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": [*ROLES]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
-        "name": _TEXT_OR_NULL,
-        "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
-        "tool_call_id": _TEXT_OR_NULL,
-        "reasoning": _TEXT_OR_NULL,
-        "reasoning_content": _TEXT_OR_NULL,
-    },
-    "required": ["role"],
+    **object_schema(
+        {"role": {"enum": [*ROLES]}},
+        content={"anyOf": [STRING, array_schema(_PART), {"type": "null"}]},
+        name=STRING_OR_NULL,
+        tool_calls=or_null(array_schema(_TOOL_CALL)),
+        tool_call_id=STRING_OR_NULL,
+        reasoning=STRING_OR_NULL,
+        reasoning_content=STRING_OR_NULL,
+    ),
     "anyOf": [
         {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
         {
@@ -100,10 +97,10 @@ _RESPONSE_FORMAT = {
         "json_schema": {
             "type": ["object", "null"],
             "properties": {
-                "name": {"type": "string"},
-                "description": {"type": "string"},
+                "name": STRING,
+                "description": STRING,
                 "schema": {"type": "object"},
-                "strict": {"type": ["boolean", "null"]},
+                "strict": BOOL_OR_NULL,
             },
         },
     },
@@ -113,54 +110,35 @@ _STRUCTURED_OUTPUTS = {
     "type": ["object", "null"],
     "properties": {
         "json": {"type": ["object", "string"]},
-        "regex": {"type": "string"},
-        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        "grammar": {"type": "string"},
+        "regex": STRING,
+        "choice": array_schema(_FILLED_STRING, minItems=1),
+        "grammar": STRING,
         "json_object": {"type": "boolean"},
         "structural_tag": {"type": ["object", "string"]},
-        "whitespace_pattern": {"type": ["string", "null"]},
+        "whitespace_pattern": STRING_OR_NULL,
         "disable_any_whitespace": {"type": "boolean"},
     },
 }
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                "description": _TEXT_OR_NULL,
-                "parameters": {"description": "A JSON schema of an object.", "type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["function"],
-}
+TOOL_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+_FUNCTION = object_schema(
+    {"name": TOOL_NAME},
+    description=STRING_OR_NULL,
+    parameters={"description": "A JSON schema of an object.", "type": ["object", "null"]},
+    strict=BOOL_OR_NULL,
+)
 _TOOLS = {
     "description": "What the model may call.",
-    "anyOf": [{"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}],
+    **or_null(array_schema(object_schema({"function": _FUNCTION}, type={"const": "function"}), maxItems=MAX_TOOLS)),
 }
 _TOOL_CHOICE = {
     "description": "Whether a tool may or must be called, or which.",
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
-            "required": ["type"],
-        },
+        object_schema({"type": {"enum": ["function", "allowed_tools"]}}),
     ],
 }
-_MESSAGES = {
-    "description": "The conversation; the model's chat template makes the prompt of it.",
-    "type": "array",
-    "items": _MESSAGE,
-    "minItems": 1,
-    "maxItems": MAX_MESSAGES,
-}
+MESSAGES_TEXT = "The conversation; the model's chat template makes the prompt of it."
+_MESSAGES = {"description": MESSAGES_TEXT, **array_schema(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)}
 
 
 # Checked by hand, so that errors say where: for the parser these are anything, for documents what they are.
@@ -169,7 +147,7 @@ _Stop: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_STOP)]
 _Messages: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_MESSAGES)]
 _Tools: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_TOOLS)]
 _ToolChoice: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_TOOL_CHOICE)]
-_MessagesOrNull: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})]
+_MessagesOrNull: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=or_null(_MESSAGES))]
 
 
 _Schema: TypeAlias = Annotated[Any, msgspec.Meta(extra_json_schema=_SCHEMA)]
@@ -346,6 +324,11 @@ class DetokenizeBody(Body, kw_only=True):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool | None = None
+
+
+def invalid_field(field: str, problem: str) -> InvalidRequestError:
+    """Return the error for a field; its message begins with the field's name."""
+    return InvalidRequestError(f"{field} {problem}", field=field)
 
 
 def parse_body(cls: type[B], value: Any) -> B:
