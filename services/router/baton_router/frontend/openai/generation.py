@@ -26,8 +26,8 @@ from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
 from baton_router.frontend.http.errors import answer_to
-from baton_router.frontend.http.http_exchange import HttpExchange, check_media, decode_json
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
+from baton_router.frontend.http.protocol import HttpExchange, check_media, decode_json
 from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
 from baton_router.frontend.openai.schemas import (
@@ -222,7 +222,7 @@ _EVENT_HEADERS = (
 
 
 class PostEndpoints:
-    """Serves the exchanges of all endpoints that take a body; see ``http_exchange.Handler``.
+    """Serves the exchanges of all endpoints that take a body; see ``protocol.Handler``.
 
     Args:
         processor: Runs the generations.
