@@ -12,6 +12,8 @@ bits, so that the sum over each tile of columns is added to a register of full p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +33,7 @@ SUM_TILE = 512
 @triton.jit
 def linear_kernel(
     x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, residual, out, sums,
-    tokens, rows, columns, x_row, residual_row, share,
+    tokens, rows, columns, residual_row, x_row, share,
     FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
     X_SCALES: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
@@ -80,7 +82,63 @@ def sum_kernel(
     tl.store(out + token * rows + n, total.to(out.dtype.element_ty), mask=there)
 
 
-class TritonQuantizedLinear:
+class _TritonLinear:
+    """Base of the layers: launches over tiles of the output, and over parts of the columns where tiles are few."""
+
+    name = "triton"
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme) -> None:
+        self.out_features = weight.rows
+        self.in_features = weight.columns
+        self._bias = None if bias is None else bias.detach().contiguous()
+        self._activations = activations
+
+    def _launch(
+        self,
+        kernel: Any,
+        chosen: Tuning,
+        inputs: tuple[Any, ...],
+        size: int,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        constants: dict[str, int | bool],
+    ) -> None:
+        """Launch a kernel, and add up its sums if programs share a tile.
+
+        Args:
+            kernel: Takes ``inputs``, bias, residual, ``out``, sums, the numbers of tokens, rows and columns, the
+                residual's stride, ``size``, and the number of columns of a program.
+            chosen: Sizes of tiles, but for ``TILE_K``.
+            inputs: First arguments of the kernel.
+            size: A number of the kernel's own.
+            out: The output [tokens, rows], written.
+            residual: Added to the output, or ``None``.
+            constants: Constants of the kernel, ``TILE_K`` among them.
+        """
+        tokens, rows = out.shape
+        grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
+        tile_k = int(constants["TILE_K"])
+        share, splits = divide_columns(grid[0] * grid[1], self.in_features, tile_k, chosen, out.device)
+        sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
+        bias, more = (out if each is None else each for each in (self._bias, residual))
+        flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
+        kernel[(*grid, splits)](
+            *(*inputs, bias, more, out, sums, tokens, rows, self.in_features, more.stride(0), size, share),
+            **constants,
+            **flags,
+            SPLIT=splits > 1,
+            TILE_M=chosen.tile_m,
+            TILE_N=chosen.tile_n,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
+        if splits > 1:
+            sum_kernel[tokens, triton.cdiv(rows, SUM_TILE)](
+                *(sums, bias, more, out, tokens, rows, more.stride(0), splits), **flags, TILE=SUM_TILE
+            )
+
+
+class TritonQuantizedLinear(_TritonLinear):
     """A linear layer on a GPU, like :class:`baton_kernels.quantized_linear.CpuQuantizedLinear` on a CPU.
 
     Weights are not copied. Launches depend on shapes alone, so they can be captured.
@@ -94,58 +152,27 @@ class TritonQuantizedLinear:
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, activations: ActivationScheme = EXACT
     ) -> None:
-        self.name = "triton"
+        super().__init__(weight, bias, activations)
         self._weights = device_weights([weight])
-        self.out_features = weight.rows
-        self.in_features = weight.columns
         self.nbytes = self._weights.nbytes
-        self._bias = None if bias is None else bias.detach().contiguous()
-        self._activations = activations
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual may have any stride."""
         residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
         out = x.new_empty(len(x), self.out_features)
-        if len(x):
-            shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features}
-            chosen = tuning_for("quantized_linear", x.device, shape, form=self._weights.form.name.lower())
-            x, scales = rounded_inputs(x if x.stride(1) == 1 else x.contiguous(), self._activations)
-            (self._multiply if chosen.tile_m else self._unpack)(chosen, x, scales, residual, out)
+        if not len(x):
+            return out
+        weights = self._weights
+        shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features}
+        chosen = tuning_for("quantized_linear", x.device, shape, form=weights.form.name.lower())
+        x, scales = rounded_inputs(x if x.stride(1) == 1 else x.contiguous(), self._activations)
+        if not chosen.tile_m:
+            self._unpack(chosen, x, scales, residual, out)
+            return out
+        inputs = (x, *weights.arguments(), out if scales is None else scales)
+        constants = {**weights.constants(chosen.tile_k), "X_SCALES": scales is not None}
+        self._launch(linear_kernel, chosen, inputs, x.stride(0), out, residual, constants)
         return out
-
-    def _multiply(
-        self,
-        chosen: Tuning,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Multiply, with the weight unpacked in registers."""
-        weights, (tokens, rows) = self._weights, out.shape
-        constants = weights.constants(chosen.tile_k)
-        tile_k = int(constants["TILE_K"])
-        grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
-        share, splits = divide_columns(grid[0] * grid[1], self.in_features, tile_k, chosen, x.device)
-        sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
-        x_scales, bias, more = (out if each is None else each for each in (scales, self._bias, residual))
-        flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
-        linear_kernel[(*grid, splits)](
-            *(x, *weights.arguments(), x_scales, bias, more, out, sums, tokens, rows, self.in_features),
-            *(x.stride(0), more.stride(0), share),
-            **constants,
-            **flags,
-            X_SCALES=scales is not None,
-            SPLIT=splits > 1,
-            TILE_M=chosen.tile_m,
-            TILE_N=chosen.tile_n,
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-        )
-        if splits > 1:
-            sum_kernel[tokens, triton.cdiv(rows, SUM_TILE)](
-                *(sums, bias, more, out, tokens, rows, more.stride(0), splits), **flags, TILE=SUM_TILE
-            )
 
     def _unpack(
         self,
@@ -256,7 +283,7 @@ def takes_eight_bits(weight: QuantizedWeight, activations: ActivationScheme) -> 
     return False
 
 
-class TritonEightBitLinear:
+class TritonEightBitLinear(_TritonLinear):
     """A linear layer with weights and inputs of 8 bits, where :func:`takes_eight_bits`.
 
     Launches depend on shapes alone, so they can be captured.
@@ -268,52 +295,27 @@ class TritonEightBitLinear:
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, activations: ActivationScheme) -> None:
-        self.name = "triton"
-        self.out_features = weight.rows
-        self.in_features = weight.columns
+        super().__init__(weight, bias, activations)
         self._values = weight.values.contiguous()
         self._scales = weight.scales.contiguous()
         zeros = getattr(weight, "zeros", None)
         self._zeros: torch.Tensor | None = None if zeros is None else zeros.contiguous()
         self._height = min(weight.block[0], weight.rows) if isinstance(weight, Fp8Weight) else 1
-        self._bias = None if bias is None else bias.detach().contiguous()
-        self._activations = activations
         tensors = (self._values, self._scales, self._zeros)
         self.nbytes = sum(each.nbytes for each in tensors if each is not None)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`baton_kernels.linear.PackedLinear`; rows of x and residual may have any stride."""
         residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
-        tokens = len(x)
-        rows = self.out_features
-        columns = self.in_features
-        out = x.new_empty(tokens, rows)
-        if not tokens:
+        out = x.new_empty(len(x), self.out_features)
+        if not len(x):
             return out
         integer = self._values.dtype is torch.int8
-        sizes = {"tokens": tokens, "rows": rows, "columns": columns}
+        sizes = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features}
         chosen = tuning_for("eight_bit_linear", x.device, sizes, form="int8" if integer else "fp8")
         rounded, x_scales = self._activations.quantize(x if x.stride(1) == 1 else x.contiguous())
-        grid = (triton.cdiv(tokens, chosen.tile_m), triton.cdiv(rows, chosen.tile_n))
-        share, splits = divide_columns(grid[0] * grid[1], columns, chosen.tile_k, chosen, x.device)
-        sums = out if splits == 1 else out.new_empty(splits, tokens, rows, dtype=torch.float32)
-        zeros, bias, more = (out if each is None else each for each in (self._zeros, self._bias, residual))
-        flags = {"BIAS": self._bias is not None, "RESIDUAL": residual is not None}
-        eight_bit_kernel[(*grid, splits)](
-            *(rounded.contiguous(), x_scales[:, 0].contiguous(), self._values, self._scales, zeros, bias, more),
-            *(out, sums, tokens, rows, columns, more.stride(0), self._height, share),
-            **flags,
-            INTEGER=integer,
-            ZEROS=self._zeros is not None,
-            SPLIT=splits > 1,
-            TILE_M=chosen.tile_m,
-            TILE_N=chosen.tile_n,
-            TILE_K=chosen.tile_k,
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-        )
-        if splits > 1:
-            sum_kernel[tokens, triton.cdiv(rows, SUM_TILE)](
-                *(sums, bias, more, out, tokens, rows, more.stride(0), splits), **flags, TILE=SUM_TILE
-            )
+        zeros = out if self._zeros is None else self._zeros
+        inputs = (rounded.contiguous(), x_scales[:, 0].contiguous(), self._values, self._scales, zeros)
+        constants = {"INTEGER": integer, "ZEROS": self._zeros is not None, "TILE_K": chosen.tile_k}
+        self._launch(eight_bit_kernel, chosen, inputs, self._height, out, residual, constants)
         return out

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from baton_kernels.cpu.library import DTYPE_CODES, BoundCall, CpuLibrary
-from baton_kernels.paged_attention.definition import MAX_TREE_TOKENS, AttentionSpec, LayerPool, RaggedBatch, Rotation
+from baton_kernels.paged_attention.definition import (
+    MAX_TREE_TOKENS,
+    AttentionSpec,
+    LayerPool,
+    RaggedBatch,
+    RotatingAttention,
+    Rotation,
+)
 from baton_kernels.paged_attention.latent import LatentProjections
 
 _STORAGE_CODES = {**DTYPE_CODES, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -107,7 +114,7 @@ class BoundAttention:
             setattr(call, name, getattr(shared, name))
 
 
-class CpuPagedAttention:
+class CpuPagedAttention(RotatingAttention):
     """See the module's docstring. Not thread-safe: one object per runner."""
 
     name = "cpp"
@@ -137,11 +144,6 @@ class CpuPagedAttention:
             call.ancestors, call.tree_starts = (array.__array_interface__["data"][0] for array in _check_trees(batch))
         return CpuPlan(batch, call, tables, batch.table(0).shape[1] * batch.block_tables.itemsize)
 
-    def run(
-        self, plan: CpuPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        return self.run_rotated(plan, spec, pool, (q, k, v), None)
-
     def run_rotated(
         self,
         plan: CpuPlan,
@@ -150,7 +152,6 @@ class CpuPagedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys rotated first; queries are changed in place."""
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in qkv)
         out = q.new_empty(q.shape[0], spec.num_heads, spec.v_dim)
         call = plan.call

@@ -216,15 +216,20 @@ class PagedAttention(Protocol):
 class RotatingAttention(PagedAttention, Protocol):
     """A backend that also norms and rotates queries and keys, as the fused decoder needs it."""
 
+    def run(
+        self, plan: Any, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return self.run_rotated(plan, spec, pool, (q, k, v), None)
+
     def run_rotated(
         self,
         plan: Any,
         spec: AttentionSpec,
         pool: LayerPool,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        rotation: Rotation,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys normed and rotated first."""
+        """As :meth:`run`, with queries and keys normed and rotated first; queries may be changed in place."""
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
+from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, RotatingAttention, Rotation
 from baton_kernels.paged_attention.gpu import TritonPagedAttention, TritonPlan
 
 WORKSPACE_BYTES = 384 << 20
@@ -103,7 +103,7 @@ class _Wrapper:
     copied: torch.cuda.Event | None = None
 
 
-class FlashInferPagedAttention:
+class FlashInferPagedAttention(RotatingAttention):
     """See the module's docstring. Not thread-safe: one object per runner.
 
     Args:
@@ -127,17 +127,6 @@ class FlashInferPagedAttention:
         parts = _parts_of(batch, self._device) if batch.trees is None else ()
         return FlashInferPlan(next(self._numbers), self._triton.prepare(batch), batch, parts)
 
-    def run(
-        self,
-        plan: FlashInferPlan,
-        spec: AttentionSpec,
-        pool: LayerPool,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.run_rotated(plan, spec, pool, (q, k, v), None)
-
     def run_rotated(
         self,
         plan: FlashInferPlan,
@@ -146,7 +135,6 @@ class FlashInferPagedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys normed and rotated first."""
         dtype = qkv[0].dtype
         if not plan.parts or pool.k.dtype != dtype or obstacle(spec, dtype):
             return self._triton.run_rotated(plan.triton, spec, pool, qkv, rotation)

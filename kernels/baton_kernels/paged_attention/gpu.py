@@ -27,7 +27,7 @@ import triton.language as tl
 
 from baton_kernels.gpu import converts_fp8
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
-from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, Rotation
+from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, RotatingAttention, Rotation
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -376,7 +376,7 @@ class TritonPlan:
     tiles: dict[tuple[int, bool], Tiles] = field(default_factory=dict)
 
 
-class TritonPagedAttention:
+class TritonPagedAttention(RotatingAttention):
     """See the module's docstring. Not thread-safe: one object per runner.
 
     Args:
@@ -424,11 +424,6 @@ class TritonPagedAttention:
             contexts=np.full(count, width * block_size, np.int64),
         )
 
-    def run(
-        self, plan: TritonPlan, spec: AttentionSpec, pool: LayerPool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        return self.run_rotated(plan, spec, pool, (q, k, v), None)
-
     def run_rotated(
         self,
         plan: TritonPlan,
@@ -437,7 +432,6 @@ class TritonPagedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """As :meth:`run`, with queries and keys normed and rotated first."""
         q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in qkv)
         if not plan.num_tokens:
             return q.new_empty(0, spec.num_heads, spec.v_dim)

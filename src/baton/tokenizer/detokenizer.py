@@ -327,19 +327,6 @@ class SequenceText:
             stop strings and log probabilities.
     """
 
-    __slots__ = (
-        "_chars",
-        "_count",
-        "_detokenizer",
-        "_include_stop",
-        "_matcher",
-        "_min_tokens",
-        "_own_stops",
-        "_with_offsets",
-        "ended",
-        "push_plain",
-    )
-
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -24,7 +24,7 @@ from baton.engine.device import ComputeDevice, rank_device
 from baton.engine.device_memory import free_bytes, new_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.runner.input_batch import ForwardBatch
-from baton.engine.sampler import sample
+from baton.engine.sampler import SamplerOutput, sample
 from baton.engine.sampler_row import SamplerRow
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.drafter import Proposal
@@ -171,19 +171,8 @@ class ChainDrafter(ABC, Generic[StateT]):
             parts = [(job.sequence, job.state, new) for job, new in zip(jobs, tokens, strict=True)]
             amend = functools.partial(_note_draws, jobs) if self.tells_draws else None
             rows = [job.row for job in jobs]
-            sampled = sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu)
-            going = []
-            tokens = []
-            for i, job in enumerate(jobs):
-                token = sampled.token_ids[i]
-                if i in sampled.bad_rows:
-                    continue
-                job.state.draft.append(token)
-                if len(job.state.draft) < job.limit and not job.sequence.ends_with(token):
-                    job.row = job.row.after(token)
-                    going.append(job)
-                    tokens.append(np.array([token], np.uint32))
-            jobs = going
+            jobs = extend_drafts(jobs, sample(self._forward(parts), rows, amend, on_gpu=self._device.on_gpu))
+            tokens = [np.array(job.state.draft[-1:], np.uint32) for job in jobs]
 
     def sequence_finished(self, sequence: Sequence) -> None:
         state = self._states.pop(sequence, None)
@@ -193,6 +182,20 @@ class ChainDrafter(ABC, Generic[StateT]):
     def close(self) -> None:
         for sequence in list(self._states):
             self.sequence_finished(sequence)
+
+
+def extend_drafts(jobs: SequenceOf[DraftJob[StateT]], sampled: SamplerOutput) -> list[DraftJob[StateT]]:
+    """Add the tokens that were chosen to drafts; return the jobs that go on."""
+    going = []
+    for i, job in enumerate(jobs):
+        token = sampled.token_ids[i]
+        if i in sampled.bad_rows:
+            continue
+        job.state.draft.append(token)
+        if len(job.state.draft) < job.limit and not job.sequence.ends_with(token):
+            job.row = job.row.after(token)
+            going.append(job)
+    return going
 
 
 def _note_draws(

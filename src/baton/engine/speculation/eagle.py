@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +33,7 @@ from baton.engine.runner.model_runner import pool_views
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.chain import ChainDrafter, ChainState, DraftJob, Part, chain_batch, draft_blocks
 from baton.engine.speculation.heads import FINAL, EagleHead, HeadFiles, target_of
-from baton.engine.speculation.tree import MAX_NODES, Branches, likeliest
+from baton.engine.speculation.tree import MAX_NODES, Branches, grow_trees
 from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_cache.shards import shard_specs
 from baton_kernels.linear import PlainLinear
@@ -293,16 +294,8 @@ class EagleDrafter(ChainDrafter[EagleState]):
             assert job.state.own is not None  # the last token was computed
             levels.append(_Level(job.state, job.branches, job.state.own))
         while levels:
-            rows = [row for level in levels for row in level.branches.rows]
-            candidates = likeliest(logits, rows, self._width)
-            going = []
-            at = 0
-            for level in levels:
-                count = len(level.branches.level)
-                if level.branches.grow(candidates[at : at + count]):
-                    going.append(level)
-                at += count
-            levels = going
+            going = grow_trees([level.branches for level in levels], logits, self._width)
+            levels = list(compress(levels, going))
             if levels:
                 logits = self._forward_levels(levels)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +27,11 @@ from baton.engine.device import ComputeDevice
 from baton.engine.executor.base import Executor
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel
 from baton.engine.sampler import sample
-from baton.engine.sampler_row import SamplerRow
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.chain import ChainState, DraftJob, extend_drafts
 from baton.engine.speculation.drafter import Proposal
 from baton.engine.speculation.heads import FIELD, FINAL, HeadFiles, target_of
-from baton.engine.speculation.tree import Branches, likeliest
+from baton.engine.speculation.tree import Branches, grow_trees
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS
 
@@ -125,12 +126,11 @@ class MedusaHeads:
         return whole
 
 
-@dataclass(slots=True)
-class _Job:
-    at: int
+@dataclass(slots=True, kw_only=True)
+class _HeadState(ChainState):
+    """A draft, and the target's hidden state [width] that it is made of."""
+
     hidden: torch.Tensor
-    limit: int
-    row: SamplerRow
 
 
 class MedusaDrafter:
@@ -164,51 +164,27 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:
         jobs = []
-        for at, (sequence, limit) in enumerate(wanted):
+        for sequence, limit in wanted:
             start, rows = self._last.get(sequence, (0, None))
             index = sequence.num_tokens - 2 - start  # of the token before the last one
             if rows is not None and 0 <= index < len(rows):
-                jobs.append(_Job(at, rows[index], limit, sequence.sampler.unguided()))
-        if self._width > 1:
-            return self._trees(wanted, jobs)
-        drafts: list[list[int]] = [[] for _ in wanted]
+                row = sequence.sampler.unguided()
+                branches = Branches(sequence, row, limit, self._width) if self._width > 1 else None
+                state = _HeadState(hidden=rows[index])
+                jobs.append(DraftJob(sequence, state, limit, row, branches=branches))
+        done = {job.sequence: job for job in jobs}
         for head in range(len(self._heads)):
             if not jobs:
                 break
-            logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
-            sampled = sample(logits, [job.row for job in jobs], on_gpu=self._device.on_gpu)
-            going = []
-            for i, job in enumerate(jobs):
-                if i in sampled.bad_rows:
-                    continue
-                token = sampled.token_ids[i]
-                drafts[job.at].append(token)
-                if len(drafts[job.at]) < job.limit and not wanted[job.at][0].ends_with(token):
-                    job.row = job.row.after(token)
-                    going.append(job)
-            jobs = going
-        return [Proposal(draft) for draft in drafts]
-
-    def _trees(self, wanted: SequenceOf[tuple[Sequence, int]], jobs: list[_Job]) -> list[Proposal]:
-        """Return trees, whose places the heads tell each for itself."""
-        trees = {job.at: Branches(wanted[job.at][0], job.row, job.limit, self._width) for job in jobs}
-        for head in range(len(self._heads)):
-            if not jobs:
-                break
-            logits = self._heads.logits(head, torch.stack([job.hidden for job in jobs]))
-            levels = [trees[job.at] for job in jobs]
-            repeats = torch.tensor([len(tree.level) for tree in levels], device=logits.device)
-            rows = [row for tree in levels for row in tree.rows]
-            candidates = likeliest(logits.repeat_interleave(repeats, dim=0), rows, self._width)
-            going = []
-            at = 0
-            for job, tree in zip(jobs, levels, strict=True):
-                count = len(tree.level)
-                if tree.grow(candidates[at : at + count]):
-                    going.append(job)
-                at += count
-            jobs = going
-        return [trees[at].proposal() if at in trees else Proposal(()) for at in range(len(wanted))]
+            logits = self._heads.logits(head, torch.stack([job.state.hidden for job in jobs]))
+            trees = [job.branches for job in jobs if job.branches is not None]
+            if trees:  # whose places the heads tell each for itself
+                repeats = torch.tensor([len(tree.level) for tree in trees], device=logits.device)
+                going = grow_trees(trees, logits.repeat_interleave(repeats, dim=0), self._width)
+                jobs = list(compress(jobs, going))
+            else:
+                jobs = extend_drafts(jobs, sample(logits, [job.row for job in jobs], on_gpu=self._device.on_gpu))
+        return [done[sequence].proposal() if sequence in done else Proposal(()) for sequence, _ in wanted]
 
     def sequence_finished(self, sequence: Sequence) -> None:
         self._last.pop(sequence, None)

@@ -189,6 +189,18 @@ class Branches:
         return Proposal(self.tokens, self._chances, parents=self.parents)
 
 
+def grow_trees(trees: SequenceOf[Branches], logits: torch.Tensor, width: int) -> list[bool]:
+    """Add a level to each tree; return whether each may have one more.
+
+    Args:
+        trees: Trees with levels of n tokens in all.
+        logits: [n, vocab], behind the tokens of the trees' levels, tree by tree; may be changed.
+        width: How many tokens a level has.
+    """
+    candidates = iter(likeliest(logits, [row for tree in trees for row in tree.rows], width))
+    return [tree.grow([next(candidates) for _ in tree.level]) for tree in trees]
+
+
 def likeliest(logits: torch.Tensor, rows: SequenceOf[SamplerRow], width: int) -> list[Candidates]:
     """Return for each row at most ``width`` tokens; none where its logits are not finite.
 
