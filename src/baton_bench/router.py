@@ -237,19 +237,8 @@ class Replay:
         self._setup = setup
         self._timeline = Timeline()
         self._waiting: deque[TraceRequest] = deque()
-        fleet = Fleet(
-            setup.prefills,
-            setup.decodes,
-            setup.hardware.kv_bytes_per_token,
-            max_num_seqs=0,
-            policy=setup.policy,
-            threshold=setup.threshold,
-            seed=setup.seed,
-            beta=setup.beta,
-            temperature=setup.temperature,
-            max_inflight=setup.max_inflight,
-            whole_blocks=True,
-        )
+        kv_bytes = setup.hardware.kv_bytes_per_token
+        fleet = build_from(Fleet, setup, kv_bytes_per_token=kv_bytes, max_num_seqs=0, whole_blocks=True)
         rival = make_rival(setup.policy) if setup.policy in RIVALS else None
         self.router = VirtualRouter(fleet, lambda: self._timeline.now, rival)
         self._result = ReplayResult(

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from baton.errors import ConfigError
-from baton_bench.report import Record, make_table, of_kind, print_failures, warn_if_busy
+from baton_bench.report import Record, build_from, make_table, of_kind, print_failures, warn_if_busy
 from baton_bench.traces import read_lines
 
 ITL_SHARE = 95
@@ -272,19 +272,15 @@ def summarize(load: Load, slos: Mapping[str, float], rate: float | None) -> Serv
 def detail(sample: Sample, started_s: float) -> RequestRecord:
     """Return the record of one request."""
     good = not sample.error
-    return RequestRecord(
-        sample.number,
-        round(sample.due_s - started_s, 6),
-        round(sample.late_ms, 4),
-        sample.prompt_tokens,
-        sample.cached_tokens,
-        sample.output_tokens,
-        round(sample.ttft_ms, 4) if good else None,
-        None if not good or sample.tpot_ms is None else round(sample.tpot_ms, 4),
-        round(sample.e2e_ms, 4) if good else None,
-        [round(gap, 4) for gap in sample.itl_ms],
-        sample.error,
-        sample.message,
+    return build_from(
+        RequestRecord,
+        sample,
+        due_s=round(sample.due_s - started_s, 6),
+        late_ms=round(sample.late_ms, 4),
+        ttft_ms=round(sample.ttft_ms, 4) if good else None,
+        tpot_ms=None if not good or sample.tpot_ms is None else round(sample.tpot_ms, 4),
+        e2e_ms=round(sample.e2e_ms, 4) if good else None,
+        itl_ms=[round(gap, 4) for gap in sample.itl_ms],
     )
 
 

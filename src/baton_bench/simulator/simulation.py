@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.types import Role
+from baton_bench.report import build_from
 from baton_bench.serve.records import ITL_SHARE
 from baton_bench.simulator.engine import EngineExtras, SimulatedEngine, SimulatedSequence, Speculation
 from baton_bench.simulator.profile import EngineProfile, Limits, Link, Overheads
@@ -307,15 +308,7 @@ class Simulation:
         self._most_failed = most_failed
         self._failed = 0
         self._timeline = Timeline()
-        fleet = Fleet(
-            deployment.prefills,
-            deployment.decodes,
-            deployment.kv_bytes_per_token,
-            deployment.limits.max_num_seqs,
-            deployment.policy,
-            deployment.threshold,
-            seed,
-        )
+        fleet = build_from(Fleet, deployment, max_num_seqs=deployment.limits.max_num_seqs, seed=seed)
         self._routing = make_routing(fleet, lambda: self._timeline.now)
         cores = deployment.cores
         self._processors = None if cores is None else Processors(self._timeline, cores, deployment.threads)
