@@ -168,9 +168,7 @@ UNTRACED = Span("request")
 """Span of every request that is traced neither here nor by its caller."""
 
 
-def begin_span(
-    name: str, traceparent: str, exporter: SpanExporter | None, *, start_ns: int = 0, kind: Kind = "server"
-) -> Span:
+def begin_span(name: str, traceparent: str, exporter: SpanExporter | None, *, start_ns: int = 0) -> Span:
     """Start the span of a request at its entry: it continues the caller's trace, or starts one, if it is sampled.
 
     Args:
@@ -178,13 +176,12 @@ def begin_span(
         traceparent: ``traceparent`` of the caller; empty: none.
         exporter: Exporter of spans; ``None``: nothing is recorded.
         start_ns: Start, in nanoseconds of the performance counter; 0: now.
-        kind: Kind of span.
     """
     parent = parse_traceparent(traceparent) if traceparent else None
     if exporter is not None:
         context = TraceContext.below(parent)
         if exporter.samples(context.trace_id, parent):
-            return Span(name, parent, exporter, start_ns, kind=kind, context=context)
+            return Span(name, parent, exporter, start_ns, context=context)
     return UNTRACED if parent is None else Span(name, parent, start_ns=start_ns)
 
 

@@ -19,7 +19,7 @@ from baton.rpc.tls import read_tls
 from baton.types import Epoch, InstanceId
 from baton.worker.process import open_span_exporter, serve_metrics
 from baton_kvstore.events import StoreEvents
-from baton_kvstore.memory.quotas import Quotas
+from baton_kvstore.memory.pool import Quotas
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.metrics import StoreMetrics
 from baton_kvstore.service import KvStoreServicer

@@ -48,12 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the controller until interrupted; returns the exit status.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        BatonError: The router or the API server does not answer the first call.
-    """
+    """Run the controller until interrupted; returns the exit status."""
     file = ClusterFile(args.config, {"autoscale": (AutoscaleConfig,)})
     config = from_flags(AutoscaleConfig, args, file=file.values("autoscale"))
     kubernetes = from_flags(KubernetesConfig, args)

@@ -59,12 +59,7 @@ def add_generate_parser(commands: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Generate and print the answer; returns the exit status.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        BatonError: The router refuses or does not answer.
-    """
+    """Generate and print the answer; returns the exit status."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ConfigError("PROMPT must not be empty", field="prompt")
@@ -103,12 +98,7 @@ def add_chat_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """Chat until the input ends; returns the exit status.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        BatonError: The router does not answer.
-    """
+    """Chat until the input ends; returns the exit status."""
     conversation = Conversation(Console(highlight=False, soft_wrap=True), args)
     if args.load:
         conversation.load(Path(args.load))

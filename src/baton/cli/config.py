@@ -78,11 +78,7 @@ def schema(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the effective configuration; returns the exit status.
-
-    Raises:
-        ConfigError: A value is invalid, or there is no such service.
-    """
+    """Print the effective configuration; returns the exit status."""
     file = read_file(args)
     plan = plan_from(args, file)
     specs: dict[str, ProcessSpec] = {}

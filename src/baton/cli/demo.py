@@ -54,11 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status: 0 if every token is right.
-
-    Raises:
-        BatonError: A process was not ready, or the request failed.
-    """
+    """Run the demo; returns the exit status: 0 if every token is right."""
     return asyncio.run(_demo(args))
 
 

@@ -28,12 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Get the explanation and print it; returns the exit status.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        BatonError: The request is unknown, or the router does not answer.
-    """
+    """Get the explanation and print it; returns the exit status."""
     if not 1 <= args.limit <= 500:
         raise ConfigError(f"--limit must be between 1 and 500, got {args.limit}", field="limit")
     ask = http_asker(args)

@@ -43,13 +43,7 @@ def add_drain_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def run_drain(args: argparse.Namespace) -> int:
-    """Drain instances; returns the exit status: 1 if requests still run.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        NotFoundError: The router knows no such instance.
-        BatonError: The router or an instance does not answer.
-    """
+    """Drain instances; returns the exit status: 1 if requests still run."""
     if not 0 <= args.wait_s <= 86400:
         raise ConfigError("--wait-s must be between 0 and 86400", field="wait_s")
     with Console(stderr=True).status("waiting for requests that run"):
@@ -90,12 +84,7 @@ def add_scale_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def run_scale(args: argparse.Namespace) -> int:
-    """Change the ratio of instances; returns the exit status.
-
-    Raises:
-        ConfigError: The targets are invalid or do not fit the number of instances.
-        BatonError: The router or an instance does not answer, or an instance stayed busy.
-    """
+    """Change the ratio of instances; returns the exit status."""
     if not 0 <= args.wait_s <= 86400:
         raise ConfigError("--wait-s must be between 0 and 86400", field="wait_s")
     targets = parse_targets(args.targets)
@@ -158,11 +147,7 @@ def add_health_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def run_health(args: argparse.Namespace) -> int:
-    """Check a service's health; returns the exit status: 0 serving, 1 not serving or no answer.
-
-    Raises:
-        ConfigError: An argument is invalid.
-    """
+    """Check a service's health; returns the exit status: 0 serving, 1 not serving or no answer."""
     host, _, port = args.address.rpartition(":")
     if not host or not port.isdigit() or not args.timeout_s > 0:
         raise ConfigError("give HOST:PORT and a --timeout-s above 0", field="address")

@@ -31,12 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the status; returns the exit status: 1 if an instance is not healthy.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        BatonError: The router does not answer; with ``--watch``, only for the first call.
-    """
+    """Show the status; returns the exit status: 1 if an instance is not healthy."""
     if not 0.1 <= args.interval_s <= 3600:
         raise ConfigError("--interval-s must be between 0.1 and 3600", field="interval_s")
     ask = http_asker(args)

@@ -182,12 +182,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the deployment until interrupted; returns the exit status.
-
-    Raises:
-        ConfigError: A flag is invalid, or a port is in use.
-        UnavailableError: A process ended or was not ready in time.
-    """
+    """Run the deployment until interrupted; returns the exit status."""
     file = read_file(args)
     with own_token(args, file):
         return asyncio.run(_up(args, file))

@@ -11,15 +11,6 @@ from baton.config.stores import StoreAddress
 from baton.errors import ConfigError
 from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
-_POSITIVE = (
-    "prefill_stall_s",
-    "prefill_wait_s",
-    "lease_s",
-    "max_leases",
-    "load_interval_ms",
-    "kv_streams",
-    "fetch_threads",
-)
 _CHAINS = {"none", "ngram", "draft"}
 """Methods of ``speculative`` that draft a single continuation, not a tree."""
 MAX_RANKS = 64
@@ -324,7 +315,8 @@ class WorkerConfig(ServiceConfig):
 
     def __post_init__(self) -> None:
         require_ports(self, "port", "kv_port", "metrics_port")
-        require(self, _POSITIVE, lambda x: x > 0, "be positive")
+        times = "prefill_stall_s", "prefill_wait_s", "lease_s", "load_interval_ms"
+        require(self, (*times, "max_leases", "kv_streams", "fetch_threads"), lambda x: x > 0, "be positive")
         require(self, ["unclaimed_share"], lambda x: 0.0 < x <= 1.0, "be above 0 and at most 1")
         check_pipes(self.pipes)
         for name, addresses in (

@@ -49,16 +49,10 @@ class _Connection:
 
 
 class ConnectionGuard:
-    """Closes unauthenticated connections of a server beyond a limit.
+    """Closes unauthenticated connections of a server beyond ``MAX_UNKNOWN``."""
 
-    Args:
-        port: Port of the server.
-        most: Maximum number of unauthenticated connections.
-    """
-
-    def __init__(self, port: int, most: int = MAX_UNKNOWN) -> None:
-        self._port = port
-        self._most = most
+    def __init__(self) -> None:
+        self._port = 0
         self._known: set[str] = set()
         self._gone: set[str] = set()
         self._seen: dict[int, _Connection] = {}
@@ -66,8 +60,9 @@ class ConnectionGuard:
         self._warned_at = -_WARNING_S
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to scan, in the running loop."""
+    def start(self, port: int) -> None:
+        """Begin to scan for connections to a port, in the running loop."""
+        self._port = port
         self._task = asyncio.create_task(self._run(), name="connections")
 
     async def close(self) -> None:
@@ -96,7 +91,7 @@ class ConnectionGuard:
         self._forget(known - {each.peer for each in current.values()})
         unknown = {fd: each for fd, each in self._seen.items() if each.peer and each.peer not in known}
         hosts = Counter(each.host for each in unknown.values())
-        for _ in range(len(unknown) - self._most):
+        for _ in range(len(unknown) - MAX_UNKNOWN):
             ((busiest, _),) = hosts.most_common(1)
             oldest = next(fd for fd, each in unknown.items() if each.host == busiest)
             hosts[busiest] -= 1

@@ -205,22 +205,10 @@ def text_delta_to_pb(delta: TextDelta) -> router_pb2.TextDelta:
     )
 
 
-_FINGERPRINT_PLAIN = (
-    "model",
-    "model_digest",
-    "adapter",
-    "kv_dtype",
-    "kv_scales",
-    "rope",
-    "block_size",
-    "layout",
-    "block_bytes",
-    "tp_size",
-    "pp_size",
-    "hash_scheme",
-    "kv_cast",
-    "draft",
-    "draft_layers",
+_FINGERPRINT_PLAIN = tuple(
+    field.name
+    for field in common_pb2.Fingerprint.DESCRIPTOR.fields
+    if field.name not in {"layer_shapes", "unsplit_layers", "layer_groups"}
 )
 
 

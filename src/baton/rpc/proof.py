@@ -171,17 +171,28 @@ async def prove_token(
         UnauthenticatedError: The service does not know the token, or has none.
         Exception: What ``call`` raised for another reason.
     """
-    proof = CallerProof(token, address, certificate)
+    key = token.keys(_PURPOSE)[0]
+    unknown = UnauthenticatedError(f"the service at {address} does not know the shared token", field="token")
     try:
         challenge = await call("Challenge", auth_pb2.ChallengeRequest(), auth_pb2.ChallengeResponse)
-        answer = await call("Prove", proof.answer_challenge(challenge), auth_pb2.ProveResponse)
+        if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
+            raise unknown
+        own_nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = challenge.nonce + own_nonce
+        request = auth_pb2.ProveRequest(
+            service_nonce=challenge.nonce,
+            caller_nonce=own_nonce,
+            proof=_mac(key, b"caller" + nonces + certificate),
+        )
+        answer = await call("Prove", request, auth_pb2.ProveResponse)
     except Exception as error:
         why = _REFUSALS.get(status_of(error))
         if why is None:
             raise
         raise UnauthenticatedError(f"the service at {address} {why}", field="token") from error
-    proof.check_service(answer)
-    return proof
+    if not hmac.compare_digest(_mac(key, b"service" + nonces), answer.proof):
+        raise unknown
+    return CallerProof(key, nonces)
 
 
 _REFUSALS: dict[object, str] = {
@@ -191,45 +202,17 @@ _REFUSALS: dict[object, str] = {
 
 
 class CallerProof:
-    """One proof, from the caller's side.
+    """What a caller has proved: the source of its calls' credentials.
 
     Args:
-        token: Token that both ends must know.
-        address: ``host:port`` of the service, for messages.
-        certificate: Digest of the certificate that this side shows; empty: it shows none.
+        key: Key derived from the token.
+        nonces: Nonces of service and caller.
     """
 
-    def __init__(self, token: Token, address: str, certificate: bytes) -> None:
-        self._address = address
-        self._certificate = certificate
-        self._key = token.keys(_PURPOSE)[0]
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._nonces = b""
+    def __init__(self, key: bytes, nonces: bytes) -> None:
+        self._key = key
+        self._nonces = nonces
         self._headers: dict[str, str] = {}
-
-    def answer_challenge(self, challenge: auth_pb2.ChallengeResponse) -> auth_pb2.ProveRequest:
-        """Return the proof that answers a service's challenge.
-
-        Raises:
-            UnauthenticatedError: The challenge is not one of a service with a token.
-        """
-        if len(challenge.nonce) != _SERVICE_NONCE_BYTES:
-            raise _unknown(self._address)
-        self._nonces = challenge.nonce + self._nonce
-        return auth_pb2.ProveRequest(
-            service_nonce=challenge.nonce,
-            caller_nonce=self._nonce,
-            proof=_mac(self._key, b"caller" + self._nonces + self._certificate),
-        )
-
-    def check_service(self, answer: auth_pb2.ProveResponse) -> None:
-        """Check the service's own proof.
-
-        Raises:
-            UnauthenticatedError: It does not know the token.
-        """
-        if not hmac.compare_digest(_mac(self._key, b"service" + self._nonces), answer.proof):
-            raise _unknown(self._address)
 
     def header(self, method: str) -> str:
         """Return the ``authorization`` of calls of a method (``/package.Service/Method``)."""
@@ -243,10 +226,6 @@ class CallerProof:
 def proof_timeout(address: str) -> UnavailableError:
     """Return the error of a service that has not proved the token within ``HANDSHAKE_S``."""
     return UnavailableError(f"{address} did not prove the shared token within {HANDSHAKE_S:g} s")
-
-
-def _unknown(address: str) -> UnauthenticatedError:
-    return UnauthenticatedError(f"the service at {address} does not know the shared token", field="token")
 
 
 class Prover:

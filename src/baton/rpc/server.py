@@ -109,8 +109,9 @@ class GrpcServer:
         self._services = list(services)
         self._tls = tls
         proofs = ProofServicer(token) if token is not None else None
-        self._guard: ConnectionGuard | None = None
-        self._interceptor = _Interceptor(proofs, admits, tls.roles if tls is not None else None, self._mark_known)
+        self._guard = ConnectionGuard()
+        roles = tls.roles if tls is not None else None
+        self._interceptor = _Interceptor(proofs, admits, roles, self._guard.mark_known)
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections())]
         self.server = grpc.aio.server(interceptors=[self._interceptor], options=options)
         if proofs is not None:
@@ -137,14 +138,8 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: the port is in use or not ours", field="port") from error
         await self.server.start()
-        self._guard = ConnectionGuard(port)
-        self._guard.start()
+        self._guard.start(port)
         return port
-
-    def _mark_known(self, context: Any) -> None:
-        """Record that a call of this connection was authenticated."""
-        if self._guard is not None:
-            self._guard.mark_known(context)
 
     async def set_serving(self, serving: bool) -> None:
         """Set the answer of health checks."""
@@ -154,8 +149,7 @@ class GrpcServer:
         """Refuse new calls, give running ones ``grace_s`` seconds, then cancel them."""
         await self.set_serving(False)
         await self.server.stop(grace_s)
-        if self._guard is not None:
-            await self._guard.close()
+        await self._guard.close()
 
 
 def _serve_reflection_v1(names: Sequence[str], server: grpc.aio.Server) -> None:

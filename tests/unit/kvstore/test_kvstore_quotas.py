@@ -15,7 +15,7 @@ from tests.unit.kvstore.test_kvstore_store import KIND, Clock, fingerprint
 
 from baton.errors import QueueFullError
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.quotas import NO_TENANT, Quotas
+from baton_kvstore.memory.pool import NO_TENANT, Quotas
 from baton_kvstore.memory.store import BlockStore
 
 BLOCK = 4096

@@ -15,8 +15,7 @@ from tests.unit.kvstore.test_kvstore_store import KIND, Clock
 
 from baton.errors import DeadlineError
 from baton.types import BlockHash, Tenant
-from baton_kvstore.memory.pool import Entry
-from baton_kvstore.memory.quotas import Quotas
+from baton_kvstore.memory.pool import Entry, Quotas
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain, Link
 from baton_kvstore.tiers.saver import Saver, Watermarks

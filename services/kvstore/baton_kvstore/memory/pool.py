@@ -6,6 +6,7 @@ Each format has an arena as large as the whole budget, of which only used slots 
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from baton.errors import InternalError, InvalidRequestError, QueueFullError
 from baton.kv_cache.arena import HostArena
 from baton.kv_cache.fingerprint import Fingerprint
-from baton.types import BlockHash
+from baton.types import BlockHash, Tenant
 from baton_kvstore.types import PAGE, KvFormat, by_kind, kv_format_of
 
 MAX_SLOTS = 2**32 - 1
@@ -25,6 +26,9 @@ _LOOKED_AT = 64
 """Number of cold blocks that are searched for one that a lower tier already holds."""
 _NEARLY = 0.75
 """Share of a quota above which cold blocks are written to lower tiers ahead of eviction."""
+NO_TENANT = ""
+_MAX_IDLE_SHARES = 1024
+"""Number of tenants without blocks that are remembered."""
 
 
 class State(enum.Enum):
@@ -145,6 +149,60 @@ class Share:
         self._cold[entry] = None
         if not used and first is not None and entry.used_at < first.used_at:
             self._cold.move_to_end(entry, last=False)
+
+
+class Quotas:
+    """The shares of all tenants, by which each has a quota.
+
+    A tenant above its quota loses its own coldest blocks, never another tenant's. Below its quota it competes with all
+    other tenants for the memory; if all quotas together fit the memory, tenants never affect each other. Within a
+    tenant the order is least recently used, whatever policy evicts from the store as a whole.
+
+    Args:
+        default_bytes: Memory quota of tenants whose requests set none; 0: unlimited.
+        default_disk_bytes: Disk quota of tenants whose requests set none; 0: unlimited.
+    """
+
+    def __init__(self, default_bytes: int = 0, default_disk_bytes: int = 0) -> None:
+        self._default = default_bytes
+        self._disk_default = default_disk_bytes
+        self._shares: OrderedDict[str, Share] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self._shares.values())
+
+    def share_of(self, tenant: Tenant | None) -> Share:
+        """Return a tenant's share and update its quotas; ``None``: the share of blocks without a tenant."""
+        name = NO_TENANT if tenant is None else tenant.id
+        share = self._shares.get(name)
+        if share is None:
+            share = self._shares[name] = Share(name)
+            if len(self._shares) > _MAX_IDLE_SHARES:
+                self._forget_idle()
+        if tenant is not None:
+            share.quota_bytes = tenant.kv_bytes or self._default
+            share.disk_quota_bytes = tenant.kv_disk_bytes or self._disk_default
+        return share
+
+    def unsaved(self) -> Iterator[Entry]:
+        """Yield blocks that quotas will soon evict and no lower tier holds."""
+        for share in self:
+            yield from share.unsaved()
+
+    def find(self, name: str) -> Share | None:
+        """Return the share of a known tenant, or ``None``."""
+        return self._shares.get(name)
+
+    def largest(self, count: int) -> list[Share]:
+        """Return the tenants with the most bytes in memory, the largest first."""
+        return heapq.nlargest(count, self, key=lambda share: share.used_bytes)
+
+    def _forget_idle(self) -> None:
+        """Forget the oldest tenants without blocks, so that tenant names cannot fill the memory."""
+        surplus = len(self._shares) - _MAX_IDLE_SHARES
+        idle = [name for name, share in self._shares.items() if not (share.entries or share.disk_bytes)][:-1]
+        for name in idle[:surplus]:
+            del self._shares[name]
 
 
 @dataclass(eq=False)

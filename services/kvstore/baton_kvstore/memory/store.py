@@ -25,8 +25,7 @@ from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.eviction import make_policy
 from baton_kvstore.memory.leases import ClientPins, Lease, LeaseTable
-from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, State
-from baton_kvstore.memory.quotas import Quotas
+from baton_kvstore.memory.pool import RETRY_AFTER_S, Entry, Pool, PoolSet, Quotas, State
 from baton_kvstore.types import Counters, KvFormat, Listeners, StoreStats, TierListener, by_kind
 
 

@@ -87,36 +87,19 @@ def open_chain(config: TierConfig) -> Chain:
     return Chain(links, lookup_timeout_s=config.lookup_timeout_s, raise_after=config.raise_after)
 
 
-def remote_link(
-    name: str,
-    context: TierContext,
-    backend: Backend,
-    *,
-    durable: bool,
-    batch_bytes: int,
-    write_all: bool = False,
-    **more: Any,
-) -> Link:
+def remote_link(name: str, context: TierContext, backend: Backend, *, write_all: bool = False, **options: Any) -> Link:
     """Create a tier over a backend that other nodes share.
 
     Args:
         name: Name of the tier in metrics and logs.
         context: The factory's argument.
         backend: Stores the blocks.
-        durable: Whether written blocks survive a loss of power.
-        batch_bytes: Maximum size of the blocks written or read with one call.
         write_all: Whether every block is written to the tier, not only those that leave memory.
-        more: Further fields of :class:`~baton_kvstore.tiers.remote.RemoteOptions`.
+        options: Other fields of :class:`~baton_kvstore.tiers.remote.RemoteOptions`; ``durable`` is required.
     """
-    options = RemoteOptions(
-        name,
-        durable=durable,
-        queue_bytes=context.queue_bytes,
-        index_blocks=context.config.known_blocks,
-        batch_bytes=batch_bytes,
-        **more,
-    )
-    return Link(RemoteTier(backend, options), write_all, _READERS)
+    known = context.config.known_blocks
+    chosen = RemoteOptions(name, queue_bytes=context.queue_bytes, index_blocks=known, **options)
+    return Link(RemoteTier(backend, chosen), write_all, _READERS)
 
 
 def open_disk(context: TierContext) -> Link | None:

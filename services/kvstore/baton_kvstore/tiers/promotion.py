@@ -17,7 +17,7 @@ from baton.errors import BatonError, DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.quotas import NO_TENANT
+from baton_kvstore.memory.pool import NO_TENANT
 from baton_kvstore.memory.store import BlockStore, Reservation
 from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.tiers.saver import RETRY_S, Saver

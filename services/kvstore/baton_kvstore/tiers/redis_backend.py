@@ -14,7 +14,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
@@ -47,15 +47,12 @@ class RedisOptions:
         connections: Maximum number of connections per server.
     """
 
-    url: str
+    url: str = field(repr=False)
     prefix: str
     cluster: bool = False
     ttl_s: float = 0.0
     timeout_s: float = 1.0
     connections: int = 16
-
-    def __repr__(self) -> str:
-        return f"RedisOptions(prefix={self.prefix!r}, cluster={self.cluster})"
 
 
 class RedisBackend:

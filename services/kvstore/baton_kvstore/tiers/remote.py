@@ -483,10 +483,8 @@ class RemoteTier(LowerTier):
                 if self._jobs.closing or len(self.index) + len(names) > self._options.index_blocks:
                     break
                 self.index.add(kind, names)
-        except RemoteError as error:
+        except Exception as error:
             self._failed(error)
-        except Exception:
-            log.exception("scanning tier %s failed", self.name)
         finally:
             self.scanned.set()
 
@@ -496,10 +494,7 @@ class RemoteTier(LowerTier):
             return None
         try:
             answer = call()
-        except RemoteError as error:
-            self._failed(error)
-            return None
-        except Exception as error:  # of a client's library: no reason to lose the thread, or a Get
+        except Exception as error:  # RemoteError, or of a client's library: no reason to lose the thread, or a Get
             self._failed(error)
             return None
         if self.breaker.succeeded():

@@ -23,8 +23,7 @@ from baton.errors import DeadlineError, QueueFullError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.types import BlockHash, Tenant
 from baton_kvstore.memory.leases import Lease
-from baton_kvstore.memory.pool import Share
-from baton_kvstore.memory.quotas import NO_TENANT
+from baton_kvstore.memory.pool import NO_TENANT, Share
 from baton_kvstore.memory.store import BlockStore
 from baton_kvstore.tiers.chain import Chain
 from baton_kvstore.tiers.promotion import LeaseRequest, Promoter
