@@ -47,10 +47,10 @@ async def deployment(model, starter) -> AsyncIterator[tuple[Supervisor, list[str
     )
     supervisor = Supervisor(plan, lambda name, line: lines.append(f"{name} | {line}"))
     supervisor.spawn = starter.spawn
-    other = ManagedProcess(second, lambda name, line: lines.append(f"{name} | {line}"), start=starter.spawn)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            await other.start({**supervisor._env})
+            emit = supervisor._emit
+            other = ManagedProcess(second, emit, supervisor._env, start=starter.spawn)
             stack.push_async_callback(other.end, 20.0)
             await other.wait_ready(300)
             await stack.enter_async_context(supervisor)
@@ -180,10 +180,10 @@ async def test_a_stream_goes_on_when_its_router_and_then_its_instance_is_killed(
                     supervisor.kill("router")
                 if before < 60 <= len(tokens):
                     for name in decodes:  # or it would be at its end before we know whose it is
-                        supervisor.processes[name].send(signal.SIGSTOP)
+                        supervisor.processes[name].send_signal(signal.SIGSTOP)
                     supervisor.kill(await owner_of_the_stream(second))
                     for name in decodes:
-                        supervisor.processes[name].send(signal.SIGCONT)
+                        supervisor.processes[name].send_signal(signal.SIGCONT)
         assert tokens == expected
         assert text == stream.result().text
         assert stream.trace is not None

@@ -56,10 +56,10 @@ async def test_no_restart_ends_the_whole(model, starter):
 async def test_who_is_in_a_hurry_waits_for_no_drain(model):
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     deaf = asyncio.Event()
-    process = ManagedProcess(ProcessSpec("deaf", "timeit", ("-n1", "-r1", code), "", "decode"), lambda *_: deaf.set())
+    spec = ProcessSpec("deaf", "timeit", ("-n1", "-r1", code), "", "decode")
+    process = ManagedProcess(spec, lambda *_: deaf.set(), {})
     supervisor = Supervisor(plan(model), lambda *_: None, grace_s=50)
     supervisor.processes["deaf"] = process
-    await process.start({})
     async with asyncio.timeout(240):
         await deaf.wait()
         stopping = asyncio.ensure_future(supervisor.stop())
@@ -72,8 +72,7 @@ async def test_who_is_in_a_hurry_waits_for_no_drain(model):
 
 async def test_a_process_that_is_never_ready_is_told_by_name():
     spec = ProcessSpec("sleepy", "timeit", ("-n", "1", "import time; time.sleep(60)"), "127.0.0.1:1", "decode")
-    process = ManagedProcess(spec, lambda *_: None)
-    await process.start({})
+    process = ManagedProcess(spec, lambda *_: None, {})
     with pytest.raises(UnavailableError, match="sleepy was not ready"):
         await process.wait_ready(0.3)
     await process.end(0.0)
@@ -83,8 +82,7 @@ async def test_a_process_that_is_never_ready_is_told_by_name():
 async def test_a_process_that_ends_at_once_is_told_with_its_status():
     spec = ProcessSpec("broken", "no_such_module_of_ours", (), "127.0.0.1:1", "decode")
     lines: list[str] = []
-    process = ManagedProcess(spec, lambda _, line: lines.append(line))
-    await process.start({"PATH": sys.exec_prefix})
+    process = ManagedProcess(spec, lambda _, line: lines.append(line), {"PATH": sys.exec_prefix})
     with pytest.raises(UnavailableError, match="broken ended with status 1"):
         await process.wait_ready(240)
     assert any("no_such_module_of_ours" in line for line in lines)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -83,12 +83,13 @@ def start_process(spec: ProcessSpec, env: dict[str, str]) -> RunningProcess:
     return start_python(spec.module, spec.args, env=env, end_with_thread=True, output=subprocess.PIPE)
 
 
-class ManagedProcess:
-    """A supervised process.
+class ManagedProcess(ChildProcess):
+    """A supervised process, started in the running event loop.
 
     Args:
         spec: Specification of the process.
-        emit: Called with ``(name, line)`` for each line of the process's output.
+        emit: Called in the event loop with ``(name, line)`` for each line of the process's output.
+        env: Environment, to which the specification's variables are added.
         tls: Certificates, if the services use them.
         start: Starts the process.
     """
@@ -97,6 +98,7 @@ class ManagedProcess:
         self,
         spec: ProcessSpec,
         emit: Callable[[str, str], None],
+        env: Mapping[str, str],
         *,
         tls: Tls | None = None,
         start: StartProcess = start_process,
@@ -104,29 +106,13 @@ class ManagedProcess:
         self.spec = spec
         self._tls = tls
         self._emit = emit
-        self._start = start
-        self._child: ChildProcess | None = None
-
-    @property
-    def pid(self) -> int:
-        """Id of the process."""
-        return self._started().pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status; ``None`` while the process runs."""
-        return None if self._child is None else self._child.returncode
-
-    async def start(self, env: dict[str, str]) -> None:
-        """Start the process in an environment."""
         loop = asyncio.get_running_loop()
-        name = self.spec.name
 
         def emit_in_loop(line: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the log is no longer shown
-                loop.call_soon_threadsafe(self._emit, name, line)
+                loop.call_soon_threadsafe(emit, spec.name, line)
 
-        self._child = ChildProcess(self._start(self.spec, {**env, **dict(self.spec.env)}), emit_in_loop)
+        super().__init__(start(spec, {**env, **dict(spec.env)}), emit_in_loop)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the health check answers SERVING.
@@ -144,37 +130,22 @@ class ManagedProcess:
         except TimeoutError:
             raise UnavailableError(f"{self.spec.name} was not ready within {timeout_s:g} s") from None
         if self.returncode is not None:  # another process answers at its address
-            code = await self.wait()
-            last_line = self._started().last_line
-            detail = f": {last_line}" if last_line else ""
+            code = await self.wait_closed()
+            detail = f": {self.last_line}" if self.last_line else ""
             raise UnavailableError(f"{self.spec.name} ended with status {code} before it was ready{detail}")
-
-    async def wait(self) -> int:
-        """Wait for the end of the process and of its output; returns the exit status."""
-        return await self._started().wait_closed()
 
     async def end(self, grace_s: float) -> None:
         """Ask the process to drain; kill it after ``grace_s`` seconds."""
-        if self._child is None or self._child.returncode is not None:
+        if self.returncode is not None:
             return
-        self.send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
-                await self.wait()
+                await self.wait_closed()
         except TimeoutError:
             self._emit(self.spec.name, f"did not end within {grace_s:g} s and is killed")
-            self.send(signal.SIGKILL)
-            await self.wait()
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone, if it still runs."""
-        if self._child is not None:
-            self._child.send_signal(number)
-
-    def _started(self) -> ChildProcess:
-        if self._child is None:
-            raise UnavailableError(f"{self.spec.name} was not started")
-        return self._child
+            self.send_signal(signal.SIGKILL)
+            await self.wait_closed()
 
 
 class Supervisor:
@@ -244,7 +215,8 @@ class Supervisor:
         """
         _require_free_ports(self.plan)
         for group in self.plan.groups:
-            await asyncio.gather(*(self._launch(spec) for spec in group))
+            for spec in group:
+                self._launch(spec)
             waits = [asyncio.ensure_future(self._wait_ready(spec.name)) for spec in group]
             try:
                 await asyncio.gather(*waits)
@@ -275,7 +247,7 @@ class Supervisor:
         Raises:
             UnavailableError: The process ended, or was not ready in time; it is removed again.
         """
-        await self._launch(spec)
+        self._launch(spec)
         process = self.processes[spec.name]
         try:
             await self._wait_ready(spec.name)
@@ -300,15 +272,14 @@ class Supervisor:
     def hurry(self) -> None:
         """SIGKILL all processes, so that :meth:`stop` does not wait for their drain."""
         for process in self.processes.values():
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
 
     def kill(self, name: str) -> None:
         """SIGKILL a process, as a fault would."""
-        self.processes[name].send(signal.SIGKILL)
+        self.processes[name].send_signal(signal.SIGKILL)
 
-    async def _launch(self, spec: ProcessSpec) -> None:
-        process = ManagedProcess(spec, self._emit, tls=self._tls, start=self.spawn)
-        await process.start(self._env)
+    def _launch(self, spec: ProcessSpec) -> None:
+        process = ManagedProcess(spec, self._emit, self._env, tls=self._tls, start=self.spawn)
         self.processes[spec.name] = process
         self.on_state(spec.name, "starts")
 
@@ -361,7 +332,7 @@ class Supervisor:
         while True:
             process = self.processes[name]
             started = time.monotonic()
-            code = await process.wait()
+            code = await process.wait_closed()
             self._emit(name, f"ended with status {code}")
             if not self._restart:
                 if not self._ended.done():
@@ -372,7 +343,7 @@ class Supervisor:
             self._emit(name, f"restarting in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._last_backoff_s)
-            await self._launch(process.spec)
+            self._launch(process.spec)
             try:
                 await self._wait_ready(name)
             except UnavailableError as error:

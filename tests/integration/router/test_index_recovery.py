@@ -64,9 +64,8 @@ class Worker:
                 listens.set_result(int(found[1]))
 
         spec = ProcessSpec("d0", "baton_decode.main", args, "", "decode")
-        self.process = ManagedProcess(spec, on_line, start=self.starter.spawn)
-        await self.process.start(child_env())
-        ended = asyncio.ensure_future(self.process.wait())
+        self.process = ManagedProcess(spec, on_line, child_env(), start=self.starter.spawn)
+        ended = asyncio.ensure_future(self.process.wait_closed())
         await asyncio.wait([listens, ended], timeout=240, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
         assert listens.done(), lines[-20:]
@@ -74,8 +73,8 @@ class Worker:
 
     async def kill(self) -> None:
         if self.process is not None:
-            self.process.send(signal.SIGKILL)
-            await self.process.wait()
+            self.process.send_signal(signal.SIGKILL)
+            await self.process.wait_closed()
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[worker_pb2_grpc.WorkerServiceAsyncStub]:

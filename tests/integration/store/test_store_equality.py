@@ -74,14 +74,13 @@ async def prefill_process(starter: WarmStarter, path: Path, *flags: str) -> Asyn
     address = f"127.0.0.1:{free_port()}"
     args = ("--model", str(path), "--port", address.rpartition(":")[2], *ENGINE_FLAGS, *flags)
     spec = ProcessSpec("p0", "baton_prefill.main", args, address, "prefill")
-    process = ManagedProcess(spec, lambda *_: None, start=starter.spawn)
-    await process.start(child_env())
+    process = ManagedProcess(spec, lambda *_: None, child_env(), start=starter.spawn)
     try:
         await process.wait_ready(START_S)
         yield address, process
     finally:
-        process.send(signal.SIGKILL)
-        await process.wait()
+        process.send_signal(signal.SIGKILL)
+        await process.wait_closed()
 
 
 async def prefill(address: str, prompts: Sequence[Sequence[int]]) -> Fingerprint:
@@ -133,8 +132,8 @@ async def test_equality_through_the_store_alone_with_prefill_killed_before_decod
         async with prefill_process(starter, path, "--kvstore", store.address) as (address, process):
             await prefill(address, prompts)
             await wait_for_blocks([store.address], num_blocks(prompts))
-            process.send(signal.SIGKILL)
-            assert await process.wait() == -signal.SIGKILL
+            process.send_signal(signal.SIGKILL)
+            assert await process.wait_closed() == -signal.SIGKILL
         async with decoders(path, store.address) as cluster:
             decode = cluster.decode[0]
             results = await asyncio.gather(*(cluster.generate(decode, prompt, SAMPLING) for prompt in prompts))

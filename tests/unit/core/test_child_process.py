@@ -17,12 +17,11 @@ from baton.rpc.server import free_port
 async def main():
     address = f"127.0.0.1:{free_port()}"
     args = ("--port", address.rpartition(":")[2], "--capacity-bytes", str(1 << 20))
-    child = ManagedProcess(ProcessSpec("store", "baton_kvstore.main", args, address, "kvstore"), print)
-    await child.start(dict(os.environ))
+    child = ManagedProcess(ProcessSpec("store", "baton_kvstore.main", args, address, "kvstore"), print, os.environ)
     if sys.argv[1] == "ready":
         await child.wait_ready(240)
     print("PID", child.pid, flush=True)
-    await child.wait()
+    await child.wait_closed()
 
 asyncio.run(main())
 """

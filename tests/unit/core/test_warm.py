@@ -77,14 +77,14 @@ async def test_a_supervisor_can_have_it(small: WarmStarter) -> None:
     process = ManagedProcess(
         ProcessSpec("one", RUN, (code,), "", "decode"),
         lambda _, line: lines.append(line),
+        os.environ,
         start=small.spawn,
     )
-    await process.start(dict(os.environ))
     async with asyncio.timeout(240):
         while not lines:
             await asyncio.sleep(0.01)
         assert process.returncode is None
-        await asyncio.gather(process.wait(), process.end(240.0))
+        await asyncio.gather(process.wait_closed(), process.end(240.0))
     assert (lines, process.returncode) == (["here"], -signal.SIGTERM)
 
 
