@@ -187,9 +187,7 @@ def load_library(variant: Variant) -> CpuLibrary:
     return library
 
 
-@functools.cache
-def _digest(folder: Path) -> str:
-    return sources_digest(folder)
+_digest = functools.cache(sources_digest)
 
 
 def openmp_runtime() -> str:

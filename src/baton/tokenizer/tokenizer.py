@@ -31,7 +31,6 @@ from baton.tokenizer.model_files import (
 
 if TYPE_CHECKING:
     import fastokens
-    import tokenizers
 
 log = logging.getLogger(__name__)
 

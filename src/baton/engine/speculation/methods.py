@@ -8,7 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -31,21 +32,7 @@ TELL_AT = 64
 """Finished sequences after which they are reported even without a proposal."""
 
 
-@dataclass(slots=True)
-class _Call:
-    """Something to be done in the drafter's thread.
-
-    Attributes:
-        work: Function to run in the drafter's thread.
-        proposals: Result of the function.
-        error: Exception that it raised; ``None``: it did not.
-        done: Set when it has returned or raised.
-    """
-
-    work: Callable[[], list[Proposal]]
-    proposals: list[Proposal] = field(default_factory=list)
-    error: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+_Work = Callable[[], list[Proposal]]
 
 
 class BoundedDrafter:
@@ -66,8 +53,8 @@ class BoundedDrafter:
         self._drafter = drafter
         self._wait_s = wait_s
         self._ended: deque[Sequence] = deque(maxlen=MAX_ENDED)
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._last: _Call | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[list[Proposal]], _Work] | None] = queue.SimpleQueue()
+        self._last: Future[list[Proposal]] | None = None
         # A daemon: a thread that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run, args=(torch.get_num_threads(),), name=f"drafter {self.name}", daemon=True
@@ -84,11 +71,9 @@ class BoundedDrafter:
         if self._hangs:
             raise DrafterHangsError(f"drafter {self.name} has not come back yet")
         call = self._submit(lambda: self._drafter.propose(wanted))
-        if not call.done.wait(self._wait_s):
+        if not futures.wait([call], self._wait_s).done:
             raise DrafterHangsError(f"drafter {self.name} took more than {self._wait_s:g} s")
-        if call.error is not None:
-            raise call.error
-        return call.proposals
+        return call.result()
 
     def sequence_finished(self, sequence: Sequence) -> None:
         """Queue a finished sequence; the drafter gets it with its next call."""
@@ -106,9 +91,9 @@ class BoundedDrafter:
 
     @property
     def _hangs(self) -> bool:
-        return self._last is not None and not self._last.done.is_set()
+        return self._last is not None and not self._last.done()
 
-    def _submit(self, work: Callable[[], list[Proposal]]) -> _Call:
+    def _submit(self, work: _Work) -> Future[list[Proposal]]:
         ended = list(self._ended)
         self._ended = deque(maxlen=MAX_ENDED)
 
@@ -117,18 +102,18 @@ class BoundedDrafter:
                 self._drafter.sequence_finished(sequence)
             return work()
 
-        self._last = call = _Call(run)
-        self._calls.put(call)
+        self._last = call = Future[list[Proposal]]()
+        self._calls.put((call, run))
         return call
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # which is a thread's own setting
-        while (call := self._calls.get()) is not None:
+        while (item := self._calls.get()) is not None:
+            call, work = item
             try:
-                call.proposals = call.work()
+                call.set_result(work())
             except Exception as error:
-                call.error = error
-            call.done.set()
+                call.set_exception(error)
 
 
 BUILT_IN = {
