@@ -63,6 +63,28 @@ class Distribution:
         return out
 
 
+class LabelNames:
+    """Names that clients or plug-ins choose, as label values: all beyond a number or a length become ``other``.
+
+    Args:
+        most: Maximum number of names.
+        most_chars: Maximum length of a name, in characters.
+    """
+
+    def __init__(self, most: int, most_chars: int = 4096) -> None:
+        self._most = most
+        self._most_chars = most_chars
+        self._names: set[str] = set()
+
+    def label(self, name: str) -> str:
+        """Return a name as a label value."""
+        if name not in self._names:
+            if len(self._names) >= self._most or len(name) > self._most_chars:
+                return "other"
+            self._names.add(name)
+        return name
+
+
 class _Family(Collector, Generic[C]):
     """Series of one name, by their labels."""
 

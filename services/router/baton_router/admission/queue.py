@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.errors import BatonError
-from baton_router.metrics import Counter, GaugeFunction, Histogram
+from baton_router.metrics import Counter, GaugeFunction, Histogram, LabelNames
 from baton_router.types import RoutedRequest
 
 QUANTUM = 512.0
@@ -390,7 +390,6 @@ def _arrival(item: Waiting) -> tuple[float, int]:
 
 _WAIT_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
 _MAX_TENANTS = 50
-OTHER = "other"
 CLASSES = ("high", "normal", "low")
 
 
@@ -420,7 +419,7 @@ class AdmissionMetrics(Collector):
         self.cancelled = Counter(name + "cancelled", "Requests whose client left while they waited", [], r)
         GaugeFunction(name + "tokens", "Prompt tokens that wait", r, lambda: queue.tokens)
         GaugeFunction(name + "drain_tokens_per_second", "Tokens that leave the queue", r, rate)
-        self._names: set[str] = set()
+        self._names = LabelNames(_MAX_TENANTS)  # clients can invent tenants
         r.register(self)
 
     def started(self, item: Waiting, waited_s: float) -> None:
@@ -431,13 +430,8 @@ class AdmissionMetrics(Collector):
         self.tenant_started.labels(tenant).inc()
 
     def tenant_label(self, tenant: str) -> str:
-        """Return a tenant's name in the metrics; their number is bounded, as clients can invent tenants."""
-        name = tenant or "default"
-        if name not in self._names:
-            if len(self._names) >= _MAX_TENANTS:
-                return OTHER
-            self._names.add(name)
-        return name
+        """Return a tenant's name in the metrics."""
+        return self._names.label(tenant or "default")
 
     def collect(self) -> Iterator[Metric]:
         length = GaugeMetricFamily("baton_router_queue_requests", "Requests that wait", labels=["priority"])

@@ -40,7 +40,7 @@ from baton_router.dispatch.event_loop import PLACE, SEND, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.dispatch.prefill_first import PrefillFirst, PrefillFirstCalls
 from baton_router.dispatch.retry import Breakers, RetryBudget
-from baton_router.metrics import Amount, Counter, Histogram
+from baton_router.metrics import Amount, Counter, Histogram, LabelNames
 from baton_router.registry.instance import Instance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import Decision, DecisionLog
@@ -103,7 +103,7 @@ class DispatchMetrics:
             _NAME + "streams_closed_early", "Streams closed by their reader: disconnects, stop strings", [], registry
         )
         self._by_path: dict[tuple[int, str, str], Amount] = {}
-        self._names: set[str] = set()
+        self._names = LabelNames(_MAX_LABELS, _MAX_LABEL_CHARS)  # clients send traces, too
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count where a request's KV came from on one decode instance."""
@@ -111,7 +111,7 @@ class DispatchMetrics:
         key = trace.path, pipe, trace.local_reason.partition(":")[0]
         path = self._by_path.get(key)
         if path is None:
-            path = self._paths.labels(path_from_pb(key[0]) or "unknown", *map(self._label, key[1:]))
+            path = self._paths.labels(path_from_pb(key[0]) or "unknown", *map(self._names.label, key[1:]))
             if len(self._by_path) < _MAX_LABELS:
                 self._by_path[key] = path
         path.inc()
@@ -121,17 +121,9 @@ class DispatchMetrics:
         if failed := trace.failed_prefills:
             self._failed_prefills.inc(len(failed))
         if pipe:
-            pipe = self._label(pipe)
+            pipe = self._names.label(pipe)
             self._kv_bytes.labels(pipe).inc(trace.kv_bytes)
             self._transfer_time.labels(pipe).observe(trace.transfer_us / 1e6)
-
-    def _label(self, name: str) -> str:
-        """Return a name as a label value; their number and length are bounded, because clients send traces, too."""
-        if name not in self._names:
-            if len(self._names) >= _MAX_LABELS or len(name) > _MAX_LABEL_CHARS:
-                return "other"
-            self._names.add(name)
-        return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ blocks, whole or in events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -187,7 +187,13 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-_ROLES = ("user", "assistant", "system")
+_BLOCK_KINDS: Mapping[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+"""Types of content blocks that messages of each role may have."""
+_ROLES = tuple(_BLOCK_KINDS)
 _JOINED = ("content", "reasoning_content")
 """Fields whose text is collected in parts, one per block."""
 
@@ -246,9 +252,9 @@ class _Reader:
             last["content"] += (joint, text) if last["content"] else (text,)
         return last
 
-    def read(self, message: Mapping[str, Any], place: str) -> None:
-        role = message.get("role")
-        content = message.get("content")
+    def read(self, turn: Mapping[str, Any], place: str) -> None:
+        role = turn.get("role")
+        content = turn.get("content")
         if role not in _ROLES:
             raise invalid_field(f"{place}.role", f"must be user, assistant or system, got {shown(role)}")
         if isinstance(content, str):
@@ -257,35 +263,26 @@ class _Reader:
         place = f"{place}.content"
         if not isinstance(content, list) or not content:
             raise invalid_field(place, "must be a string or a list of blocks, not empty")
-        kinds: dict[str, dict[str, Callable[[Mapping[str, Any], str], None]]] = {
-            "user": {"text": self._user_text, "tool_result": self._tool_result},
-            "assistant": {
-                "text": self._assistant_text,
-                "tool_use": self._tool_use,
-                "thinking": self._thinking,
-                "redacted_thinking": self._redacted,
-            },
-            "system": {"text": self._system_text},
-        }
         for at, block in enumerate(content):
             where = f"{place}[{at}]"
             kind = block.get("type") if isinstance(block, Mapping) else None
-            take = kinds[role].get(kind) if isinstance(kind, str) else None
-            if take is None:
-                known = ", ".join(kinds[role])
+            if kind not in _BLOCK_KINDS[role]:
+                known = ", ".join(_BLOCK_KINDS[role])
                 raise invalid_field(
                     f"{where}.type", f"must be one of {known} in a message of the {role}, got {shown(kind)}"
                 )
-            take(block, where)
-
-    def _user_text(self, block: Mapping[str, Any], place: str) -> None:
-        self.add("user", _string(block, "text", place))
-
-    def _system_text(self, block: Mapping[str, Any], place: str) -> None:
-        self.add("system", _string(block, "text", place))
-
-    def _assistant_text(self, block: Mapping[str, Any], place: str) -> None:
-        self.add("assistant", _string(block, "text", place), "")
+            match kind:
+                case "text":
+                    self.add(role, _string(block, "text", where), "" if role == "assistant" else "\n")
+                case "tool_result":
+                    self._tool_result(block, where)
+                case "tool_use":
+                    self._tool_use(block, where)
+                case "thinking":
+                    message = self.add("assistant", "")
+                    message.setdefault("reasoning_content", []).append(_string(block, "thinking", where))
+                case _:  # redacted_thinking
+                    self._ignored.append(kind)
 
     def _tool_result(self, block: Mapping[str, Any], place: str) -> None:
         ident = _string(block, "tool_use_id", place)
@@ -310,13 +307,6 @@ class _Reader:
         call = {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.add("assistant", "").setdefault("tool_calls", []).append(call)
         self._called.add(ident)
-
-    def _thinking(self, block: Mapping[str, Any], place: str) -> None:
-        message = self.add("assistant", "")
-        message.setdefault("reasoning_content", []).append(_string(block, "thinking", place))
-
-    def _redacted(self, block: Mapping[str, Any], place: str) -> None:
-        self._ignored.append("redacted_thinking")
 
 
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:

@@ -21,7 +21,7 @@ from baton.types import InstanceId, PrefillPath, Role
 from baton_router.indexer.events import LOWER_TIERS, STORE_TIERS, IndexState
 from baton_router.indexer.prefix_index import PrefixIndex
 from baton_router.indexer.stores import Stores
-from baton_router.metrics import Counter, Histogram
+from baton_router.metrics import Counter, Histogram, LabelNames
 from baton_router.registry.instance import Instance
 from baton_router.registry.load import REQUEST_OVERHEAD_TOKENS, LoadReservation
 from baton_router.scheduler.decision import Decision
@@ -39,7 +39,6 @@ _TERMS = (*(-x for x in reversed(_WIDE)), -1.0, -0.5, -0.2, *_RATES, *_WIDE)
 _MAX_TERMS = 32
 _MAX_TERMS_PER_S = 200
 """Decisions per second whose terms are counted: each costs 10 us, and a sample is as informative as thousands."""
-_OTHER = "other"
 _PAIR = "pair"
 _WORST_FIRST = (IndexState.OFF, IndexState.STALE, IndexState.EXACT)
 _TIERS = (*LOWER_TIERS, *STORE_TIERS.values())
@@ -86,7 +85,7 @@ class SchedulerMetrics(Collector):
             registry,
             buckets=_TERMS,
         )
-        self._term_names: set[str] = set()
+        self._term_names = LabelNames(_MAX_TERMS)  # other packages' policies choose names
         self._second = self._left = 0
         self._latest: dict[Role, Decision] = {}
         registry.register(self)
@@ -121,19 +120,11 @@ class SchedulerMetrics(Collector):
             self._add_term(Role.PREFILL, "load", float(decision.loads(Role.PREFILL)[at]))
         self._add_term(_PAIR, "score", decision.score)
         for name, value in decision.terms:
-            self._add_term(_PAIR, self._term_label(name), value)
+            self._add_term(_PAIR, self._term_names.label(name), value)
 
     def _add_term(self, role: str, term: str, value: float) -> None:
         if math.isfinite(value):
             self._terms.labels(role, term).observe(value)
-
-    def _term_label(self, name: str) -> str:
-        """Return a term's name as a label; other packages' policies choose the names, so their number is bounded."""
-        if name not in self._term_names:
-            if len(self._term_names) >= _MAX_TERMS:
-                return _OTHER
-            self._term_names.add(name)
-        return name
 
     def collect(self) -> Iterator[Metric]:
         """Yield the terms of each ready instance's latest score."""

@@ -18,7 +18,7 @@ from baton.rpc.audit import Event, audit
 from baton.rpc.auth import HostRule
 from baton_router.accounts import Accounts
 from baton_router.frontend.http.errors import answer_to
-from baton_router.metrics import Counter, Gauge, Histogram
+from baton_router.metrics import Counter, Gauge, Histogram, LabelNames
 from baton_router.types import Account
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class HttpMetrics:
             name + "kept_responses", "Responses that are stored for requests that continue from them", [], registry
         )
         self._kept_bytes = Gauge(name + "kept_response_bytes", "Memory that these take", [], registry)
-        self._field_labels: set[str] = set()
+        self._field_labels = LabelNames(_MAX_FIELD_LABELS)
 
     def count_kept(self, responses: int, size: int) -> None:
         """Set the number of stored responses, and their size in bytes."""
@@ -132,13 +132,7 @@ class HttpMetrics:
     def count_ignored(self, fields: Iterable[str]) -> None:
         """Count ignored fields. Clients choose the names, so only the first hundred have series of their own."""
         for field in fields:
-            label = plain_name(field)
-            if label not in self._field_labels:
-                if len(self._field_labels) < _MAX_FIELD_LABELS:
-                    self._field_labels.add(label)
-                else:
-                    label = "other"
-            self._ignored.labels(label).inc()
+            self._ignored.labels(self._field_labels.label(plain_name(field))).inc()
 
 
 def plain_name(field: str) -> str:
