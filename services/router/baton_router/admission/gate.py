@@ -196,7 +196,7 @@ class Admission:
         """Refuse all waiting and further requests: the router ends."""
         self._closed = True
         for item in list(self.queue):
-            self._refuse(item, _closing(), "shutdown")
+            self._refuse(item, shutting_down(), "shutdown")
 
     # --- admitting ---
 
@@ -208,7 +208,7 @@ class Admission:
     async def _enter_slowly(self, request: RoutedRequest) -> Ticket:
         """Admit a request that has latency targets or has to wait."""
         if self._closed:
-            raise self._count(_closing(), "shutdown")
+            raise self._count(shutting_down(), "shutdown")
         waits = len(self.queue) > 0 or not self._room.is_free()
         if waits:
             self._check_bounds(request)
@@ -397,7 +397,8 @@ class Admission:
                 self._ticker = None
 
 
-def _closing() -> UnavailableError:
+def shutting_down() -> UnavailableError:
+    """Return the error for requests that the router does not serve because it ends."""
     return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)
 
 

@@ -13,7 +13,7 @@ from baton.config.router import RouterConfig
 from baton.errors import QueueFullError, UnavailableError
 from baton.tracing import Span
 from baton_router.admission.estimates import Estimates, Room
-from baton_router.admission.gate import Admission, Ticket
+from baton_router.admission.gate import Admission, Ticket, shutting_down
 from baton_router.dispatch.attempt import WorkerStreams
 from baton_router.dispatch.event_loop import Deadlines, TurnBatcher
 from baton_router.dispatch.interface import ChunkQueue, ChunkSink, RoutedChunk, Running
@@ -155,7 +155,7 @@ class PlacingDispatcher:
         if self.num_in_flight > self._config.max_in_flight:
             run.finish(self._too_many(self.num_in_flight - 1))
         elif self._cut_off:
-            run.finish(_shutting_down())
+            run.finish(shutting_down())
         else:
             run.start()
         return run
@@ -176,7 +176,7 @@ class PlacingDispatcher:
         self._cut_off = True
         self.admission.close()
         for run in list(self._running):
-            run.finish(_shutting_down())
+            run.finish(shutting_down())
 
     def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count the path of a request that its client ran."""
@@ -221,7 +221,3 @@ class PlacingDispatcher:
         if placement is None:
             raise UnavailableError("no decode instance is ready", retry_after_s=1.0)
         return placement.decision
-
-
-def _shutting_down() -> UnavailableError:
-    return UnavailableError("this router is shutting down: send the request again", retry_after_s=1.0)

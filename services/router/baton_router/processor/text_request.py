@@ -147,16 +147,13 @@ def check_bounds(request: TextRequest) -> None:
         _check_stops(request.sampling.stop)
     if not -(2**31) <= request.priority < 2**31:
         raise InvalidRequestError(f"priority must fit into 32 bits, got {request.priority}", field="priority")
-    if len(request.cache_salt) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters", field="cache_salt")
-    if len(request.session) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"session_id must have at most {MAX_SALT_CHARS} characters", field="session_id")
-    if len(request.user) > MAX_SALT_CHARS:
-        raise InvalidRequestError(f"user must have at most {MAX_SALT_CHARS} characters", field="user")
-    if request.ttft_ms is not None:
-        _check_milliseconds("ttft_ms", request.ttft_ms)
-    if request.itl_ms is not None:
-        _check_milliseconds("itl_ms", request.itl_ms)
+    texts = (("cache_salt", request.cache_salt), ("session_id", request.session), ("user", request.user))
+    for name, text in texts:
+        if len(text) > MAX_SALT_CHARS:
+            raise InvalidRequestError(f"{name} must have at most {MAX_SALT_CHARS} characters", field=name)
+    for name, target_ms in (("ttft_ms", request.ttft_ms), ("itl_ms", request.itl_ms)):
+        if target_ms is not None and not 0 < target_ms < math.inf:
+            raise InvalidRequestError(f"{name} must be a number above 0, got {target_ms}", field=name)
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have at most {MAX_REQUEST_ID_CHARS} characters", field="request_id")
     if not request.request_id.isprintable():  # it is written to logs and operators' terminals
@@ -170,11 +167,6 @@ def _check_stops(stops: tuple[str, ...]) -> None:
         raise InvalidRequestError("stop must not contain an empty string", field="stop")
     if sum(map(len, stops)) > MAX_STOP_CHARS:
         raise InvalidRequestError(f"stop must have at most {MAX_STOP_CHARS} characters in all", field="stop")
-
-
-def _check_milliseconds(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InvalidRequestError(f"{name} must be a number above 0, got {value}", field=name)
 
 
 class PreparedRequest(msgspec.Struct):

@@ -153,16 +153,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListInstances(
         self, request: router_pb2.ListInstancesRequest, context: Any
     ) -> router_pb2.ListInstancesResponse:
-        account = self._account(context)
-        if account is not None:
-            audit("admin_read", over="grpc", account=account.name, method="ListInstances", peer=peer_of(context))
+        self._audit_admin(context, "ListInstances")
         return router_pb2.ListInstancesResponse(instances=[x.describe() for x in self._registry.instances()])
 
     async def GetStats(self, request: router_pb2.GetStatsRequest, context: Any) -> router_pb2.GetStatsResponse:
         """Return rates and latencies of recent requests."""
-        account = self._account(context)
-        if account is not None:
-            audit("admin_read", over="grpc", account=account.name, method="GetStats", peer=peer_of(context))
+        self._audit_admin(context, "GetStats")
         window_s = request.window_s or _WINDOW_S
         if not 0 < window_s <= _LONGEST_WINDOW_S:
             raise InvalidRequestError(f"window_s must be at most {_LONGEST_WINDOW_S:g}", field="window_s")
@@ -183,10 +179,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
         account = self._account(context)
-        if account is not None and account.admin:
-            audit("admin_read", over="grpc", account=account.name, method="Explain", peer=peer_of(context))
         tenant = None if account is None or account.admin else account.name
+        if tenant is None:
+            self._audit_admin(context, "Explain")
         return router_pb2.ExplainResponse(json=orjson.dumps(self.insight.explain(request.request_id, tenant)))
+
+    def _audit_admin(self, context: Any, method: str) -> None:
+        """Write to the audit log that a call with an API key reads all tenants' data."""
+        account = self._account(context)
+        if account is not None:
+            audit("admin_read", over="grpc", account=account.name, method=method, peer=peer_of(context))
 
     def _account(self, context: Any) -> Account | None:
         """Return the account of a call's API key; ``None`` without API keys, or if a service calls."""
