@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from baton.api.v1 import common_pb2, worker_pb2
+from baton.api.v1 import worker_pb2
 from baton.config.router import RouterConfig
 from baton.errors import QueueFullError, UnavailableError
 from baton.tracing import Span
@@ -177,10 +177,6 @@ class PlacingDispatcher:
         self.admission.close()
         for run in list(self._running):
             run.finish(shutting_down())
-
-    def observe_trace(self, trace: common_pb2.RequestTrace) -> None:
-        """Count the path of a request that its client ran."""
-        self.metrics.observe_trace(trace)
 
     async def reserve(self, request: RoutedRequest) -> Reserved:
         """Place a request that its client runs itself; the reservation lasts until :meth:`Reserved.end`.

@@ -214,7 +214,7 @@ class TicketDesk:
         reservation.run.note(request, reservation.tokens)
         if request.ended:
             if request.HasField("trace"):
-                self._dispatcher.observe_trace(request.trace)
+                self._dispatcher.metrics.observe_trace(request.trace)
             self._end(request.request_id, _outcome(request))
         return True
 
