@@ -207,6 +207,9 @@ class LookupBuffer(Generic[V]):
         on_drop: Called with (key, value) of entries that have no consumer any more: those dropped after their lease,
             and those left at ``close``. No lock is held then.
         clock: Seconds, as ``time.monotonic``; deadlines and leases are read on it.
+
+    Attributes:
+        num_bytes: Bytes of the stored entries.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class LookupBuffer(Generic[V]):
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._seq = itertools.count()
         self._stored: dict[int, _Entry[V]] = {}
         self._pending: dict[int, _Entry[V]] = {}
@@ -237,11 +240,6 @@ class LookupBuffer(Generic[V]):
         self._leases: list[tuple[float, int, _Entry[V]]] = []  # a heap; entries that are gone are skipped
         self._queries: dict[_Query[V], None] = {}
         self._dropped: list[_Entry[V]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored entries."""
-        return self._num_bytes
 
     @property
     def num_waiting(self) -> int:
@@ -392,9 +390,9 @@ class LookupBuffer(Generic[V]):
         """
         with self._lock:
             entries = [entry for group in self._by_key.values() for entry in group.values()]
-            if self._num_bytes != sum(entry.nbytes for entry in self._stored.values()):
-                raise AssertionError(f"{self._num_bytes} bytes are not those of {len(self._stored)} entries")
-            if self._num_bytes > self._max_bytes or len(self._stored) > self._max_entries:
+            if self.num_bytes != sum(entry.nbytes for entry in self._stored.values()):
+                raise AssertionError(f"{self.num_bytes} bytes are not those of {len(self._stored)} entries")
+            if self.num_bytes > self._max_bytes or len(self._stored) > self._max_entries:
                 raise AssertionError("the buffer is over its bounds")
             if any(e.gone or (e.seq in self._stored) == (e.seq in self._pending) for e in entries):
                 raise AssertionError("an entry is neither stored nor pending")
@@ -485,13 +483,13 @@ class LookupBuffer(Generic[V]):
                 return  # no other entry overtakes: a big one would wait for ever
             del self._pending[entry.seq]
             self._stored[entry.seq] = entry
-            self._num_bytes += entry.nbytes
+            self.num_bytes += entry.nbytes
             heapq.heappush(self._leases, (self._clock() + entry.lease_s, entry.seq, entry))
             _wake_inserter(entry)
 
     def _make_room(self, nbytes: int) -> bool:
         """Drop entries past their lease until an entry fits; ``False``: it does not."""
-        while self._num_bytes + nbytes > self._max_bytes or len(self._stored) >= self._max_entries:
+        while self.num_bytes + nbytes > self._max_bytes or len(self._stored) >= self._max_entries:
             until = self._next_lease_end()
             if until is None or until > self._clock():
                 return False
@@ -522,7 +520,7 @@ class LookupBuffer(Generic[V]):
         entry.gone = True
         if self._pending.pop(entry.seq, None) is None:
             del self._stored[entry.seq]
-            self._num_bytes -= entry.nbytes
+            self.num_bytes -= entry.nbytes
         group = self._by_key[entry.key]
         del group[entry.seq]
         if not group:

@@ -422,20 +422,16 @@ class TlsStream(Stream):
         return [value for kind, value in names if kind == "URI"]
 
     def wait_readable(self, wait: Wait, what: str) -> None:
-        """Block until bytes (or the peer's end) are there."""
         if not self._tls.pending():
             super().wait_readable(wait, what)
 
     def readable_within(self, seconds: float) -> bool:
-        """Whether bytes (or the peer's end) are there, or come within this time."""
         return bool(self._tls.pending()) or super().readable_within(seconds)
 
     def peer_gone(self) -> bool:
-        """Whether the peer has hung up or the stream was closed; never blocks."""
         return not self._tls.pending() and self.hung_up()
 
     def recv_into(self, views: Sequence[memoryview], wait: Wait, what: str) -> None:
-        """Fill byte buffers one after the other; see :meth:`Stream.recv_into`."""
         for view in map(as_bytes, views):
             at = 0
             while at < len(view):
@@ -446,7 +442,6 @@ class TlsStream(Stream):
                 at += got
 
     def send_all(self, buffers: Sequence[Buffer], wait: Wait, what: str, *, stall_s: float | None = None) -> None:
-        """Send byte buffers one after the other; see :meth:`Stream.send_all`."""
         for view in map(as_bytes, buffers):
             at = 0
             while at < len(view):

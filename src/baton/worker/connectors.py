@@ -11,7 +11,6 @@ from baton.engine.device_memory import available_bytes
 from baton.errors import BusyError, ConfigError
 from baton.kv_cache.arena import arena_bytes
 from baton.kv_cache.connector import GuardedConnector, KVConnector
-from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher
 from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.registry import ConnectorContext, make_connector
@@ -155,15 +154,6 @@ def _connector_context(context: InstanceContext, options: Options) -> ConnectorC
     )
 
 
-def _stored_fingerprint(context: InstanceContext) -> Fingerprint:
-    """Return the fingerprint of the blocks that files and host memory store.
-
-    Raises:
-        ConfigError: This instance's KV cannot be converted to it; names ``kv_tier_dtype``.
-    """
-    return context.model.fingerprint.kept_as(context.config.kv_tier_dtype)
-
-
 def _shared_storage(context: InstanceContext, options: Options) -> StoreConnector:
     """Files in a directory: ``path``, ``max_bytes`` (64 GiB), ``sync`` (off), ``threads`` (4)."""
     known = _with_defaults("shared_storage", options, path="", max_bytes=str(64 << 30), sync="off", threads="4")
@@ -173,7 +163,7 @@ def _shared_storage(context: InstanceContext, options: Options) -> StoreConnecto
         raise ConfigError(f"shared_storage.sync must be on or off, got {known['sync']!r}", field=FIELD)
     threads = _number("shared_storage.threads", known["threads"], most=256)
     fingerprint = context.model.fingerprint
-    stored = _stored_fingerprint(context)
+    stored = fingerprint.kept_as(context.config.kv_tier_dtype)
     folder = BlockFolder(
         Path(known["path"]),
         stored,
@@ -195,7 +185,7 @@ def _offload(context: InstanceContext, options: Options) -> StoreConnector:
     """Host memory: ``bytes`` (1 GiB)."""
     known = _with_defaults("offload", options, bytes=str(1 << 30))
     size = _number("offload.bytes", known["bytes"], most=_MAX_BYTES)
-    stored = _stored_fingerprint(context)
+    stored = context.model.fingerprint.kept_as(context.config.kv_tier_dtype)
     block_bytes = stored.block_bytes
     num_blocks = size // block_bytes
     if not num_blocks:

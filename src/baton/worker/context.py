@@ -13,9 +13,9 @@ from baton.api.v1 import worker_pb2
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.executor.base import Executor
-from baton.engine.request import EngineRequest, RequestMetrics
+from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.speculation.drafter import Drafter
-from baton.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import KVConnector, TransferStats
 from baton.kv_cache.events import BlocksStored
@@ -25,7 +25,7 @@ from baton.kv_transfer.blocks import BlockFetcher, BlockServer, BlockSource, Lin
 from baton.rpc.service_token import Token
 from baton.rpc.tls import Tls
 from baton.tracing import UNTRACED, Attribute, Span, SpanExporter, continue_span
-from baton.types import InstanceId, RequestId, Role
+from baton.types import FinishReason, InstanceId, RequestId, Role
 from baton.worker.engine_thread import EngineThread
 from baton.worker.events import KvEventLog
 from baton.worker.metrics import WorkerMetrics
@@ -34,18 +34,17 @@ MAX_PROMPT_TOKENS_PER_CALL = 4_000_000
 
 
 class Admission:
-    """Counts the calls in progress, and refuses new ones while the instance drains."""
+    """Counts the calls in progress, and refuses new ones while the instance drains.
+
+    Attributes:
+        active: Number of calls in progress.
+    """
 
     def __init__(self) -> None:
         self.draining = False
-        self._active = 0
+        self.active = 0
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def active(self) -> int:
-        """Number of calls in progress."""
-        return self._active
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -56,13 +55,13 @@ class Admission:
         """
         if self.draining:
             raise UnavailableError("the instance is draining", retry_after_s=1.0)
-        self._active += 1
+        self.active += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._active -= 1
-            if self._active == 0:
+            self.active -= 1
+            if self.active == 0:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> int:
@@ -79,7 +78,7 @@ class Admission:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            return self._active
+            return self.active
         return 0
 
 
@@ -285,6 +284,16 @@ def require_request(request_id: str, num_tokens: int) -> RequestId:
     if not 1 <= num_tokens <= MAX_PROMPT_TOKENS_PER_CALL:
         raise InvalidRequestError("prompt_token_ids must not be empty", field="prompt_token_ids")
     return RequestId(request_id)
+
+
+def require_success(output: SequenceOutput) -> None:
+    """Raise for an engine error or an abort by others, so that the caller can continue on another instance."""
+    if output.finish_reason is FinishReason.ERROR:
+        if output.unfit:  # an internal error would open the circuit breakers of all instances that the router tries
+            raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
+        raise InternalError(output.error or "the engine failed the request")
+    if output.finish_reason is FinishReason.ABORT:
+        raise UnavailableError("the request was aborted on this instance")
 
 
 def record_engine_times(span: Span, metrics: RequestMetrics) -> None:

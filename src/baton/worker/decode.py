@@ -12,7 +12,7 @@ import grpc.aio
 from baton.api.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.engine.sampler import SAMPLER_VERSION
-from baton.errors import BatonError, InternalError, InvalidRequestError, TransferError, UnavailableError
+from baton.errors import BatonError, TransferError
 from baton.kv_cache.connector import LoadRequest, PrefilledPrompt
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import (
@@ -42,13 +42,14 @@ from baton.rpc.convert import (
 from baton.rpc.errors import from_rpc_error, readable
 from baton.token_ids import pack_ids, unpack_ids
 from baton.tracing import Span, continue_span
-from baton.types import FinishReason, PrefillPath, RequestId, Role, TokenLogprob
+from baton.types import PrefillPath, RequestId, Role, TokenLogprob
 from baton.worker.context import (
     InstanceContext,
     InstanceRole,
     WorkerContext,
     record_engine_times,
     require_request,
+    require_success,
 )
 from baton.worker.engine_thread import RequestStream
 
@@ -117,7 +118,7 @@ class DecodeRole(InstanceRole):
                     if output.metrics is not None and output.index == 0:
                         metrics = output.metrics
                         response.trace.CopyFrom(self._trace(RequestId(request.request_id), metrics))
-                    _raise_if_failed(output)
+                    require_success(output)
                     if output.prompt_logprobs is not None:
                         response.prompt_logprobs.extend(prompt_logprobs_to_pb(output.prompt_logprobs))
                 if first and response.HasField("trace"):
@@ -190,16 +191,6 @@ def _delta(output: SequenceOutput) -> worker_pb2.SequenceDelta:
     if output.error is not None:
         delta.error = output.error
     return delta
-
-
-def _raise_if_failed(output: SequenceOutput) -> None:
-    """Raise for an engine error or an abort by others, so that the router can continue on another instance."""
-    if output.finish_reason is FinishReason.ERROR:
-        if output.unfit:  # an internal error would open the circuit breakers of all instances that the router tries
-            raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
-        raise InternalError(output.error or "the engine failed the request")
-    if output.finish_reason is FinishReason.ABORT:
-        raise UnavailableError("the request was aborted on this instance")
 
 
 class _PrefillDialer:

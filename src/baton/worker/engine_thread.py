@@ -38,6 +38,7 @@ class EngineThread:
         on_failure: Called in the loop when the engine fails and cannot continue.
 
     Attributes:
+        core: The engine; use it through :meth:`call` only.
         stats: Statistics of the engine, at most ``STATS_INTERVAL_S`` older than the last step; any thread may read
             them.
         steps: Number of engine steps.
@@ -48,7 +49,7 @@ class EngineThread:
     def __init__(
         self, core: EngineCore, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None] | None = None
     ) -> None:
-        self._core = core
+        self.core = core
         self._loop = loop
         self._commands: deque[Callable[[], object]] = deque()
         self._wakeup = threading.Event()
@@ -89,7 +90,7 @@ class EngineThread:
         stream = RequestStream(self, request.request_id)
 
         def add() -> None:
-            self._core.add_request(request)
+            self.core.add_request(request)
 
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
@@ -107,7 +108,7 @@ class EngineThread:
 
     def abort(self, request_id: RequestId) -> None:
         """Abort a request; unknown ids are ignored."""
-        self._post(lambda: self._core.abort(request_id))
+        self._post(lambda: self.core.abort(request_id))
 
     def abort_all(self) -> None:
         """Abort all running requests."""
@@ -152,11 +153,6 @@ class EngineThread:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
 
-    @property
-    def core(self) -> EngineCore:
-        """The engine; use it through :meth:`call` only."""
-        return self._core
-
     def _post(self, command: Callable[[], object]) -> None:
         self._commands.append(command)
         self._wakeup.set()
@@ -167,13 +163,13 @@ class EngineThread:
                 self._wakeup.clear()
                 while self._commands:
                     self._commands.popleft()()
-                if self._core.has_work():
+                if self.core.has_work():
                     self._step()
                 # Also idle with work: when all of it waits for the connector, which wakes us.
-                idle = not self._core.made_progress
+                idle = not self.core.made_progress
                 now = time.monotonic()
                 if idle or now >= self._stats_due:
-                    self.stats = self._core.stats()
+                    self.stats = self.core.stats()
                     self._stats_due = now + STATS_INTERVAL_S
                 if idle:
                     self._wakeup.wait(IDLE_WAIT_S)
@@ -187,7 +183,7 @@ class EngineThread:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        outputs = self._core.step()
+        outputs = self.core.step()
         if outputs:
             self._loop.call_soon_threadsafe(self._deliver, outputs)
         self.steps += 1

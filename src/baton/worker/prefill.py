@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from baton.api.v1 import common_pb2, worker_pb2
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.sampler import SAMPLER_VERSION
-from baton.errors import DeadlineError, InternalError, InvalidRequestError, UnavailableError
+from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 from baton.hashing import as_token_array
 from baton.kv_transfer.connector.multi import MultiConnector
 from baton.kv_transfer.connector.p2p.prefill_stream import HeldBlocks, Offer
@@ -23,8 +23,8 @@ from baton.kv_transfer.types import source_from_pb, source_to_pb
 from baton.rpc.convert import fingerprint_from_pb, logprob_to_pb, sampling_from_pb, tenant_from_pb
 from baton.token_ids import unpack_ids
 from baton.tracing import Span
-from baton.types import FinishReason, RequestId, Role
-from baton.worker.context import InstanceRole, WorkerContext, record_engine_times, require_request
+from baton.types import RequestId, Role
+from baton.worker.context import InstanceRole, WorkerContext, record_engine_times, require_request, require_success
 from baton.worker.engine_thread import EngineThread, RequestStream
 
 Prompts: TypeAlias = UnclaimedPrompts[worker_pb2.PrefillResult]
@@ -224,7 +224,6 @@ class PrefillRole(InstanceRole):
             self._producer.close_lease(prompt.lease)
 
     async def prefill_first(self, request: worker_pb2.PrefillFirstRequest) -> worker_pb2.PrefillFirstResponse:
-        """Compute a prompt and keep it for the decode instance that claims it."""
         with self._worker.call("prefill_first", request.trace_context) as call:
             engine_request = await self._worker.constrain(self._engine_request(request, call.span))
             tokens = as_token_array(unpack_ids(request.prompt_token_ids))
@@ -260,11 +259,9 @@ class PrefillRole(InstanceRole):
         return worker_pb2.PrefillFirstResponse(key=key, lease_ms=round(1e3 * self._unclaimed.lease_s), result=result)
 
     def withdraw(self, request_id: RequestId) -> bool:
-        """Drop an unclaimed prompt; returns whether there was one with this id."""
         return self._unclaimed.withdraw(request_id)
 
     def num_kept(self) -> int:
-        """Return the number of prompts whose blocks are kept for other instances."""
         return self._producer.num_leases()
 
     async def close(self) -> None:
@@ -319,9 +316,16 @@ class PrefillRole(InstanceRole):
 
     def _readable_held_blocks(self, request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
         """Return the blocks that the caller holds and this instance can read; ``None``: there are none."""
-        held = _held_blocks(request)
-        own = self._worker.base.model.fingerprint
-        return held if held is not None and own.takes(held.source.fingerprint) else None
+        if not request.HasField("held") or not request.held.block_ids:
+            return None
+        held = HeldBlocks(
+            source_from_pb(request.held.source, field="held.source"),
+            tuple(request.held.block_ids),
+            tuple(request.held.generations),
+        )
+        if len(held.generations) != len(held.block_ids) or held.num_tokens > request.num_held_tokens:
+            raise InvalidRequestError("held must name the blocks of num_held_tokens tokens", field="held")
+        return held if self._worker.base.model.fingerprint.takes(held.source.fingerprint) else None
 
 
 class _Computation:
@@ -394,19 +398,6 @@ def _record_result(span: Span, result: worker_pb2.PrefillResult) -> None:
             span.attributes[f"baton.{name}"] = getattr(result, name)
 
 
-def _held_blocks(request: worker_pb2.PrefillRequest) -> HeldBlocks | None:
-    if not request.HasField("held") or not request.held.block_ids:
-        return None
-    held = HeldBlocks(
-        source_from_pb(request.held.source, field="held.source"),
-        tuple(request.held.block_ids),
-        tuple(request.held.generations),
-    )
-    if len(held.generations) != len(held.block_ids) or held.num_tokens > request.num_held_tokens:
-        raise InvalidRequestError("held must name the blocks of num_held_tokens tokens", field="held")
-    return held
-
-
 async def _next(offers: AsyncIterator[Offer]) -> Offer | None:
     return await anext(offers, None)
 
@@ -416,11 +407,8 @@ async def _first_output(stream: RequestStream) -> SequenceOutput:
 
 
 def _result_to_pb(output: SequenceOutput) -> worker_pb2.PrefillResult:
-    if output.finish_reason is FinishReason.ERROR:
-        if output.unfit:
-            raise InvalidRequestError(output.error or "it cannot be answered", field="grammar")
-        raise InternalError(output.error or "the engine failed the prefill")
-    if output.finish_reason is FinishReason.ABORT or not output.token_ids:
+    require_success(output)
+    if not output.token_ids:
         raise UnavailableError("the prefill was aborted")
     result = worker_pb2.PrefillResult(first_token_id=output.token_ids[0], sampler=SAMPLER_VERSION)
     if output.logprobs:

@@ -239,6 +239,9 @@ class BlockFetcher:
         kinds: Kinds of pipe in order of preference; ``"auto"``: see :func:`resolve_kinds`.
         max_threads: Number of fetches of :meth:`fetch_async` that copy at once from one source, at least 1.
         links: Options of the connections to sources.
+
+    Attributes:
+        pool: Arenas that all copies go to.
     """
 
     def __init__(
@@ -250,28 +253,23 @@ class BlockFetcher:
         max_threads: int = 4,
         links: LinkOptions | None = None,
     ) -> None:
-        self._shards = pool if isinstance(pool, KVShards) else KVShards((pool,))
-        options = dataclasses.replace(links or LinkOptions(), arena=self._shards.primary)
+        self.pool = pool if isinstance(pool, KVShards) else KVShards((pool,))
+        options = dataclasses.replace(links or LinkOptions(), arena=self.pool.primary)
         wanted = resolve_kinds(kinds, options)
         for name, value in (("max_threads", max_threads), ("streams", options.tcp.streams)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", field=name)
-        check_shards(fingerprint, self._shards)
+        check_shards(fingerprint, self.pool)
         self._fingerprint = fingerprint
         self._plan: tuple[Fingerprint, _SourcePlan] | None = None  # of the latest source; most are alike
         self._staging = Staging()
         self._device_staging = Staging()
-        self._mapped = all(arena.mapped for arena in self._shards.arenas)
+        self._mapped = all(arena.mapped for arena in self.pool.arenas)
         self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
         self._closing = threading.Event()
         self._max_threads = max_threads
         self._lanes_lock = threading.Lock()
         self._lanes: dict[tuple[str, bytes], Lane] = {}
-
-    @property
-    def pool(self) -> KVShards:
-        """Pool that all copies go to."""
-        return self._shards
 
     def fetch(
         self,
@@ -398,7 +396,7 @@ class BlockFetcher:
     def _steps(self, source: BlockSource, blocks: SequenceBlocks, wait: Wait) -> Steps:
         """Fetch step by step; see :meth:`fetch_sequence`."""
         start = time.perf_counter()
-        _check_range(blocks, source.num_blocks, self._shards.primary.num_blocks)
+        _check_range(blocks, source.num_blocks, self.pool.primary.num_blocks)
         source_plan = self._plan_for(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
@@ -459,16 +457,16 @@ class BlockFetcher:
         if blocks.ready is None:
             self._copy_parts(pipe, source_plan, parts_of(plan, blocks), fetched, wait)
             return fetched
+        count = plan.num_layers
+        group = self._group_of(pipe, len(blocks))
         # What is staged is read group by group: a read that followed all layers would need room for all at once.
         if source_plan.direct and isinstance(pipe, FollowingReadPipe):
-            parts = self._followed(pipe, plan, blocks, blocks.ready)
+            parts = list(followed_parts(plan, blocks, blocks.ready, [*range(group, count, group), count]))
             if all(len(part.reads) <= part.reads.blocks_per_request for part in parts):
                 # From its first layer on a step goes on by itself: until then no thread and no connection is held.
                 yield from _await_progress(pipe, blocks.ready + 1, fetched, wait)
                 self._follow(pipe, parts, fetched, wait)
                 return fetched
-        count = plan.num_layers
-        group = self._group_of(pipe, len(blocks))
         done = 0
         while done < count:
             wanted = min(done + group, count)
@@ -478,15 +476,9 @@ class BlockFetcher:
             done = some.stop
         return fetched
 
-    def _followed(self, pipe: ReadPipe, plan: ReshardPlan, blocks: SequenceBlocks, ready: int) -> list[Part]:
-        """Return the reads that follow all layers."""
-        count = plan.num_layers
-        group = self._group_of(pipe, len(blocks))
-        return list(followed_parts(plan, blocks, ready, [*range(group, count, group), count]))
-
     def _follow(self, pipe: FollowingReadPipe, parts: Sequence[Part], fetched: _Fetched, wait: Wait) -> None:
         """Have the source send the layers as it computes them."""
-        reads = [LayerRead(part.reads, self._shards.arenas[part.target].blocks) for part in parts]
+        reads = [LayerRead(part.reads, self.pool.arenas[part.target].blocks) for part in parts]
         start = time.perf_counter()
         valid, waited_s = pipe.follow(reads, wait)
         fetched.waited_s += min(waited_s, time.perf_counter() - start)  # the source says how long
@@ -503,7 +495,7 @@ class BlockFetcher:
         self, pipe: ReadPipe, source_plan: _SourcePlan, parts: Iterable[Part], fetched: _Fetched, wait: Wait
     ) -> None:
         for part in parts:
-            target = self._shards.arenas[part.target]
+            target = self.pool.arenas[part.target]
             if source_plan.direct:
                 valid = pipe.read(part.reads, target.blocks, wait)
             else:

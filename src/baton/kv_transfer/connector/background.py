@@ -1,4 +1,4 @@
-"""Loads that run beside the engine: started and polled in its thread, at work in an event loop or in threads.
+"""Loads that run beside the engine: started and polled in its thread, at work in an event loop.
 
 Whatever ends a load (success, failure, cancel), its update comes exactly once, and only when its work has ended:
 no load writes into the engine's blocks any more.
@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -97,11 +96,7 @@ class BackgroundLoads(Generic[T]):
             job.cancel = task.cancel
             self._tasks.add(task)
             # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
-            task.add_done_callback(on_done)
-
-        def on_done(task: asyncio.Task[T]) -> None:
-            self._tasks.discard(task)
-            self._record_outcome(request_id, job, task, report)
+            task.add_done_callback(lambda task: self._record_outcome(request_id, job, task, report))
 
         self._jobs[request_id] = job
         try:
@@ -109,33 +104,6 @@ class BackgroundLoads(Generic[T]):
         except BaseException:
             del self._jobs[request_id]
             raise
-
-    def submit(
-        self,
-        executor: Executor,
-        request_id: RequestId,
-        work: Callable[[threading.Event], T],
-        report: Callable[[Outcome[T]], LoadUpdate],
-    ) -> None:
-        """Run a function in a thread.
-
-        Args:
-            executor: Executor that runs the function.
-            request_id: Id of the request to load.
-            work: The function; it checks the event regularly, which is set when the load is not wanted any more.
-            report: Called in any thread, when the function has ended.
-
-        Raises:
-            RuntimeError: The executor was shut down; there is no load then.
-        """
-        job = self._jobs[request_id] = _Job()
-        try:
-            future = executor.submit(work, job.unwanted)
-        except BaseException:
-            del self._jobs[request_id]
-            raise
-        job.cancel = future.cancel
-        future.add_done_callback(lambda future: self._record_outcome(request_id, job, future, report))
 
     def end(self, update: LoadUpdate) -> None:
         """Report a load that ended before it began."""
@@ -178,9 +146,10 @@ class BackgroundLoads(Generic[T]):
         self,
         request_id: RequestId,
         job: _Job,
-        ended: asyncio.Task[T] | Future[T],
+        ended: asyncio.Task[T],
         report: Callable[[Outcome[T]], LoadUpdate],
     ) -> None:
+        self._tasks.discard(ended)
         unwanted = job.unwanted.is_set()
         if ended.cancelled():
             outcome: Outcome[T] = Outcome(cancelled=True, unwanted=unwanted)

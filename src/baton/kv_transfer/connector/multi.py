@@ -154,7 +154,6 @@ class MultiConnector(KVConnector):
         return released
 
     def has_pending(self) -> bool:
-        """Whether a connector has something outstanding."""
         return bool(self._chains or self._holders) or any(c.has_pending() for c in self._connectors)
 
     def close(self) -> None:

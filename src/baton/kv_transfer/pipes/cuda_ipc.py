@@ -44,29 +44,26 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
     """Reads another instance's device memory on the same host.
 
     Args:
-        dial: Opens one more connection, and opens the peer's memory with the first.
+        address: Where the block server listens.
+        facts: Facts that the server has to confirm in the handshake.
+        options: Token, and the arena that opens the peer's memory with the first connection.
     """
 
     kind: ClassVar[str] = "cuda_ipc"
 
-    def __init__(self, dial: Callable[[Wait], Connection]) -> None:
-        super().__init__(dial, max_connections=_CONNECTIONS)
+    def __init__(self, address: str, facts: Facts, options: PipeOptions) -> None:
         self.peers: KVShards | None = None
-
-    @classmethod
-    def connect(cls, address: str, facts: Facts, options: PipeOptions, wait: Wait) -> CudaIpcReadPipe:
-        """Connect to a :class:`CudaIpcServer`; errors are those of :meth:`PipeKind.connect`."""
-        opener = _opener(options)
+        if options.arena is None:
+            raise ConfigError("the cuda_ipc pipe needs an arena in device memory", field="pipes")
+        opener = _shared(options.arena)
 
         def dial(wait: Wait) -> Connection:
             stream, theirs = dial_unix(address, facts, options.token, wait)
             with stream.closed_on_error():
-                pipe._receive(stream, theirs.tp_size * theirs.pp_size, opener, facts, wait)
+                self._receive(stream, theirs.tp_size * theirs.pp_size, opener, facts, wait)
             return Connection(stream)
 
-        pipe = cls(dial)
-        pipe.open_first(wait)
-        return pipe
+        super().__init__(dial, max_connections=_CONNECTIONS)
 
     def read_device(self, reads: BlockReads, arena: Arena, wait: Wait) -> Valid:
         if not isinstance(arena, SharedDeviceArena):
@@ -197,7 +194,9 @@ class CudaIpcKind(PipeKind):
         return isinstance(options.arena, SharedDeviceArena)
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> CudaIpcReadPipe:
-        return CudaIpcReadPipe.connect(address, facts, self.options, wait)
+        pipe = CudaIpcReadPipe(address, facts, self.options)
+        pipe.open_first(wait)
+        return pipe
 
     def listen(self, served: Served) -> CudaIpcServer:
         return CudaIpcServer(served, self.options)
@@ -222,14 +221,3 @@ def _shared(arena: Arena) -> SharedDeviceArena:
             field="pipes",
         )
     return arena
-
-
-def _opener(options: PipeOptions) -> SharedDeviceArena:
-    """Return what opens a peer's memory: an arena of this side.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if options.arena is None:
-        raise ConfigError("the cuda_ipc pipe needs an arena in device memory", field="pipes")
-    return _shared(options.arena)

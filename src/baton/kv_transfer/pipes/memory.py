@@ -73,7 +73,6 @@ class MemoryReadPipe(ReadPipe):
         return True
 
     def close(self) -> None:
-        """Close."""
         self._closed = True
 
     def check_open(self) -> None:

@@ -75,6 +75,7 @@ from baton.rpc.service_token import Token
 BATCH_ROWS = 16_384
 """Rows of one NIXL request at most."""
 _MAX_RANKS = 1024
+_MAX_CONNECTIONS = 16
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -258,14 +259,11 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         facts: Facts that the server has to confirm in the handshake.
         token: Shared token.
         targets: This process's agents and arenas; outlive the pipe.
-        max_connections: Connections at once; further reads wait for one.
     """
 
     kind: ClassVar[str] = "nixl"
 
-    def __init__(
-        self, address: str, facts: Facts, token: Token | None, targets: NixlTargets, *, max_connections: int = 16
-    ) -> None:
+    def __init__(self, address: str, facts: Facts, token: Token | None, targets: NixlTargets) -> None:
         self._targets = targets
         self._met: dict[tuple[NixlAgent, str], None] = {}
 
@@ -275,7 +273,7 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
                 agent = targets.agent(str(stream.sock.getsockname()[0]))
                 return self._meet(agent, stream, recv_control(stream, FrameKind.WELCOME, wait))
 
-        super().__init__(dial, max_connections=max_connections)
+        super().__init__(dial, max_connections=_MAX_CONNECTIONS)
 
     def reaches(self, arena: Arena) -> bool:
         """Whether NIXL can register the arena's memory."""

@@ -106,12 +106,10 @@ class PooledReadPipe(ReadPipe, Generic[C]):
         self._release(connection)
 
     def alive(self) -> bool:
-        """Whether any connection is known to live; never blocks."""
         with self._changed:
             return not self._closed and any(not each.stream.peer_gone() for each in self._open)
 
     def close(self) -> None:
-        """Close every connection."""
         with self._changed:
             self._closed = True
             connections = list(self._open)

@@ -54,19 +54,17 @@ class ReadRoom:
     Args:
         most: Units that may be reserved at once. A single reservation may be larger, or it would wait for ever.
         what: Name of the units, for errors.
+
+    Attributes:
+        taken: Units that are reserved now.
     """
 
     def __init__(self, most: int, what: str) -> None:
         self._most = most
         self._what = what
-        self._taken = 0
+        self.taken = 0
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
-
-    @property
-    def taken(self) -> int:
-        """Units that are taken now."""
-        return self._taken
 
     @contextlib.contextmanager
     def reserve(self, units: int, hung_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -84,7 +82,7 @@ class ReadRoom:
             yield
         finally:
             with self._changed:
-                self._taken -= units
+                self.taken -= units
                 self._changed.notify_all()
 
     def _enter(self, units: int, hung_up: Callable[[], bool]) -> None:
@@ -93,11 +91,11 @@ class ReadRoom:
         with self._changed:
             self._waiting.append(turn)
             try:
-                while self._waiting[0] is not turn or (self._taken and self._taken + units > self._most):
+                while self._waiting[0] is not turn or (self.taken and self.taken + units > self._most):
                     if time.monotonic() >= deadline or hung_up():
                         raise QueueFullError(f"too many {self._what} are read at once", retry_after_s=1.0)
                     self._changed.wait(TICK_S)
-                self._taken += units
+                self.taken += units
             finally:
                 self._waiting.remove(turn)
                 self._changed.notify_all()

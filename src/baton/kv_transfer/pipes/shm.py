@@ -41,14 +41,6 @@ class ShmReadPipe(CastingReadPipe):
         self._stream = stream
         self._peer: _Peer | None = _Peer(shards, Line(stream))
 
-    @classmethod
-    def connect(cls, address: str, facts: Facts, token: Token | None, wait: Wait) -> ShmReadPipe:
-        """Connect to a :class:`ShmServer`; errors are those of :meth:`PipeKind.connect`."""
-        stream, theirs = dial_unix(address, facts, token, wait)
-        with stream.closed_on_error():
-            fds = recv_descriptors(stream, theirs.tp_size * theirs.pp_size, wait)
-            return cls(stream, _attach_all(fds, theirs, facts))
-
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         peer = self._peer
         if peer is None:
@@ -75,7 +67,6 @@ class ShmReadPipe(CastingReadPipe):
             wait.check("waiting for the computation")
 
     def alive(self) -> bool:
-        """Whether the peer is there; never blocks."""
         peer = self._peer
         return peer is not None and peer.readers[0].holds()
 
@@ -147,7 +138,10 @@ class ShmKind(PipeKind):
     serves_host_memory_only: ClassVar[bool] = True
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> ShmReadPipe:
-        return ShmReadPipe.connect(address, facts, self.options.token, wait)
+        stream, theirs = dial_unix(address, facts, self.options.token, wait)
+        with stream.closed_on_error():
+            fds = recv_descriptors(stream, theirs.tp_size * theirs.pp_size, wait)
+            return ShmReadPipe(stream, _attach_all(fds, theirs, facts))
 
     def listen(self, served: Served) -> ShmServer:
         return ShmServer(served, self.options)

@@ -71,6 +71,7 @@ from baton.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_MAX_CONNECTIONS = 16
 _ASKED_BYTES = 32 << 10
 """Bytes of requests from which on no more are made ahead: they lie in the peer's buffer while it sends."""
 
@@ -85,39 +86,15 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
     Args:
         dial: Opens one more connection, handshake included.
         options: How reads are split and checked.
-        max_streams: Connections open at once; further reads wait for one.
     """
 
     kind: ClassVar[str] = "tcp"
 
-    def __init__(self, dial: Callable[[Wait], Connection], options: TcpOptions, *, max_streams: int = 16) -> None:
+    def __init__(self, dial: Callable[[Wait], Connection], options: TcpOptions) -> None:
         streams = options.streams
-        super().__init__(dial, max_connections=max(streams, max_streams))
+        super().__init__(dial, max_connections=max(streams, _MAX_CONNECTIONS))
         self._options = options
         self._pool = ThreadPoolExecutor(self._max_connections, "baton-tcp-read") if streams > 1 else None
-
-    @classmethod
-    def connect(
-        cls,
-        address: str,
-        facts: Facts,
-        token: Token | None,
-        wait: Wait,
-        options: TcpOptions | None = None,
-        *,
-        tls: Tls | None = None,
-    ) -> TcpReadPipe:
-        """Connect to a :class:`TcpServer`, over TLS with certificates; the first connection is made at once.
-
-        Errors are those of :meth:`PipeKind.connect`.
-        """
-
-        def dial(wait: Wait) -> Connection:
-            return Connection(dial_reader(address, facts, token, wait, tls=tls))
-
-        pipe = (cls if tls is None else TlsReadPipe)(dial, options or TcpOptions())
-        pipe.open_first(wait)
-        return pipe
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         size = len(reads) * reads.bytes_per_block(local.shape[1])
@@ -197,7 +174,6 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         return run_together(lambda: one(0, each), others, siblings)
 
     def close(self) -> None:
-        """Close every connection."""
         super().close()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
@@ -218,7 +194,6 @@ class TcpServer(SocketPipeServer):
         self.address = join_address(served.advertise_host or served.host, self.listener.getsockname()[1])
 
     def serve(self, stream: Stream, wait: Wait) -> None:
-        """Send blocks; see :meth:`SocketPipeServer.serve`."""
         serve_reads(stream, self._served.shards, self._served.limits)
 
 
@@ -248,6 +223,8 @@ class TcpKind(PipeKind):
     """Pipes over TCP."""
 
     name: ClassVar[str] = "tcp"
+    read_pipe: ClassVar[type[TcpReadPipe]] = TcpReadPipe
+    _tls: Tls | None = None
 
     @classmethod
     def suits(cls, options: PipeOptions) -> bool:
@@ -255,16 +232,22 @@ class TcpKind(PipeKind):
         return options.tls is None
 
     def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
-        return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp)
+        def dial(wait: Wait) -> Connection:
+            return Connection(dial_reader(address, facts, self.options.token, wait, tls=self._tls))
+
+        pipe = self.read_pipe(dial, self.options.tcp)
+        pipe.open_first(wait)
+        return pipe
 
     def listen(self, served: Served) -> TcpServer:
-        return TcpServer(served, self.options)
+        return TcpServer(served, self.options) if self._tls is None else TlsServer(served, self.options, self._tls)
 
 
-class TlsKind(PipeKind):
+class TlsKind(TcpKind):
     """Pipes over TLS."""
 
     name: ClassVar[str] = "tls"
+    read_pipe: ClassVar[type[TcpReadPipe]] = TlsReadPipe
 
     def __init__(self, options: PipeOptions) -> None:
         super().__init__(options)
@@ -277,11 +260,9 @@ class TlsKind(PipeKind):
         """Certificates are needed."""
         return "the tls pipe needs --tls-cert, and no --clear-kv" if options.tls is None else ""
 
-    def connect(self, address: str, facts: Facts, wait: Wait) -> TcpReadPipe:
-        return TcpReadPipe.connect(address, facts, self.options.token, wait, self.options.tcp, tls=self._tls)
-
-    def listen(self, served: Served) -> TlsServer:
-        return TlsServer(served, self.options, self._tls)
+    @classmethod
+    def suits(cls, options: PipeOptions) -> bool:
+        return True
 
 
 def dial_reader(address: str, facts: Facts, token: Token | None, wait: Wait, *, tls: Tls | None = None) -> Stream:

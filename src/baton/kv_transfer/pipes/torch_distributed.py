@@ -44,6 +44,7 @@ EAGER_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 _SLOTS = 4
 """Pieces under way at once."""
+_MAX_CONNECTIONS = 4
 _CREDIT = b"+"
 _MAX_KEYS = 64
 _TRIES = 4
@@ -265,7 +266,6 @@ class GlooConnection(Connection):
     group: Group
 
     def close(self) -> None:
-        """Close the connection and end the group."""
         self.stream.close()
         self.group.close()
 
@@ -277,18 +277,17 @@ class GlooReadPipe(PooledReadPipe[GlooConnection]):
         address: Where the block server listens.
         facts: Facts that the server has to confirm in the handshake.
         options: Token, and whether to ask for checksums.
-        max_connections: Connections, and so groups, at once; further reads wait for one.
     """
 
     kind: ClassVar[str] = "gloo"
 
-    def __init__(self, address: str, facts: Facts, options: PipeOptions, *, max_connections: int = 4) -> None:
+    def __init__(self, address: str, facts: Facts, options: PipeOptions) -> None:
         def dial(wait: Wait) -> GlooConnection:
             stream = dial_reader(address, facts, options.token, wait)
             with stream.closed_on_error():
                 return GlooConnection(stream, Group(stream, wait, is_client=True))
 
-        super().__init__(dial, max_connections=max_connections)
+        super().__init__(dial, max_connections=_MAX_CONNECTIONS)
         self._options = TcpOptions(checksums=options.tcp.checksums)
 
     def request(self, connection: GlooConnection, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:

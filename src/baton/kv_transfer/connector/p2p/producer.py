@@ -47,28 +47,28 @@ BLOCK_BYTES = 100
 """Approximate memory of a block in an offer."""
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """Keeps one request's blocks.
 
     Attributes:
         lease_id: Unique in this process.
-        num_held_tokens: Leading tokens the reader has: not offered.
+        num_offered_blocks: Leading blocks that the reader has, or was offered.
         layerwise: Whether its blocks are offered while they are computed, too.
-        key: Under which its offers lie in the lookup buffer.
         claimed: Another call than the one that opened it reads its blocks, and closes it.
     """
 
-    def __init__(
-        self, lease_id: int, request_id: RequestId, token_ids: np.ndarray, num_held_tokens: int, layerwise: bool
-    ) -> None:
-        self.lease_id = lease_id
-        self.request_id = request_id
-        self.layerwise = layerwise
-        self.token_ids = token_ids
-        self.num_held_tokens = num_held_tokens
-        self.num_offered_blocks = 0
-        self.claimed = False
-        self.key = RequestId(f"{request_id}/{lease_id}")
+    lease_id: int
+    request_id: RequestId
+    token_ids: np.ndarray
+    num_offered_blocks: int
+    layerwise: bool
+    claimed: bool = False
+
+    @property
+    def key(self) -> RequestId:
+        """Key of its offers in the lookup buffer."""
+        return RequestId(f"{self.request_id}/{self.lease_id}")
 
 
 class P2PProducer(KVConnector):
@@ -134,9 +134,8 @@ class P2PProducer(KVConnector):
                 raise QueueFullError(f"{self._max_leases} leases are open", retry_after_s=1.0)
             if request_id in self._leases:
                 raise InvalidRequestError(f"request id {request_id!r} is in use", field="request_id")
-            lease = Lease(next(self._ids), request_id, token_ids, num_held_tokens, layerwise)
-            lease.num_offered_blocks = num_held_tokens // self._block_size
-            self._leases[request_id] = lease
+            num_held_blocks = num_held_tokens // self._block_size
+            lease = self._leases[request_id] = Lease(next(self._ids), request_id, token_ids, num_held_blocks, layerwise)
         return lease
 
     async def offers(self, lease: Lease) -> AsyncGenerator[Offer]:
@@ -252,7 +251,6 @@ class P2PProducer(KVConnector):
         return released
 
     def has_pending(self) -> bool:
-        """Whether blocks are kept or about to be given back."""
         return bool(self._finished or self._releases)
 
     def close(self) -> None:

@@ -115,6 +115,7 @@ class Placement:
         return tuple(self.nodes[i] for i in order[:count])
 
 
+@dataclass(eq=False)
 class Node:
     """One node.
 
@@ -124,10 +125,9 @@ class Node:
         breaker: Open while the node does not answer.
     """
 
-    def __init__(self, name: str, client: StoreClient, breaker: CircuitBreaker) -> None:
-        self.name = name
-        self.client = client
-        self.breaker = breaker
+    name: str
+    client: StoreClient
+    breaker: CircuitBreaker
 
     @property
     def up(self) -> bool:
@@ -293,7 +293,7 @@ class FixedMembership:
 
 
 class NodeList(Protocol):
-    """Receiver of node addresses; :class:`Nodes` is one."""
+    """Receiver of node addresses: :class:`Nodes`, or a router's list of stores."""
 
     def set(self, names: Iterable[str]) -> None:
         """Set the addresses of all nodes."""
@@ -307,23 +307,15 @@ class RedisMembership:
         prefix: Prefix of all keys.
         token: Token of the services; if set, registrations that it has not signed are not accepted.
         refused: Called with the number of registrations that one read did not accept.
-        now: Monotonic clock in seconds.
 
     Raises:
         ConfigError: The URL cannot be read, or the client is not installed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        prefix: str,
-        token: Token | None,
-        refused: Callable[[int], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, token: Token | None, refused: Callable[[int], None]) -> None:
         self._redis = open_redis(url, most=MAX_ANSWER_BYTES)
         registrations = Registrations(self._redis, store_node_key(prefix, ""), token, _parse, refused)
-        self._watch = RegistrationWatch(registrations, store_news_key(prefix), "store nodes", round_s=_LOOK_S, now=now)
+        self._watch = RegistrationWatch(registrations, store_news_key(prefix), "store nodes", round_s=_LOOK_S)
         self._looked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

@@ -398,9 +398,7 @@ class FileStore(StoreBackend):
         for start in range(0, len(missing), lanes.lane_blocks):
             piece = missing[start : start + lanes.lane_blocks]
             async with self._lane(call.deadline) as lane:
-                block_ids = [call.block_ids[i] for i in piece]
-                generations = [call.generations[i] for i in piece]
-                valid = await lanes.collect(block_ids, generations, lane.slots, call.deadline)
+                valid = await lanes.collect(call, piece, lane.slots)
                 pairs = zip(piece, lane.slots, valid, strict=False)
                 complete = [(names[i], lanes.arena.blocks[slot]) for i, slot, ok in pairs if ok]
                 await self._map_in_threads(self._folder.write, complete, call.deadline, lane.jobs)

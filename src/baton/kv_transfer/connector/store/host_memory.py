@@ -71,22 +71,21 @@ class StagingArena:
         self._collector = BlockFetcher(self.arena, stored, kinds=kinds, max_threads=2, links=links)
         self._deliverer = BlockFetcher(pool, fingerprint, kinds=kinds, max_threads=2, links=links)
 
-    async def collect(
-        self, block_ids: Sequence[BlockId], generations: Sequence[int], slots: Sequence[int], deadline: float
-    ) -> npt.NDArray[np.bool_]:
-        """Copy blocks of the pool into the first of some slots.
+    async def collect(self, call: SaveCall, indexes: Sequence[int], slots: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Copy some of a call's blocks into the first of some slots.
 
         Args:
-            block_ids: Blocks of the pool, at most as many as slots.
-            generations: Generations of the blocks, parallel to ``block_ids``.
+            call: The call.
+            indexes: Indexes of the blocks in the call's part, at most as many as slots.
             slots: Slots of the arena.
-            deadline: Time limit, in seconds of ``time.monotonic()``.
 
         Returns:
             bool [blocks]: whether a block still had its generation after the copy; other slots must not be used.
         """
-        blocks = SequenceBlocks.pairs(block_ids, generations, slots[: len(block_ids)])
-        result = await self._collector.fetch_async(self._pool_server.source, blocks, deadline=deadline)
+        block_ids = [call.block_ids[i] for i in indexes]
+        generations = [call.generations[i] for i in indexes]
+        blocks = SequenceBlocks.pairs(block_ids, generations, slots[: len(indexes)])
+        result = await self._collector.fetch_async(self._pool_server.source, blocks, deadline=call.deadline)
         return result.valid
 
     async def deliver(
@@ -208,9 +207,7 @@ class HostMemoryStore(StoreBackend):
         valid = np.zeros(len(missing), bool)
         try:
             if missing:
-                block_ids = [call.block_ids[i] for i in missing]
-                generations = [call.generations[i] for i in missing]
-                valid = await self._staging.collect(block_ids, generations, slots, call.deadline)
+                valid = await self._staging.collect(call, missing, slots)
         finally:
             self._filling.difference_update(wanted)
             stored = [(name, slot) for name, slot, ok in zip(wanted, slots, valid, strict=True) if ok]

@@ -127,9 +127,7 @@ class ValueStore(StoreBackend):
         for start in range(0, len(missing), lanes.lane_blocks):
             piece = missing[start : start + lanes.lane_blocks]
             async with lanes.lane(call.deadline) as slots:
-                block_ids = [call.block_ids[i] for i in piece]
-                generations = [call.generations[i] for i in piece]
-                valid = await lanes.collect(block_ids, generations, slots, call.deadline)
+                valid = await lanes.collect(call, piece, slots)
                 values = {
                     i: pack_value(names[i], lanes.arena.blocks[slot])
                     for i, slot, ok in zip(piece, slots, valid, strict=False)
