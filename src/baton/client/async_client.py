@@ -439,14 +439,12 @@ class AsyncClient:
         if address is None:
             known = ", ".join(sorted(each.instance_id for each in instances)) or "none"
             raise NotFoundError(f"the router knows no instance {instance!r}; there are {known}", field="instance")
-        channel = open_channel(address, token=self._service_token, tls=self._tls)
-        try:
+        async with open_channel(address, token=self._service_token, tls=self._tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return readable(await getattr(stub, method)(request, timeout=timeout_s))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        finally:
-            await channel.close(None)
+            try:
+                return readable(await getattr(stub, method)(request, timeout=timeout_s))
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
 
     async def _unary(self, name: str, request: Any, timeout: float | None) -> Any:
         budget = self._settings.budget(timeout)

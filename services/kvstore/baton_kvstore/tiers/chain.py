@@ -127,8 +127,10 @@ class Chain:
         self._durable = next((tier for tier in self.tiers if tier.durable), None)
         self._lookup_timeout_s = lookup_timeout_s
         self._raise_after = raise_after
-        self._readers = {link.tier.name: _pool(link.readers, f"kvstore {link.tier.name} read") for link in links}
-        self._finders = {tier.name: _pool(_FINDERS, f"kvstore {tier.name} find") for tier in self.shared}
+        self._readers = {
+            link.tier.name: ThreadPoolExecutor(link.readers, f"kvstore {link.tier.name} read") for link in links
+        }
+        self._finders = {tier.name: ThreadPoolExecutor(_FINDERS, f"kvstore {tier.name} find") for tier in self.shared}
         self._finding = dict.fromkeys(self._finders, 0)
         self._lock = threading.Lock()
         self._moves: list[Move] = []
@@ -478,10 +480,6 @@ def copies_of(kind: KvFormat, views: Sequence[memoryview]) -> list[memoryview]:
 async def _result(answer: Future[bool]) -> bool:
     """Await an answer from a tier's thread; cancelling the caller does not cancel the answer."""
     return await asyncio.shield(asyncio.wrap_future(answer))
-
-
-def _pool(threads: int, name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
 
 def _ignore(results: list[bool]) -> None:

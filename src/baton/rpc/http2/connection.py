@@ -209,7 +209,6 @@ class Http2Connection(asyncio.Protocol):
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-
         self._transport = transport
         if self._closed:  # before it was made
             self._transport.abort()
@@ -225,7 +224,6 @@ class Http2Connection(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def data_received(self, data: bytes) -> None:
-
         self._silent = 0
         if self._rest:
             data = self._rest + data

@@ -139,7 +139,6 @@ class MessageStream:
     # --- what the connection calls ---
 
     def on_data(self, data: bytes) -> None:
-
         if not self._rest and len(data) >= _PREFIX and not data[0]:
             length = int.from_bytes(data[1:_PREFIX])
             if length == len(data) - _PREFIX and self._answered:  # nearly always: exactly one message
