@@ -56,12 +56,15 @@ def http_asker(args: argparse.Namespace) -> Callable[[str], Any]:
         headers["authorization"] = f"Bearer {read_api_key(args.api_key_file)}"
     # Neither proxies from the environment nor redirects: the key is for the router that --url names.
     options: dict[str, Any] = {"sni_hostname": args.tls_name} if args.tls_name else {}
-    client = httpx.Client(headers=headers, verify=_context(args.tls_ca), timeout=args.timeout_s, trust_env=False)
+    verify = _context(args.tls_ca)
     shown = shown_url(args.url)
 
     def ask(path: str) -> Any:
         try:
-            with client.stream("GET", args.url.rstrip("/") + path, extensions=options) as answer:
+            with (
+                httpx.Client(headers=headers, verify=verify, timeout=args.timeout_s, trust_env=False) as client,
+                client.stream("GET", args.url.rstrip("/") + path, extensions=options) as answer,
+            ):
                 body = b""
                 for part in answer.iter_bytes():
                     body += part
