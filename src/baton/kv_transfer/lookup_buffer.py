@@ -195,18 +195,18 @@ class _Query(Generic[V]):
 
 
 class LookupBuffer(Generic[V]):
-    """A bounded meeting place of producers and consumers.
+    """A bounded buffer in which producers put entries and consumers wait for the entry that matches.
 
     An entry holds the KV of ``tokens[roi]``, which depends on all of ``tokens[:roi.stop]``. A query names either a key,
     or the tokens of a consumer; then an entry matches if everything up to its end is what the consumer has, too.
 
     Args:
-        max_bytes: Bound on the sum of the stored entries' ``nbytes``.
-        max_entries: Bound on their number.
-        max_waiting: Bound on calls that wait at once, inserts and queries each.
-        on_drop: Called with (key, value) of entries that have no consumer any more: those dropped after their lease,
-            and those left at ``close``. No lock is held then.
-        clock: Seconds, as ``time.monotonic``; deadlines and leases are read on it.
+        max_bytes: Largest sum of the stored entries' ``nbytes``, at least 1.
+        max_entries: Largest number of stored entries, at least 1.
+        max_waiting: Largest number of waiting inserts, and of waiting queries, at least 1.
+        on_drop: Called with (key, value) of entries that no consumer can get any more: those dropped after their
+            lease, and those left at ``close``. Called without a lock.
+        clock: Returns seconds, as ``time.monotonic``; deadlines and leases are in its time.
 
     Attributes:
         num_bytes: Bytes of the stored entries.
@@ -260,19 +260,20 @@ class LookupBuffer(Generic[V]):
         *,
         lease_s: float,
     ) -> None:
-        """Put an entry in, without waiting.
+        """Add an entry without waiting for room.
 
         Args:
-            key: Several entries may have the same, and are then taken in order.
-            tokens: From the start of the sequence; must not change afterwards. ``None``: it is found by its key alone.
+            key: Request of the entry. Entries of the same key are consumed in the order of their insertion.
+            tokens: Token ids from the start of the sequence; must not change afterwards. ``None``: the entry is found
+                by its key alone.
             roi: Range of tokens whose KV the entry holds; ``None``: all.
-            value: Value that the consumer gets.
+            value: Value for the consumer.
             nbytes: Size of the value in bytes, counted towards the bound.
             lease_s: Seconds after which the stored entry may be dropped.
 
         Raises:
-            InvalidRequestError: It can never fit, or ``tokens`` or ``roi`` are wrong.
-            QueueFullError: There is no room.
+            InvalidRequestError: The entry can never fit, or ``tokens`` or ``roi`` are invalid.
+            QueueFullError: There is no room for the entry now.
             PipeClosedError: The buffer is closed.
         """
         entry = self._entry(key, tokens, roi, value, nbytes, lease_s)
@@ -293,13 +294,14 @@ class LookupBuffer(Generic[V]):
         lease_s: float,
         deadline: float,
     ) -> None:
-        """Do :meth:`insert`, waiting for room; a consumer may have the entry before there is some.
+        """Add an entry, waiting for room. A consumer may get the entry while it still waits.
 
-        A task that is cancelled too late leaves its entry in the buffer.
+        If the task is cancelled after the entry was stored, the entry stays in the buffer. Arguments are those of
+        :meth:`insert`; ``deadline`` is the time limit, in seconds of the buffer's clock.
 
         Raises:
-            QueueFullError: Too many inserts wait already.
-            DeadlineError: ``deadline``, in seconds on the buffer's clock, passed; the entry is not in the buffer.
+            QueueFullError: ``max_waiting`` inserts wait already.
+            DeadlineError: ``deadline`` passed; the entry is not in the buffer.
             CancelledError: The key was withdrawn.
         """
         entry = self._entry(key, tokens, roi, value, nbytes, lease_s)
@@ -332,28 +334,29 @@ class LookupBuffer(Generic[V]):
     async def drop_select(
         self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float
     ) -> V:
-        """Take an entry out, waiting for it: no other consumer gets it.
+        """Wait for an entry and remove it, so that no other consumer gets it.
 
         Args:
-            tokens_or_key: A key (its entries come in order), or the consumer's tokens (of the entries that match, the
-                one that reaches furthest comes).
-            roi: Of a consumer's tokens, those wanted: the entry holds the first of them. Default: from token 0 on where
-                tokens are given, any where a key is.
-            deadline: Seconds on the buffer's clock.
+            tokens_or_key: A key, or the consumer's token ids. Of the entries that match token ids, the one that reaches
+                furthest is returned.
+            roi: Range of the tokens that the consumer needs; the entry holds the first token of it. Default: from
+                token 0 on for token ids, any range for a key.
+            deadline: Time limit, in seconds of the buffer's clock.
 
         Raises:
-            NotFoundError: The key was withdrawn meanwhile.
-            QueueFullError: Too many queries wait.
-            DeadlineError, PipeClosedError: As their names say.
+            NotFoundError: The key was withdrawn during the wait.
+            QueueFullError: ``max_waiting`` queries wait already.
+            DeadlineError: ``deadline`` passed.
+            PipeClosedError: The buffer is closed.
         """
         return await self._select(tokens_or_key, roi, consume=True, deadline=deadline)
 
     async def select(self, tokens_or_key: npt.ArrayLike | RequestId, roi: slice | None = None, *, deadline: float) -> V:
-        """Do :meth:`drop_select` but leave the entry there for others."""
+        """Return what :meth:`drop_select` returns, but leave the entry in the buffer for other consumers."""
         return await self._select(tokens_or_key, roi, consume=False, deadline=deadline)
 
     def withdraw(self, key: RequestId) -> list[V]:
-        """Take out all of a key's entries and return them; calls that wait for the key, or with it, end."""
+        """Remove all entries of a key and return their values; calls that wait for the key or to insert it end."""
         with self._locked():
             entries = list(self._by_key.get(key, {}).values())
             for entry in entries:
@@ -383,10 +386,10 @@ class LookupBuffer(Generic[V]):
                 self._notify(query)
 
     def check_integrity(self) -> None:
-        """Check the books (for tests).
+        """Check the counters against the entries (for tests).
 
         Raises:
-            AssertionError: They don't agree.
+            AssertionError: They do not agree.
         """
         with self._lock:
             entries = [entry for group in self._by_key.values() for entry in group.values()]

@@ -262,10 +262,24 @@ class Policy(Protocol):
     name: str
 
     def score(self, request: Request, prefill: Side, decode: Side) -> Ratings:
-        """Score both sides, either of which may be empty; changes nothing."""
+        """Score all instances for a request; must not change any state.
+
+        Args:
+            request: Request to place.
+            prefill: Prefill instances, may be empty.
+            decode: Decode instances, may be empty.
+
+        Returns:
+            A number per instance, higher is better; optionally terms of pairs, of local prefill and of the store.
+        """
 
     def chosen(self, request: Request, instances: Sequence[InstanceId]) -> None:
-        """Record which instances the request went to: decode first, then prefill if one was chosen."""
+        """Record where a request was placed.
+
+        Args:
+            request: Request that was placed.
+            instances: The decode instance, then the prefill instance if one was chosen.
+        """
         return None
 
 

@@ -331,12 +331,12 @@ class PipeKind(ABC):
 
     @classmethod
     def obstacle(cls, options: PipeOptions) -> str:
-        """Say why the kind cannot work in this process, and what to do about it; empty: it can."""
+        """Return why the kind cannot work in this process and what to do about it; empty: it can work."""
         return ""
 
     @classmethod
     def suits(cls, options: PipeOptions) -> bool:
-        """Whether ``auto`` takes this kind on this machine, given that nothing is in its way."""
+        """Return whether ``--pipes auto`` uses this kind on this machine, if it has no obstacle."""
         return True
 
     @abstractmethod
@@ -344,24 +344,27 @@ class PipeKind(ABC):
         """Open a pipe to a peer, handshake included.
 
         Args:
-            address: As the peer's server wrote it.
+            address: Address from the peer's endpoint, in the format of the kind.
             facts: Facts that the peer has to confirm in the handshake.
             wait: Deadline and cancel flag for connecting and handshake.
 
         Raises:
-            PipeClosedError: This kind does not reach the peer.
+            PipeClosedError: The peer cannot be reached by this kind.
             ConfigError: The kind cannot work here; says why.
             UnauthenticatedError, StaleBlockError, FingerprintMismatchError: The handshake failed.
         """
 
     @abstractmethod
     def listen(self, served: Served) -> PipeServer:
-        """Begin to serve.
+        """Start serving arenas to readers.
+
+        Args:
+            served: Arenas to serve, and the address to bind.
 
         Raises:
             ConfigError: The kind cannot serve here, or the address cannot be bound.
         """
 
     def close(self) -> None:
-        """Give back what the pipes share; they are closed before."""
+        """Release the resources that the pipes share. All of its pipes must be closed before."""
         return
