@@ -17,7 +17,7 @@ RANDOM = "kills or faults at random moments"
 EMULATED = "emulators, sanitizers, or a scanner of its own"
 WAITS = "waits for time-outs, retries or processes that start again"
 SMOKE = "a smoke run of a benchmark or of a tool beside the serving part"
-MANY = "a whole deployment for each of many examples"
+MANY = "a model or a whole deployment for each of many examples"
 MUCH = "much memory"
 
 PATHS = {
@@ -58,6 +58,11 @@ PATHS = {
     "tests/e2e/test_supervisor.py": WAITS,
     "tests/e2e/test_traces.py": WAITS,
     "tests/e2e/test_costly_schemas.py": WAITS,
+    "tests/integration/handover/test_prefill_queue.py": WAITS,
+    "tests/integration/handover/test_pipe_processes.py": WAITS,
+    "tests/integration/handover/equality/test_latent_handover.py": MANY,
+    "tests/integration/handover/equality/test_kv_cast.py": MANY,
+    "tests/unit/engine/grammar/test_masked_draws.py": MANY,
     "tests/integration/bench": SMOKE,
     "tests/e2e/test_up_file.py": MANY,
     "tests/e2e/test_tools_model.py": MANY,
@@ -128,7 +133,7 @@ EXAMPLES = {
     ),
     f"{_SPECULATION}/test_speculation_equality.py::test_answers_are_those_without_speculation_on_two_ranks": ("*pp*",),
     f"{_SPECULATION}/test_tree_speculation.py::test_answers_are_those_without_speculation": ("*{}", "*_*"),
-    f"{_EQUALITY}/test_equality_handover.py::test_equality_through_every_pipe": ("llama-*", "deepseek_v3-*"),
+    f"{_EQUALITY}/test_equality_handover.py::test_equality_through_every_pipe": ("llama-*",),
     f"{_EQUALITY}/test_equality_handover.py::{_PREEMPTED}": ("llama",),
     f"{_EQUALITY}/test_equality_handover.py::test_equality_between_block_sizes": ("*gemma3*",),
     f"{_EQUALITY}/test_equality_handover.py::test_equality_between_parallel_shapes": ("*-prefill_first",),

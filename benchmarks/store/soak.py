@@ -8,7 +8,7 @@ releases, expiry, look-ups, deletions, kinds of KV that come and go. A smaller p
 gRPC, pulls from a pool, reads into it, a disk tier behind a memory that is too small. An operation is one call.
 
 What is checked: the bytes of every block that is leased, when it is leased and when it is released; at intervals the
-store's books (``BlockStore.check``) and the bytes of every block that can be found. Memory is compared between the
+store's books (``check_store``) and the bytes of every block that can be found. Memory is compared between the
 first and the last fifth of each part, after a warm-up. Exit status 1 if it grew by more than ``--max-growth`` percent.
 """
 
@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from tests.support.transport.store_check import check_store
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
 from baton.config.kvstore import KVStoreConfig
@@ -220,7 +221,7 @@ class Objects:
 
     def check(self) -> None:
         """Add everything up, and compare all blocks that can be found."""
-        self.store.check()
+        check_store(self.store)
         for pool in self.store.pools:
             for name, entry in pool.index.items():
                 self._model.compare(pool.fingerprint, name, pool.arena.blocks[entry.slot])
@@ -345,7 +346,7 @@ class Service:
             await stub.Delete(
                 kvstore_pb2.DeleteRequest(fingerprint=fingerprint_to_pb(self._kind), all=True), timeout=CALL_S
             )
-            server.store.check()
+            check_store(server.store)
         finally:
             await client.close()
             await channel.close(None)
@@ -375,7 +376,7 @@ class Service:
             left = operations - part.operations
             shares = [min(every, left) // WORKERS + (i < min(every, left) % WORKERS) for i in range(WORKERS)]
             await asyncio.gather(*(worker(number, count) for number, count in enumerate(shares)))
-            server.store.check()
+            check_store(server.store)
             part.checks += 1
             part.look(process, operations)
         part.seconds = time.perf_counter() - started

@@ -123,7 +123,8 @@ def hash_chain(
         address, length = token_ids.buffer_info()
     else:
         token_ids = as_token_array(token_ids)
-        address, length = address_of(token_ids), len(token_ids)
+        address = address_of(token_ids)
+        length = len(token_ids)
     count = max(0, length - start) // block_size
     return HashChain(hash_memory(address + 4 * start, 4 * block_size, count, parent))
 

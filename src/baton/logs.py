@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 _NOISY = ("httpx", "urllib3", "filelock", "transformers")
 _NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-_AUDIT, _ACCESS = "baton.audit", "baton.access"
+_AUDIT = "baton.audit"
+_ACCESS = "baton.access"
 
 
 class LogStyle(NamedTuple):
@@ -77,7 +78,9 @@ class Absence:
     """
 
     def __init__(self, log: logging.Logger, back: str, *args: object) -> None:
-        self._log, self._back, self._args = log, back, args
+        self._log = log
+        self._back = back
+        self._args = args
         self._lasts = False
 
     def record_failure(self, message: str, *args: object, level: int = logging.WARNING) -> None:

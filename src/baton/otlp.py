@@ -67,7 +67,8 @@ class OtlpExporter:
         # The provider is what reads OTEL_TRACES_SAMPLER; its spans are not used.
         given = None if sample_rate is None else ParentBased(TraceIdRatioBased(sample_rate))
         self._sampler = TracerProvider(sampler=given, resource=self._resource, shutdown_on_exit=False).sampler
-        self._count, self._clock = count, _EpochClock()
+        self._count = count
+        self._clock = _EpochClock()
         self._slots = threading.Semaphore(_QUEUE)  # one per span that is queued or being sent
         self._exporter = _Counted(OTLPSpanExporter(endpoint), endpoint, self._slots, count)
         self._batches = BatchSpanProcessor(self._exporter, max_queue_size=_QUEUE)

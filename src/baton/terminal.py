@@ -26,7 +26,8 @@ def progress() -> Iterator[Step]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, done = bar.add_task("starting", total=None), 0
+        task = bar.add_task("starting", total=None)
+        done = 0
 
         def step(what: str, left: int) -> None:
             nonlocal done

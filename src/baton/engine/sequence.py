@@ -103,7 +103,8 @@ def _put_at(
     end = place + len(block_ids)
     if end > len(table):
         larger = np.full(max(end, 2 * len(table)), fill, np.int32)
-        larger[:place] = table[:place]
+        kept = table[:place]
+        larger[: len(kept)] = kept
         table = larger
     table[place:end] = block_ids
     return table

@@ -36,7 +36,9 @@ COPY_BATCH_BYTES = 32 << 20
 """Bytes between two looks at the cancel flag (a few milliseconds)."""
 SMALL_READ_BYTES = 64 << 10
 """Reads of up to so many bytes keep the interpreter lock (a few microseconds)."""
-_data, _pointer, _size = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
+_data = ctypes.c_char_p
+_pointer = ctypes.c_void_p
+_size = ctypes.c_size_t
 _ARGUMENTS = (_pointer, _data, _data, _data, _size, _data, _size, _pointer)
 _read_small = function("read_blocks", ctypes.c_int, *_ARGUMENTS, keep_lock=True)
 """With the lock: a thread that took it meanwhile could have it for milliseconds."""
@@ -75,7 +77,8 @@ class Line:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.peer, self.descriptor = stream.peer, -1
+        self.peer = stream.peer
+        self.descriptor = -1
         with stream.in_use():
             self.descriptor = os.dup(stream.sock.fileno())
 
@@ -119,7 +122,9 @@ class BlockReader:
     """
 
     def __init__(self, remote: Bytes, generations: Generations, line: Line | None = None) -> None:
-        self._pool, self._line = (remote, generations), line  # kept: C has their addresses only
+        # Kept alive here: C has their addresses only.
+        self._pool = (remote, generations)
+        self._line = line
         descriptor = -1 if line is None else line.descriptor
         self._from = address_of(remote), remote.shape[1], address_of(generations), descriptor
         self._way: tuple[weakref.ref[Bytes], Any] | None = None  # to the pool of the latest read; pools don't move
@@ -255,7 +260,7 @@ def convert(rows: Bytes, source: str, target: str) -> tuple[Bytes, Valid]:
     return made, cast.out_of_range
 
 
-_pointer, _number = ctypes.c_void_p, ctypes.c_uint64
+_number = ctypes.c_uint64
 _hasher_new = function("hasher_new", _pointer, _pointer, _pointer, _number, keep_lock=True)
 _hasher_free = function("hasher_free", None, _pointer, keep_lock=True)
 _send_spans = function("send_spans", ctypes.c_int64, ctypes.c_int, _pointer, _pointer, _pointer, _number, _pointer)
@@ -348,7 +353,8 @@ def send_spans(
 
 def recv_spans(stream: Stream, spans: Spans, wait: Wait, hasher: PieceHasher | None) -> None:
     """Fill spans one after the other; see :meth:`Stream.recv_into`."""
-    place, tick_ms = address_of(spans), int(TICK_S * 1000)
+    place = address_of(spans)
+    tick_ms = int(TICK_S * 1000)
 
     def once(fd: int, state: int, code: int) -> int:
         return int(_recv_spans(fd, place, state, _address(hasher), BATCH_BYTES, tick_ms, code))
@@ -364,7 +370,8 @@ def _until_done(
     once: Callable[[int, int, int], int], stream: Stream, spans: Spans, wait: Wait, what: str, stall_s: float | None
 ) -> None:
     """Call with a descriptor, a state and a place for an error number until no bytes are left."""
-    state, code = np.array([0, 0, spans[:, 1].sum(), 0], np.uint64), ctypes.c_int()
+    state = np.array([0, 0, spans[:, 1].sum(), 0], np.uint64)
+    code = ctypes.c_int()
     places = address_of(state), ctypes.addressof(code)
     with stream.in_use():
         fd = stream.sock.fileno()

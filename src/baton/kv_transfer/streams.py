@@ -52,7 +52,8 @@ class EitherFlag:
     """
 
     def __init__(self, other: Flag | None, event: threading.Event | None = None) -> None:
-        self._other, self._mine = other, event or threading.Event()
+        self._other = other
+        self._mine = event or threading.Event()
 
     def is_set(self) -> bool:
         """Whether either is set."""
@@ -369,7 +370,8 @@ class _Cursor:
         return out
 
     def advance(self, count: int) -> None:
-        views, at = self._views, self._at
+        views = self._views
+        at = self._at
         while count:
             size = len(views[at])
             if count < size:

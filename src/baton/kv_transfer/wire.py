@@ -151,7 +151,8 @@ def send_error(stream: Stream, error: BatonError, wait: Wait) -> None:
 
 def error_from_fields(fields: Mapping[str, Any]) -> BatonError:
     """Rebuild an error that a peer sent; an unknown code becomes a ``TransferError``."""
-    message, field = fields.get("message"), fields.get("field")
+    message = fields.get("message")
+    field = fields.get("field")
     cls = all_errors().get(str(fields.get("code")), TransferError)
     return cls(
         message if isinstance(message, str) else "the peer refused without a reason",
@@ -348,7 +349,8 @@ _HEAD = struct.Struct("<IIIII")
 _DIGEST = struct.Struct("<Q")
 _WAITED = struct.Struct("<Q")
 _CHECKSUMS = 1
-_STREAMS_SHIFT, _STREAMS_MASK = 8, 255
+_STREAMS_SHIFT = 8
+_STREAMS_MASK = 255
 _BYTES_PER_ENTRY = 4 + 8
 _BYTES_PER_SEGMENT = 16
 _BYTES_PER_STEP = 16
@@ -474,9 +476,11 @@ def target_views(blocks: Bytes, ids: Ids, segments: Segments) -> list[memoryview
 
 def checksums_of(blocks: Bytes, ids: Ids, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Checksums:
     """Return each block's checksum over its segments in their order, uint64 [n]."""
-    flat, size = blocks.reshape(-1).data, blocks.shape[1]
+    flat = blocks.reshape(-1).data
+    size = blocks.shape[1]
     if len(offsets) == 1:
-        first, count = int(offsets[0]), int(sizes[0])
+        first = int(offsets[0])
+        count = int(sizes[0])
         one = [xxhash.xxh3_64_intdigest(flat[at : at + count]) for at in (ids * size + first).tolist()]
         return np.array(one, dtype=np.uint64)
     spans = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
@@ -526,9 +530,11 @@ def pack_tail(reads: BlockReads, sent: bytes, tail: Tail) -> bytes:
 
 def tail_bytes(reads: BlockReads, num_sent: int, *, checksums: bool) -> int:
     """Bytes of the tail of an answer with so many blocks."""
-    size, num_steps = -(-len(reads) // 8), 1
+    size = -(-len(reads) // 8)
+    num_steps = 1
     if reads.steps is not None:
-        size, num_steps = size + _WAITED.size, len(reads.steps)
+        size = size + _WAITED.size
+        num_steps = len(reads.steps)
     return size + (8 * num_steps * num_sent + _DIGEST.size if checksums else 0)
 
 
@@ -539,7 +545,8 @@ def parse_tail(reads: BlockReads, sent: Buffer, data: Buffer, *, checksums: bool
         BadFrameError: It was damaged on its way.
     """
     at = -(-len(reads) // 8)
-    unchanged, waited_us = unpack_bits(memoryview(data)[:at], len(reads)), 0
+    unchanged = unpack_bits(memoryview(data)[:at], len(reads))
+    waited_us = 0
     if reads.steps is not None:
         (waited_us,) = _WAITED.unpack_from(data, at)
         at += _WAITED.size

@@ -44,6 +44,13 @@ def test_a_table_is_what_was_put_in_without_what_was_given_back(steps: list[tupl
     assert set(table.table.tolist()) == {NULL}
 
 
+@given(first=st.integers(0, 100), count=st.integers(0, 100))
+def test_a_table_may_begin_behind_its_capacity(first: int, count: int) -> None:
+    table = WindowTable(1, 8, NULL)
+    table.begin(first, [BlockId(number) for number in range(count)])
+    assert table.table[: first + count].tolist() == [NULL] * first + list(range(count))
+
+
 @given(
     have=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=14),
     windows=st.tuples(st.integers(1, 30), st.sampled_from((0, 5, 9))),

@@ -231,7 +231,8 @@ def _rows_of(reads: BlockReads, area: Bytes, size: int) -> Iterator[tuple[slice,
 
 def _pack(spans: Spans) -> tuple[Ids, int]:
     """Put bytes of a block one behind the other, each aligned as it is in the block; returns places and total size."""
-    places, at = np.empty(len(spans), np.int64), 0
+    places = np.empty(len(spans), np.int64)
+    at = 0
     for index, (first, size) in enumerate(spans.tolist()):
         places[index] = at + (first - at) % _ALIGNED
         at = int(places[index]) + size
@@ -250,10 +251,12 @@ def _cut(segments: Segments, most: int) -> Iterator[Segments]:
         while done < size:
             if not room:
                 yield np.array(group, dtype=np.int64)
-                group, room = [], most
+                group = []
+                room = most
             step = min(size - done, room)
             group.append((source + done, target + done, step))
-            done, room = done + step, room - step
+            done = done + step
+            room = room - step
     if group:
         yield np.array(group, dtype=np.int64)
 
@@ -276,10 +279,12 @@ def _cut_casts(casts: Casts, most: int, *, target: bool) -> Iterator[Casts]:
                 if not group:
                     raise ValueError(f"an area of {most} bytes has no room for a row of {size}")
                 yield np.array(group)
-                group, room = [], most
+                group = []
+                room = most
                 continue
             group.append(cast_rows(row, done, step))
-            done, room = done + step, room - step * size - gap
+            done = done + step
+            room = room - step * size - gap
     if group:
         yield np.array(group)
 

@@ -152,7 +152,8 @@ class CudaIpcServer(UnixPipeServer):
 
     def serve(self, stream: Stream, wait: Wait) -> None:
         """Pass handles, then answer WAIT frames; see :meth:`SocketPipeServer.serve`."""
-        limits, exported = self._served.limits, [arena.export() for arena in self._arenas]
+        limits = self._served.limits
+        exported = [arena.export() for arena in self._arenas]
         try:
             send_descriptors(stream, [fd for _, fd in exported])
         finally:

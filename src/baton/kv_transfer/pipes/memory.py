@@ -36,19 +36,22 @@ class MemoryReadPipe(ReadPipe):
     def __init__(self, network: MemoryNetwork, address: str, facts: Facts) -> None:
         theirs, self.shards = network.find(address)
         facts.require(json.loads(json.dumps(theirs.to_fields())), who="source")
-        self._network, self._address = network, address
+        self._network = network
+        self._address = address
         self._closed = False
 
     def read(self, reads: BlockReads, local: Bytes, wait: Wait) -> Valid:
         """Copy blocks, each by way of a buffer; see :meth:`ReadPipe.read`."""
         self.check_open()
-        arena, segments = self.shards.arenas[reads.source_shard], reads.segments_of(local.shape[1])
+        arena = self.shards.arenas[reads.source_shard]
+        segments = reads.segments_of(local.shape[1])
         valid = current(self.shards.primary, reads)
         buffer = np.empty(int(segments[:, 2].sum()), np.uint8)
         for at in np.flatnonzero(valid).tolist():
             wait.check("copying blocks")
             arena.read_into(buffer, block_spans(reads.remote_ids[at : at + 1], segments[:, 0], segments[:, 2]))
-            row, begin = local[reads.local_ids[at]], 0
+            row = local[reads.local_ids[at]]
+            begin = 0
             for _, target, size in segments.tolist():
                 row[target : target + size] = buffer[begin : begin + size]
                 begin += size

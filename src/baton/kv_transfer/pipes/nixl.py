@@ -114,7 +114,9 @@ def batches(reads: BlockReads, local: Base, base: Base) -> Iterator[tuple[Rows, 
         if remote_bytes != block_bytes:
             raise InvalidRequestError(f"blocks of {remote_bytes} bytes into blocks of {block_bytes}", field="segments")
         runs = merge_runs(reads.remote_ids, reads.local_ids)
-        to, source, sizes = runs[:, 0] * block_bytes, runs[:, 1] * block_bytes, runs[:, 2] * block_bytes
+        to = runs[:, 0] * block_bytes
+        source = runs[:, 1] * block_bytes
+        sizes = runs[:, 2] * block_bytes
     else:
         segments = reads.segments
         to = (reads.local_ids[:, None] * block_bytes + segments[:, 1]).reshape(-1)
@@ -142,7 +144,9 @@ def _cut(to: _Numbers, source: _Numbers, sizes: _Numbers) -> tuple[_Numbers, _Nu
 
 def _rows(base: Base, offsets: _Numbers, sizes: _Numbers) -> Rows:
     rows = np.empty((len(sizes), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = offsets + base.address, sizes, base.device or 0
+    rows[:, 0] = offsets + base.address
+    rows[:, 1] = sizes
+    rows[:, 2] = base.device or 0
     return rows
 
 
@@ -246,7 +250,9 @@ class NixlTargets:
         """End the agents."""
         with self._lock:
             agents = [*self._agents, *self._retired]
-            self._agents, self._retired, self._regions = [], [], {}
+            self._agents = []
+            self._retired = []
+            self._regions = {}
         for agent in agents:
             agent.close()
 
@@ -313,7 +319,8 @@ class NixlReadPipe(PooledReadPipe[NixlConnection], FollowingReadPipe, DeviceRead
         while steps:
             now = source.recv()
             there = sum(ready <= now for ready, _ in steps)
-            some, steps = steps[:there], steps[there:]
+            some = steps[:there]
+            steps = steps[there:]
             if steps:
                 source.request(steps[0][0])  # its answer comes meanwhile
             segments = merge_segments(np.concatenate([each for _, each in some]))
@@ -467,8 +474,10 @@ class _SourceProgress:
     """
 
     def __init__(self, stream: Stream, wait: Wait) -> None:
-        self._stream, self._wait = stream, wait
-        self._now, self._requested = 0, False
+        self._stream = stream
+        self._wait = wait
+        self._now = 0
+        self._requested = False
         self.waited_s = 0.0
 
     def request(self, value: int) -> None:
@@ -488,7 +497,8 @@ class _SourceProgress:
 
 def _ask(connection: NixlConnection, reads: BlockReads, wait: Wait) -> Valid:
     """Ask for blocks; returns which may be read until :func:`_finish`."""
-    stream, payload = connection.stream, pack_request(reads, checksums=False)
+    stream = connection.stream
+    payload = pack_request(reads, checksums=False)
     stream.send_all([pack_header(FrameKind.READ, len(payload)), payload], wait, "asking for blocks")
     sent = _recv_bits(stream, len(reads), wait)
     if reads.source_shard >= len(connection.bases):

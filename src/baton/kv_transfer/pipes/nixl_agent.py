@@ -227,7 +227,8 @@ class NixlAgent:
     def close(self) -> None:
         """End the agent with all it has under way; harmless if repeated."""
         with self._lock:
-            agent, self._agent = self._agent, None
+            agent = self._agent
+            self._agent = None
             for name in list(self._peers):
                 self._try(lambda name=name: agent.remove_remote_agent(name))
             self._peers.clear()
@@ -340,7 +341,9 @@ def parse_agent(fields: Mapping[str, Any]) -> tuple[str, bytes]:
     Raises:
         BadFrameError: A field is missing, malformed or too long, or this is not what the peer made a digest of.
     """
-    name, text, digest = fields.get("agent"), fields.get("metadata"), fields.get("digest")
+    name = fields.get("agent")
+    text = fields.get("metadata")
+    digest = fields.get("digest")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isascii():
         raise BadFrameError("the peer's agent name is malformed", field="agent")
     if not isinstance(text, str) or not 0 < len(text) <= 2 * MAX_METADATA_BYTES:

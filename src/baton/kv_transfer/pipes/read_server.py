@@ -105,7 +105,8 @@ _UNDER_WAY_BYTES = 1 << 20
 _LEAST_UNDER_WAY_BYTES = 64 << 10
 _FOLLOWED_AT_ONCE = 4
 """Connections that are busy at once where a computation is followed: chunks that are late, beside the present one."""
-_SHORT_TICK_S, _SHORT_TICKS = 1e-3, 64
+_SHORT_TICK_S = 1e-3
+_SHORT_TICKS = 64
 """Pause between two calls while a computation is waited for, so many times; afterwards a tick, which keeps a slow
 medium's buffers full."""
 _STAGED_BYTES = 8 << 20
@@ -233,7 +234,8 @@ def _await_progress(
     stream: Stream, shards: KVShards, value: int, limits: ServeLimits, meanwhile: Callable[[], None] | None = None
 ) -> int:
     """Wait for the computation; returns how far it is."""
-    progress, wait = shards.primary.progress, Wait(time.monotonic() + limits.frame_s)
+    progress = shards.primary.progress
+    wait = Wait(time.monotonic() + limits.frame_s)
     ticks = itertools.chain(itertools.repeat(_SHORT_TICK_S, _SHORT_TICKS if meanwhile else 0), itertools.repeat(TICK_S))
     while (now := progress.wait(value, next(ticks))) < value:
         if meanwhile is not None:
@@ -272,7 +274,10 @@ class _Answer:
     def __init__(
         self, stream: Stream, shards: KVShards, reads: BlockReads, limits: ServeLimits, *, checksums: bool
     ) -> None:
-        self._stream, self._shards, self._reads, self._limits = stream, shards, reads, limits
+        self._stream = stream
+        self._shards = shards
+        self._reads = reads
+        self._limits = limits
         self._checksums = checksums
         self._arena = shards.arenas[reads.source_shard]
         block_bytes = self._arena.block_bytes
@@ -289,7 +294,8 @@ class _Answer:
     def send_spans(self) -> None:
         """Send head and blocks out of the arena, hashing on the way."""
         self._stream.send_all(self._head, self._patience(), "sending blocks", stall_s=self._limits.frame_s)
-        sizes, count = step_sizes(self._steps), len(self._ids)
+        sizes = step_sizes(self._steps)
+        count = len(self._ids)
         hasher = PieceHasher(np.repeat(sizes, count)) if self._checksums else None
         ends = np.cumsum(sizes).astype(np.int64) * count
         send_spans(

@@ -126,7 +126,8 @@ class ShmServer(UnixPipeServer):
         """Close the socket and this end's descriptors."""
         super().close()
         with self._lock:
-            fds, self._fds = self._fds, None
+            fds = self._fds
+            self._fds = None
         for fd in fds or ():
             os.close(fd)
 

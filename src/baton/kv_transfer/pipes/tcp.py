@@ -142,9 +142,11 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
 
     def _follow(self, reads: Sequence[LayerRead], wait: Wait, parts: int) -> tuple[list[Valid], float]:
         """Follow over one connection of so many that share the reads."""
-        valid, waited_s = list[Valid](), 0.0
+        valid = list[Valid]()
+        waited_s = 0.0
         ahead: deque[tuple[LayerRead, int]] = deque()
-        coming, under_way = iter(reads), 0
+        coming = iter(reads)
+        under_way = 0
         with self.connection(wait) as connection:
             stream = connection.stream
             while True:
@@ -317,14 +319,18 @@ class _Answer:
     """
 
     def __init__(self, stream: Stream, reads: BlockReads, local: Bytes, options: TcpOptions) -> None:
-        self._stream, self._reads, self._local, self._options = stream, reads, local, options
+        self._stream = stream
+        self._reads = reads
+        self._local = local
+        self._options = options
         self._steps = [segments for _, segments in reads.segments_by_step(local.shape[1])]
         self.waited_s = 0.0
 
     def receive(self, wait: Wait, recv: RecvData | None = None) -> Valid:
         """Receive it; ``recv``: another way for the blocks than the stream. Returns which blocks are valid."""
         stream, reads, checksums, count = self._stream, self._reads, self._options.checksums, len(self._reads)
-        each, bitmap = reads.bytes_per_block(self._local.shape[1]), -(-count // 8)
+        each = reads.bytes_per_block(self._local.shape[1])
+        bitmap = -(-count // 8)
         most = bitmap + count * each + tail_bytes(reads, count, checksums=checksums)
         _, length = recv_header(stream, {FrameKind.BLOCKS: most}, wait)
         sent_bits = stream.recv_exact(bitmap, wait, "receiving blocks")
@@ -348,7 +354,9 @@ class _Answer:
 
     def _receive_blocks(self, targets: Ids, wait: Wait, recv: RecvData | None) -> Checksums | None:
         """Fill the target's blocks; returns what their checksums are, step by step, if they are wanted."""
-        stream, local, checksums = self._stream, self._local, self._options.checksums
+        stream = self._stream
+        local = self._local
+        checksums = self._options.checksums
         if recv is None and not stream.encrypted:
             hasher = PieceHasher(np.repeat(step_sizes(self._steps), len(targets))) if checksums else None
             recv_spans(stream, target_spans(local, targets, self._steps), wait, hasher)

@@ -59,7 +59,8 @@ class StreamStore(Store):
 
     def __init__(self, stream: Stream, wait: Wait) -> None:
         super().__init__()
-        self._stream, self._wait = stream, wait
+        self._stream = stream
+        self._wait = wait
         self._values: dict[str, bytes] = {}
         self._peer_ready = False
 
@@ -141,7 +142,8 @@ class Group:
             options._devices = [gloo.create_device(hostname=host)]
         except RuntimeError as error:
             raise ConfigError(f"gloo cannot bind to {host}: {error}", field="pipes") from error
-        options._timeout, options._threads = _time_left(wait) / _TRIES, 1
+        options._timeout = _time_left(wait) / _TRIES
+        options._threads = 1
         try:
             self._group: Any = gloo(store, self.rank, 2, options)
         except RuntimeError as error:
@@ -153,7 +155,8 @@ class Group:
 
     def send(self, head: Sequence[Buffer], data: Sequence[Buffer], wait: Wait) -> None:
         """Send an answer: small ones over the connection as they are, else the data in pieces, each with credit."""
-        stream, total = self._stream, _total_bytes(data)
+        stream = self._stream
+        total = _total_bytes(data)
         if total < EAGER_BYTES:
             stream.send_all([*head, *data], wait, "sending blocks")
             return
@@ -177,7 +180,8 @@ class Group:
 
     def recv(self, views: Sequence[memoryview], wait: Wait) -> None:
         """Receive what :meth:`send` sends; a piece is copied out when it is whole."""
-        stream, total = self._stream, _total_bytes(views)
+        stream = self._stream
+        total = _total_bytes(views)
         if total < EAGER_BYTES:
             stream.recv_into(views, wait, "receiving blocks")
             return
@@ -195,7 +199,8 @@ class Group:
 
     def close(self) -> None:
         """End the group and its thread; harmless if repeated."""
-        self._group, self._pieces = None, []
+        self._group = None
+        self._pieces = []
         self._work.put(None)
 
     def _copy_piece(self, piece: Bytes, work: Any, target: _Cursor, wait: Wait) -> None:
@@ -300,7 +305,8 @@ class GlooServer(TcpServer):
 
     def serve(self, stream: Stream, wait: Wait) -> None:
         """Make the group and send blocks; see :meth:`SocketPipeServer.serve`."""
-        group, limits = Group(stream, wait, is_client=False), self._served.limits
+        group = Group(stream, wait, is_client=False)
+        limits = self._served.limits
 
         def send(head: Sequence[Buffer], data: Sequence[Buffer], wait: Wait) -> None:
             patience = limits.frame_s + _total_bytes(data) / _SLOWEST_BYTES_PER_S
@@ -367,7 +373,8 @@ def _piece_sizes(size: int) -> list[int]:
 
 
 def _parse_entry(fields: Mapping[str, Any]) -> tuple[str, bytes]:
-    key, value = fields.get("key"), fields.get("value")
+    key = fields.get("key")
+    value = fields.get("value")
     if not isinstance(key, str) or len(key) > 256 or not isinstance(value, str) or len(value) > 2 * _MAX_VALUE_BYTES:
         raise BadFrameError("a key of the peer's store is malformed", field="key")
     try:
