@@ -116,7 +116,7 @@ def responses(data: bytes) -> None:
         except BatonError:
             continue
         settings = request.settings
-        settings.keep({"role": "assistant", "content": "x"}, b"{}")
+        settings.store_response({"role": "assistant", "content": "x"}, b"{}")
         if settings.store is not None:
             assert store.messages(None, settings.ident)[-1] == {"role": "assistant", "content": "x"}
 
