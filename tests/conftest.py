@@ -8,15 +8,21 @@ import logging
 import os
 import resource
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from tests.support.servers.warm import WarmStarter
 from tests.thorough import is_thorough
+
+import baton.tokenizer.tokenizer
+from baton.tokenizer.tokenizer import FastEncoder
 
 pytest_plugins = ["tests.support.crashes"]
 
@@ -110,6 +116,27 @@ def starter() -> Iterator[WarmStarter]:
     )
     yield starter
     starter.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast_encoders_are_made_once() -> Iterator[None]:
+    """Tests load the same few tokenizers hundreds of times; each fast encoder keeps some MB, also when it is gone."""
+    module = baton.tokenizer.tokenizer
+    make = module.fast_encoder
+    made: dict[tuple[str, object, object], FastEncoder | None] = {}
+
+    def find_or_make(backend: tokenizers.Tokenizer, parts: dict[str, Any]) -> FastEncoder | None:
+        # Tests replace how they are loaded, and the package.
+        key = backend.to_str(), module._load, sys.modules.get("fastokens", "not imported yet")
+        if key not in made:
+            made[key] = make(backend, parts)
+        encoder = made[key]
+        return None if encoder is None else FastEncoder(encoder._fast)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "fast_encoder", find_or_make)
+    yield
+    patch.undo()
 
 
 @pytest.fixture
