@@ -59,8 +59,8 @@ def address_of(array: npt.NDArray[Any]) -> int:
     try:
         return _addressof(_from_buffer(array))
     except (TypeError, ValueError, BufferError):  # it is empty, read-only or not contiguous
-        address: int = array.__array_interface__["data"][0]
-        return address
+        # Not from the array interface, which describes all columns of a structured array first (7 us instead of 2).
+        return array.ctypes.data
 
 
 class Layout:
