@@ -210,7 +210,7 @@ async def test_durable_is_what_the_disk_or_an_object_store_has(tmp_path: Path) -
         assert await write(chain, 1) == [True]
         assert await chain.sync(time.monotonic() + WAIT_S)
         assert chain.in_durable_tier(KIND, name_of(1))  # an object store comes first here
-        assert not chain.is_durable(KIND, name_of(1))  # but somebody else may have deleted it
+        assert not chain.is_durable(KIND, name_of(1))  # but another process may have deleted it
     async with chain_of(disk(tmp_path / "b"), objects(tmp_path, "c")) as chain:
         assert await write(chain, 1, durable=True) == [True]
         assert await chain.sync(time.monotonic() + WAIT_S)
