@@ -728,7 +728,9 @@ def run_plan(args: argparse.Namespace) -> int:
     with progress() as step:
         plan = make_plan(options, step)
     if args.output and plan.winner is not None:
-        text = cluster_yaml(plan.winner, args.model or options.profile.model, options.goal.slos, plan.headline())
+        profile = options.profile
+        model = args.model or profile.model
+        text = cluster_yaml(plan.winner, model, options.goal.slos, plan.headline(), device=profile.device)
         write_file(Path(args.output), text, "output")
     if args.plot:
         draw(plan, Path(args.plot))
@@ -742,6 +744,7 @@ def _plan_options(args: argparse.Namespace) -> PlanOptions:
     Raises:
         ConfigError: Names the flag.
     """
+    from baton_bench.geometries import GEOMETRIES
     from baton_bench.planner.plan import PlanOptions
     from baton_bench.planner.search import Goal
     from baton_bench.planner.workload import from_lengths, from_trace
@@ -771,6 +774,9 @@ def _plan_options(args: argparse.Namespace) -> PlanOptions:
         workload = from_trace(Path(args.trace), args.requests)
     else:
         workload = from_lengths(args.isl, args.osl, args.requests, spread=args.spread, seed=args.seed)
+    if args.output and not args.model and profile.model in GEOMETRIES and not Path(profile.model).is_dir():
+        text = f"the profile's {profile.model} is a shape, no checkpoint: --output needs --model"
+        raise ConfigError(text, field="model")
     tps = numbers(args.tp_sizes, "tp-sizes") or tuple(sorted({engine.tp for engine in profile.engines}))
     pps = numbers(args.pp_sizes, "pp-sizes")
     if not pps or min(*tps, *pps) < 1:

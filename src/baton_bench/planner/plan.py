@@ -104,10 +104,11 @@ class Plan:
         if winner is None:
             return []
         targets = ", ".join(f"{name} {limit:g} ms" for name, limit in goal.slos.items())
+        least = "" if winner.reached else "at least "
         return [
             f"baton plan: {describe(winner.deployment)} for {workload.name} "
             f"(mean prompt {workload.isl:.0f}, output {workload.osl:.0f} tokens)",
-            f"expected: {winner.rate:.3g} requests/s on {winner.deployment.devices} GPUs, {goal.attainment:.0%} "
+            f"expected: {least}{winner.rate:.3g} requests/s on {winner.deployment.devices} GPUs, {goal.attainment:.0%} "
             f"of them within {targets}",
             f"profile: {self.options.profile.source}",
         ]
@@ -119,6 +120,7 @@ class Plan:
         workload = self.options.workload
         return {
             "profile": {"model": options.profile.model, "source": options.profile.source},
+            "warnings": fit_warnings(options.profile),
             "workload": {
                 "name": workload.name, "requests": len(workload.requests), "isl": round(workload.isl, 1),
                 "osl": round(workload.osl, 1), "hit_rate": round(workload.hit_rate, 4),
@@ -148,6 +150,8 @@ class Plan:
             "decode": {"tp": deployment.decode.tp, "pp": deployment.decode.pp},
             "gpus": deployment.devices,
             "goodput": result.rate,
+            "reached": result.reached,
+            "requests": result.requests,
             "goodput_per_gpu": round(result.per_gpu, 5),
             "bound": round(result.bounds.rate, 4),
             "bound_by": result.bounds.limit,
@@ -190,6 +194,22 @@ class Plan:
                  "simulated": round(needed / 1e9, 3), "closed_form": round(there / 1e9, 3)}
             )  # fmt: skip
         return checks
+
+
+_MEDIAN_ERROR = 0.2
+_WORST_ERROR = 0.5
+"""Errors of a fit, as shares of what was measured, from which a profile is shown with a warning."""
+
+
+def fit_warnings(profile: Profile) -> list[str]:
+    """Say which of a profile's lines do not fit what was measured."""
+    return [
+        f"the profile's fit of {name} (tp {engine.tp}, pp {engine.pp}) is off by {fit.median_error:.0%} in the median "
+        f"and {fit.worst_error:.0%} at most, and the figures below with it: measure again on an idle machine"
+        for engine in profile.engines
+        for name, fit in engine.residuals.items()
+        if fit.median_error > _MEDIAN_ERROR or fit.worst_error > _WORST_ERROR
+    ]
 
 
 def make_plan(options: PlanOptions, step: Step) -> Plan:
@@ -242,7 +262,9 @@ def _of_ratio(options: PlanOptions, ratio: tuple[int, int]) -> list[Deployment]:
     return [*shared, *map(strictly_apart, shared)]
 
 
-def cluster_yaml(result: CandidateResult, model: str, slos: Mapping[str, float], comments: Sequence[str]) -> str:
+def cluster_yaml(
+    result: CandidateResult, model: str, slos: Mapping[str, float], comments: Sequence[str], *, device: str = "cpu"
+) -> str:
     """Return the file's text.
 
     Args:
@@ -250,13 +272,14 @@ def cluster_yaml(result: CandidateResult, model: str, slos: Mapping[str, float],
         model: A directory, or a name on the Hugging Face hub.
         slos: Targets in milliseconds, by metric.
         comments: Lines at its beginning.
+        device: Device of the engines, as ``--device`` takes it.
     """
     deployment = result.deployment
     limits = result.deployment.limits
     lines = [f"# {line}" for line in comments]
     lines += [f"model: {json.dumps(model)}", f"ratio: {deployment.ratio}", "", "slo:"]
     lines += [f"  {metric}-ms: {limit:g}" for metric, limit in slos.items()]
-    lines += ["", "worker:", "  flags:", *_limit_flags(limits)]
+    lines += ["", "worker:", "  flags:", *([f"    device: {device}"] if device != "cpu" else []), *_limit_flags(limits)]
     for role, count, engine in (
         ("prefill", deployment.prefills, deployment.prefill),
         ("decode", deployment.decodes, deployment.decode),
@@ -307,6 +330,8 @@ def print_profile(profile: Profile, console: Console) -> None:
                 f"{name}: {fit.points} points, error of the fit {fit.median_error:.1%} in the median, "
                 f"{fit.worst_error:.1%} at most"
             )
+    for warning in fit_warnings(profile):
+        console.print(warning, style="yellow", markup=False)
     link = profile.link
     more = profile.overheads
     console.print(
@@ -328,6 +353,8 @@ def print_plan(document: dict[str, Any], console: Console) -> None:
         markup=False,
     )
     console.print(f"profile of {document['profile']['model']}: {document['profile']['source']}", markup=False)
+    for warning in document["warnings"]:
+        console.print(warning, style="yellow", markup=False)
     columns = ("deployment", "GPUs", "goodput req/s", "per GPU", "bound", "TTFT p50 ms", "p90", "ITL p50 ms", "p90")
     table = make_table(f"Goodput, {document['simulated']} simulations", (*columns, "what limits it"),
                        left=("deployment", "what limits it"))  # fmt: skip
@@ -337,7 +364,7 @@ def print_plan(document: dict[str, Any], console: Console) -> None:
         table.add_row(
             row["deployment"],
             str(row["gpus"]),
-            "none" if row["goodput"] is None else f"{row['goodput']:.3g}",
+            "none" if row["goodput"] is None else f"{'' if row['reached'] else '≥ '}{row['goodput']:.3g}",
             f"{row['goodput_per_gpu']:.3g}",
             f"{row['bound']:.3g}",
             *("" if x is None else f"{x:,.4g}" for x in times),

@@ -172,6 +172,7 @@ def profile_engine(config: EngineConfig, *, isl: int, repeats: int, pipe: str, s
             block_size=config.block_size,
             step_budget_ms=config.step_budget_ms,
         ),
+        device=config.device,
     )
 
 
@@ -484,6 +485,7 @@ def roofline_profile(gpu_name: str, shape: ModelShape, tps: tuple[int, ...]) -> 
         link=Link(100e-6, LINK_SHARE * gpu.network_bytes_per_s),
         limits=Limits(max_num_seqs=256, max_num_batched_tokens=8192, prefill_chunk=2048, block_size=16),
         memory=memory,
+        device="cuda:0",
     )
 
 

@@ -149,6 +149,9 @@ _IDLE_SHARE = 0.02
 _IDLE_REQUESTS = 40
 _BEYOND_BOUND = 1.1
 """Share of a bound above which no rate is tried: a few requests at once keep the targets at any rate."""
+_LENGTHENING = 4
+"""Factor of the number of requests where they are too few to break the targets at that rate."""
+_MOST_LENGTHENING = 16
 
 
 @dataclass(frozen=True)
@@ -189,10 +192,12 @@ class CandidateResult:
     Attributes:
         deployment: The deployment.
         bounds: Upper bounds by the closed forms.
-        rate: Highest rate that kept the targets, requests per second; ``None``: none did.
-        kept: Outcome at that rate.
-        broke_at: Lowest rate that did not.
+        rate: Highest rate that kept the targets, requests per second, at most the bound where none broke them;
+            ``None``: none kept them.
+        kept: Outcome at the highest rate that kept them.
+        broke_at: Lowest rate that did not; ``None``: there are too few requests to break the targets at any rate.
         broken: Outcome at that rate, until too many requests had failed.
+        requests: Number of simulated requests per rate.
     """
 
     deployment: Deployment
@@ -201,6 +206,12 @@ class CandidateResult:
     kept: Outcome | None
     broke_at: float | None
     broken: Outcome | None
+    requests: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether the search went up to where the targets break."""
+        return self.broke_at is not None
 
     @property
     def per_gpu(self) -> float:
@@ -321,7 +332,7 @@ class Search:
         rate = _IDLE_SHARE * bound.rate
         outcome = self.at(deployment, rate, idle)
         if outcome.attainment(goal.slos) < goal.attainment:
-            return CandidateResult(deployment, bound, None, None, rate, outcome)
+            return CandidateResult(deployment, bound, None, None, rate, outcome, len(idle.requests))
         knee = asyncio.run(
             find_knee(
                 keeps,
@@ -330,20 +341,20 @@ class Search:
                 precision=precision or goal.precision,
             )
         )
-        return CandidateResult(
-            deployment,
-            bound,
-            knee.rate,
-            outcomes.get(knee.rate or 0.0),
-            knee.broke_at,
-            outcomes.get(knee.broke_at or 0.0),
-        )
+        kept = outcomes.get(knee.rate or 0.0)
+        if knee.broke_at is None and knee.rate is not None:
+            # More than the bound cannot be served for long.
+            rate = min(knee.rate, bound.rate)
+            return CandidateResult(deployment, bound, rate, kept, None, None, len(workload.requests))
+        broken = outcomes.get(knee.broke_at or 0.0)
+        return CandidateResult(deployment, bound, knee.rate, kept, knee.broke_at, broken, len(workload.requests))
 
     def best(self, deployments: Sequence[Deployment], step: Step) -> list[CandidateResult]:
         """Return deployments with their goodput, best per GPU first; those that cannot be among the best are left out.
 
         All are tried with a few requests first, in the order of their bounds; the best of them with all requests.
-        The best without prefill instances is always among those.
+        The best without prefill instances is always among those. Where the requests are too few to break the targets
+        of one of them, all of those are tried with more; the workload is that longer one from then on.
         """
         coarse = self.workload.first(_COARSE_REQUESTS)
         bound = {each: bounds(each, coarse, self.goal.slos).rate / each.devices for each in deployments}
@@ -358,10 +369,15 @@ class Search:
         results.sort(key=lambda each: each.per_gpu, reverse=True)
         finalists = results[:_FINALISTS]
         finalists += [each for each in results[_FINALISTS:] if not each.deployment.prefills][:1]
-        exact = []
-        for number, each in enumerate(finalists):
-            step(describe(each.deployment), len(finalists) - number - 1)
-            exact.append(self.goodput(each.deployment))
+        most = _MOST_LENGTHENING * len(self.workload.requests)
+        while True:
+            exact = []
+            for number, each in enumerate(finalists):
+                step(describe(each.deployment), len(finalists) - number - 1)
+                exact.append(self.goodput(each.deployment))
+            if all(each.reached for each in exact) or len(self.workload.requests) >= most:
+                break
+            self.workload = self.workload.repeated(_LENGTHENING)
         exact.sort(key=lambda each: each.per_gpu, reverse=True)
         rest = [each for each in results if each not in finalists]
         return exact + rest
@@ -416,9 +432,9 @@ def describe(deployment: Deployment) -> str:
 
 def limit_of(result: CandidateResult, goal: Goal) -> str:
     """Say what keeps a deployment from more: the target that breaks first, and what is busiest then."""
-    outcome = result.broken or result.kept
+    outcome = result.broken
     if outcome is None:
-        return "nothing was simulated"
+        return f"not reached: {result.requests:,} requests keep the targets at any rate; the bound is shown"
     failed = min(goal.slos, key=lambda name: outcome.share_kept(name, goal.slos[name]))
     return f"{failed.upper()} breaks: {_busiest(result.deployment, outcome, failed)}"
 

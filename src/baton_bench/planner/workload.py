@@ -61,6 +61,21 @@ class Workload:
         """Return the workload of the first ``count`` requests."""
         return self if count >= len(self.requests) else Workload.of(self.name, self.requests[:count])
 
+    def repeated(self, times: int) -> Workload:
+        """Return the requests ``times`` times in a row, at the same rate; repetitions share nothing with each other."""
+        fresh = 1 + max((name for each in self.requests for name in each.blocks), default=0)
+        span_ms = 1e3 * len(self.requests) / self.rate
+        results = [
+            dataclasses.replace(
+                each,
+                at_ms=each.at_ms + number * span_ms,
+                blocks=tuple(name + number * fresh for name in each.blocks),
+            )
+            for number in range(times)
+            for each in self.requests
+        ]
+        return Workload.of(self.name, results)
+
     def longer(self, isl: float = 1.0, osl: float = 1.0) -> Workload:
         """Return the requests with prompts and outputs scaled by factors; the new parts share nothing."""
         fresh = 1 + max((name for each in self.requests for name in each.blocks), default=0)

@@ -66,13 +66,15 @@ class PromptSource:
         number = self._options.warmup
         return self._synthetic(number, [draw, 1]) if not self._from_file else self._cycled(number)
 
-    def requests(self, draw: int) -> list[PlannedRequest]:
+    def requests(self, draw: int, count: int | None = None) -> list[PlannedRequest]:
         """Return the requests that count.
 
         Args:
             draw: Synthetic prompts of different draws have nothing in common but, in one run, the shared prefixes.
+            count: Number of requests; those of a file are repeated; default: as the options say.
         """
-        return self._synthetic(self.count, [draw, 0]) if not self._from_file else self._cycled(self.count)
+        number = self.count if count is None else count
+        return self._synthetic(number, [draw, 0]) if not self._from_file else self._cycled(number)
 
     def _cycled(self, count: int) -> list[PlannedRequest]:
         known = self._from_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -75,8 +74,25 @@ class Sample:
 
     @property
     def itl_ms(self) -> list[float]:
-        """Milliseconds between events with output."""
-        return [1e3 * (after - before) for before, after in itertools.pairwise(self.arrivals)]
+        """Milliseconds between output tokens.
+
+        Tokens that arrive together share the time since the arrival before. Events do not say how many tokens they
+        hold: the answer's tokens are spread over them evenly, at least one each.
+        """
+        events = len(self.arrivals)
+        tokens = max(events, self.output_tokens)
+        gaps: list[float] = []
+        previous_s = self.arrivals[0] if events else 0.0
+        num_seen = 0
+        for number, at in enumerate(self.arrivals, start=1):
+            if number < events and self.arrivals[number] == at:
+                continue
+            count = tokens * number // events - num_seen
+            num_seen += count
+            if at > previous_s:
+                gaps += [1e3 * (at - previous_s) / count] * count
+                previous_s = at
+        return gaps
 
     @property
     def tpot_ms(self) -> float | None:
@@ -194,6 +210,7 @@ class ServeRecord(Record):
     completed: int
     failed: int
     errors: dict[str, int]
+    served_share: float | None
     seconds: float
     sending_s: float
     peak_concurrency: int
@@ -215,10 +232,14 @@ class ServeRecord(Record):
 
 @dataclass(frozen=True)
 class KneeRecord(Record):
-    """The highest rate that kept the targets, and the lowest tried that did not (``None``: all tried did)."""
+    """The highest rate that kept the targets, and the lowest tried that did not (``None``: all tried did).
+
+    A rate is kept if the targets are, and if the service answers as fast as it is asked; see ``keeps_up``.
+    """
 
     record: ClassVar[str] = "knee"
     rate: float | None
+    served_share: float | None
     goodput: float | None
     broke_at: float | None
     attainment: float
@@ -249,6 +270,7 @@ def summarize(load: Load, slos: Mapping[str, float], rate: float | None) -> Serv
         completed=len(good),
         failed=total - len(good),
         errors=dict(Counter(s.error for s in load.samples if s.error)),
+        served_share=served_share(good),
         seconds=round(seconds, 4),
         sending_s=round(load.sending_s, 4),
         peak_concurrency=load.peak,
@@ -267,6 +289,36 @@ def summarize(load: Load, slos: Mapping[str, float], rate: float | None) -> Serv
         e2e_ms=Times.of(s.e2e_ms for s in good),
         late_ms=Times.of(s.late_ms for s in load.samples),
     )
+
+
+_MIDDLE = (0.1, 0.9)
+"""Shares of the requests between which rates are taken: at both ends fewer of them are in flight."""
+_KEPT_UP = 0.9
+"""Share of the rate asked for that a service must answer at."""
+FLIGHTS = 5
+"""Requests that tell whether a service keeps up: so many times those in flight at the rate asked for."""
+
+
+def _middle_rate(times: Iterable[float]) -> float | None:
+    """Return the events per second between the first and the last tenth of them; ``None``: too few for a rate."""
+    ordered = sorted(times)
+    first, last = (round(share * (len(ordered) - 1)) for share in _MIDDLE) if ordered else (0, 0)
+    if last <= first or ordered[last] <= ordered[first]:
+        return None
+    return (last - first) / (ordered[last] - ordered[first])
+
+
+def served_share(samples: Sequence[Sample]) -> float | None:
+    """Return the rate of the answers as a share of that at which their requests were due; ``None``: too few."""
+    answered = [sample for sample in samples if not sample.error]
+    served = _middle_rate(sample.arrivals[-1] for sample in answered)
+    asked = _middle_rate(sample.due_s for sample in answered)
+    return None if served is None or asked is None else round(served / asked, 4)
+
+
+def keeps_up(load: ServeRecord) -> bool:
+    """Whether a service answered about as many requests per second as were sent: else its queue only grew."""
+    return load.served_share is not None and load.served_share >= _KEPT_UP
 
 
 def detail(sample: Sample, started_s: float) -> RequestRecord:
@@ -340,15 +392,21 @@ def _print_block(load: ServeRecord, console: Console) -> None:
     console.print("=" * _WIDTH)
 
 
+def _served(load: ServeRecord) -> float:
+    """Return the requests per second that a load of a sweep was answered at, without its beginning and end."""
+    share = load.served_share
+    return load.requests_per_s if share is None or load.request_rate is None else share * load.request_rate
+
+
 def _print_sweep(loads: Sequence[ServeRecord], knee: KneeRecord, console: Console) -> None:
-    columns = ("req/s asked", "req/s", "goodput", "kept %", "TTFT p50", "p99", "ITL p50", "p99", "tok/s", "failed")
+    columns = ("req/s asked", "served", "goodput", "kept %", "TTFT p50", "p99", "ITL p50", "p99", "tok/s", "failed")
     table = make_table("Rates, in the order in which they were tried", columns, ())
     for load in loads:
         first = load.ttft_ms or Times(0, 0, 0, 0, 0)
         gaps = load.itl_ms or Times(0, 0, 0, 0, 0)
         table.add_row(
             f"{load.request_rate or 0:.3g}",
-            f"{load.requests_per_s:.3g}",
+            f"{_served(load):.3g}",
             f"{load.goodput or 0:.3g}",
             f"{100 * (load.attainment or 0):.1f}",
             *(f"{value:.1f}" for value in (first.median, first.p99, gaps.median, gaps.p99)),
@@ -358,11 +416,12 @@ def _print_sweep(loads: Sequence[ServeRecord], knee: KneeRecord, console: Consol
     console.print(table)
     share = f"{100 * knee.attainment:g} % of the requests"
     if knee.rate is None:
-        console.print(f"No rate tried keeps the targets for {share}.")
+        console.print(f"Not found: no rate tried keeps the targets for {share}.")
         return
     above = "the highest tried" if knee.broke_at is None else f"{knee.broke_at:.4g} does not"
     console.print(
-        f"Knee: {knee.rate:.4g} req/s keep the targets for {share} ({above}); goodput {knee.goodput:.4g} req/s"
+        f"Knee: {knee.rate:.4g} req/s keep the targets for {share} ({above}); served "
+        f"{100 * (knee.served_share or 0):.0f} % as fast as asked, goodput {knee.goodput:.4g} req/s"
     )
 
 
@@ -375,19 +434,26 @@ def draw(records: Sequence[Record], samples: Sequence[Sample], path: Path) -> No
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    if of_kind(records, KneeRecord):
+    if knees := of_kind(records, KneeRecord):
         loads = sorted(of_kind(records, ServeRecord), key=lambda load: load.request_rate or 0)
         rates = [load.request_rate or 0.0 for load in loads]
         left.plot(rates, [load.goodput or 0 for load in loads], "-o", label="goodput")
-        left.plot(rates, [load.requests_per_s for load in loads], "--", label="throughput")
+        left.plot(rates, [_served(load) for load in loads], "--", label="served")
         left.set_ylabel("requests/s")
         right.plot(rates, [load.ttft_ms.p99 if load.ttft_ms else np.nan for load in loads], "-o", label="TTFT p99")
         right.plot(rates, [load.itl_ms.p99 if load.itl_ms else np.nan for load in loads], "-o", label="ITL p99")
+        slos = next((run.slo for run in of_kind(records, RunRecord)), {})
+        for (metric, limit), colour in zip(slos.items(), ("#888888", "#bb5555", "#55aa55", "#5555bb"), strict=False):
+            right.axhline(limit, color=colour, linestyle=":", label=f"target of {metric.upper()}")
         right.set_yscale("log")
+        right.yaxis.set_major_formatter("{x:g}")
         right.set_ylabel("ms")
         for axes in (left, right):
+            if knees[0].rate is not None:
+                axes.axvline(knees[0].rate, color="#333333", linewidth=1, label=f"knee: {knees[0].rate:.3g}")
             axes.set_xlabel("requests/s asked for")
-            axes.legend()
+            axes.legend(fontsize="small")
+        figure.suptitle("Rates at which the targets are kept")
     else:
         good = [sample for sample in samples if not sample.error]
         for axes, name, values in (

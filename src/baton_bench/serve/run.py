@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,17 @@ from baton.terminal import Step
 from baton_bench.report import EXIT_FAILED, EXIT_OK, Report, build_from, machine_facts, run_with_result
 from baton_bench.serve.options import ServeOptions
 from baton_bench.serve.prompts import PlannedRequest, PromptSource
-from baton_bench.serve.records import KneeRecord, Load, RunRecord, Sample, ServeRecord, detail, summarize
+from baton_bench.serve.records import (
+    FLIGHTS,
+    KneeRecord,
+    Load,
+    RunRecord,
+    Sample,
+    ServeRecord,
+    detail,
+    keeps_up,
+    summarize,
+)
 from baton_bench.serve.targets import Target, make_target
 
 
@@ -224,8 +235,10 @@ class Benchmark:
             await target.close()
         return (EXIT_FAILED if self._failures else EXIT_OK), self._failures
 
-    async def _load(self, target: Target, rate: float | None, draw: int, report: Report, step: Step) -> ServeRecord:
-        requests = self._source.requests(draw)
+    async def _load(
+        self, target: Target, rate: float | None, draw: int, report: Report, step: Step, count: int | None = None
+    ) -> ServeRecord:
+        requests = self._source.requests(draw, count)
         times = arrival_times(self._options, requests, rate, draw)
         left = len(requests)
 
@@ -256,19 +269,31 @@ class Benchmark:
     async def _find_knee(self, target: Target, report: Report, step: Step) -> None:
         options = self._options
         results = list[ServeRecord]()
+        flight_s = 0.0
 
         async def keeps(rate: float) -> bool:
-            record = await self._load(target, rate, len(results), report, step)
-            results.append(record)
-            # A service that falls behind keeps targets for a while: what it finished tells.
-            return (record.attainment or 0.0) >= options.attainment
+            nonlocal flight_s
+            count = max(self._source.count, math.ceil(FLIGHTS * rate * flight_s))
+            while True:
+                record = await self._load(target, rate, len(results), report, step, count)
+                results.append(record)
+                if (record.attainment or 0.0) < options.attainment or record.e2e_ms is None:
+                    return False
+                # A service that falls behind keeps targets for a while, and one that has room for all requests at
+                # once keeps them at any rate: it must answer as fast as it is asked, for as many as show that.
+                needed = math.ceil(FLIGHTS * rate * record.e2e_ms.mean / 1e3)
+                if count >= needed or not keeps_up(record):
+                    flight_s = record.e2e_ms.mean / 1e3
+                    return keeps_up(record)
+                count = needed
 
         knee = await find_knee(
             keeps, start=options.request_rate, most=options.knee_max_rate, precision=options.knee_precision
         )
-        best = next((each for each in results if each.request_rate == knee.rate), None)
+        best = next((each for each in reversed(results) if each.request_rate == knee.rate), None)
         goodput = None if best is None else best.goodput
-        report(KneeRecord(knee.rate, goodput, knee.broke_at, options.attainment, knee.tried))
+        share = None if best is None else best.served_share
+        report(KneeRecord(knee.rate, share, goodput, knee.broke_at, options.attainment, knee.tried))
         # Overload is what a search is for: refused requests are counted there, and are no failure of the run.
         if best is None or not best.errors:
             self._failures.clear()

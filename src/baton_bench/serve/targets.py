@@ -59,6 +59,8 @@ class _Connection(asyncio.Protocol):
 
     def _reset(self, on_event: OnEvent | None) -> None:
         self._parser = httptools.HttpResponseParser(self)
+        self._has_length = False
+        self._ends_by_close = False
         self._on_event = on_event
         self.answer = Answer()
         self._rest = b""
@@ -73,7 +75,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
-        if self._done is not None and not self._done.done():
+        if self._done is None or self._done.done():
+            return
+        if exc is None and self._ends_by_close:
+            self._done.set_result(None)
+        else:
             self._done.set_exception(BrokenStreamError(str(exc) if exc else "the service closed the connection"))
 
     def data_received(self, data: bytes) -> None:
@@ -92,11 +98,16 @@ class _Connection(asyncio.Protocol):
     # --- the parser's calls ---
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"content-type":
+        name = name.lower()
+        if name == b"content-type":
             self.answer.content_type = value.decode("latin-1").lower()
+        elif name in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
 
     def on_headers_complete(self) -> None:
         self.answer.status = self._parser.get_status_code()
+        # A body without a length ends where the connection does (RFC 9112, 6.3); the parser does not see that end.
+        self._ends_by_close = not self._has_length
 
     def on_body(self, body: bytes) -> None:
         if not self.answer.is_stream:

@@ -168,6 +168,7 @@ class Profile:
         limits: Configured limits of a step.
         overheads: Beyond the engine.
         memory: ``None``: shapes that were not measured have the first one's KV per device.
+        device: Device of the engines, as ``--device`` of an instance takes it.
         tp_efficiency: Efficiency of each doubling of tensor parallelism, 0 to 1, for shapes that were not measured.
     """
 
@@ -181,6 +182,7 @@ class Profile:
     overheads: Overheads = field(default_factory=Overheads)
     memory: Memory | None = None
     tp_efficiency: Positive = 0.9
+    device: str = "cpu"
 
     def engine(self, tp: int, pp: int) -> EngineProfile | None:
         """Return the engine of a shape: measured, or derived from the nearest measured one; ``None``: no room for KV.

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config.flags import AccessConfig
 from baton.errors import ConfigError
 from baton.tokenizer import Tokenizer
 from baton_bench.report import Record
+from baton_bench.serve import run as run_module
 from baton_bench.serve.options import ServeOptions, parse_slos
 from baton_bench.serve.prompts import PlannedRequest, PromptSource
-from baton_bench.serve.records import KneeRecord, Sample, compare, detail, draw, summarize
-from baton_bench.serve.run import Knee, Load, arrival_times, find_knee
+from baton_bench.serve.records import FLIGHTS, KneeRecord, Sample, compare, detail, draw, keeps_up, summarize
+from baton_bench.serve.run import Benchmark, Knee, Load, arrival_times, find_knee
 from baton_bench.serve.targets import _Connection
 
 MODEL = "models/baton-tiny"
@@ -195,12 +197,77 @@ def test_sharegpt(tmp_path):
 def test_times_of_a_request():
     seen = sample(0.1, 0.15, 0.25, tokens=5)
     assert seen.ttft_ms == pytest.approx(100)
-    assert seen.itl_ms == pytest.approx([50, 100])
+    assert seen.itl_ms == pytest.approx(
+        [25, 25, 50, 50]
+    )  # five tokens in three events: one in the first, two in the others
     assert seen.e2e_ms == pytest.approx(250)
     assert seen.tpot_ms == pytest.approx(150 / 4)
     assert seen.late_ms == pytest.approx(1)
     assert sample(0.1).tpot_ms is None
     assert sample().error == "empty answer"
+
+
+def test_tokens_that_arrive_together_share_the_time_before_them():
+    seen = sample(0.1, 0.2, 0.2, 0.2, 0.2, 0.3)
+    assert seen.itl_ms == pytest.approx([25, 25, 25, 25, 100])
+    assert sum(seen.itl_ms) == pytest.approx(seen.e2e_ms - seen.ttft_ms)
+    assert sample(0.1, 0.1).itl_ms == []
+    assert sample().itl_ms == []
+
+
+# --- the knee ---
+
+
+def answered(rate: float, count: int, capacity: float, room: int, seconds: float = 0.2) -> Load:
+    """A load of a service with ``room`` requests at once, each of which takes ``seconds``, ``capacity`` per second."""
+    samples, ends = [], [0.0] * room
+    free_at = 0.0
+    for number in range(count):
+        due = number / rate
+        slot = ends.index(min(ends))
+        begin = max(due, ends[slot], free_at)
+        free_at = begin + 1 / capacity if number >= room else begin
+        ends[slot] = begin + seconds
+        samples.append(Sample(number, due, due, [begin + seconds], 1))
+    return Load(samples, max(ends), room, (count - 1) / rate)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(20, True), (50, True), (100, False), (1000, False)])
+def test_a_service_must_answer_as_fast_as_it_is_asked(rate, kept):
+    record = summarize(answered(rate, 400, 60, 16), {"ttft": 60_000.0}, rate)
+    assert record.attainment == 1.0
+    assert keeps_up(record) is kept
+
+
+async def knee_of(monkeypatch, capacity: float, room: int) -> tuple[KneeRecord, list[tuple[float, int]]]:
+    """Search with 20 requests per load where all targets are always kept."""
+    loads = list[tuple[float, int]]()
+
+    async def put(target, requests, times, concurrency, on_done):
+        rate = (len(times) - 1) / times[-1]
+        loads.append((rate, len(requests)))
+        return answered(rate, len(requests), capacity, room)
+
+    monkeypatch.setattr(run_module, "put_load", put)
+    options = ServeOptions(find_knee=True, requests=20, warmup=0, knee_max_rate=1000.0)
+    records = list[Any]()
+    benchmark = Benchmark(options, AccessConfig(), {"ttft": 60_000.0})
+    await benchmark._find_knee(cast(Any, None), records.append, lambda what, left: None)
+    return records[-1], loads
+
+
+async def test_few_requests_do_not_make_a_rate_that_is_not_served(monkeypatch):
+    knee, loads = await knee_of(monkeypatch, 60, 16)
+    assert knee.rate is not None
+    assert 50 <= knee.rate <= 60 / 0.9
+    assert knee.served_share is not None
+    assert knee.served_share >= 0.9
+    assert max(count for _, count in loads) >= FLIGHTS * knee.rate * 0.2
+
+
+async def test_a_knee_that_is_not_found(monkeypatch):
+    knee, _ = await knee_of(monkeypatch, 1e-4, 1)
+    assert (knee.rate, knee.served_share) == (None, None)
 
 
 def test_summary_counts_what_went_wrong_and_who_kept_the_targets():
@@ -296,7 +363,7 @@ def test_comparison(tmp_path):
 def test_pictures(tmp_path):
     seen = [sample(0.1, 0.2, tokens=2), sample(0.2, 0.3, tokens=2)]
     one = summarize(Load(seen, 1.0, 1, 0.1), {"ttft": 200.0}, 2.0)
-    for name, records in (("load", [one]), ("knee", [one, KneeRecord(2.0, 2.0, None, 0.9, 1)])):
+    for name, records in (("load", [one]), ("knee", [one, KneeRecord(2.0, 1.0, 2.0, None, 0.9, 1)])):
         draw(records, seen, tmp_path / f"{name}.svg")
         assert (tmp_path / f"{name}.svg").read_text().rstrip().endswith("</svg>")
 

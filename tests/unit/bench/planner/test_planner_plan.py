@@ -19,7 +19,7 @@ from baton_bench.planner.profiling import (
     known_shape,
     roofline_profile,
 )
-from baton_bench.planner.search import Goal, Search, candidates, describe
+from baton_bench.planner.search import Goal, Search, candidates, describe, limit_of
 from baton_bench.planner.workload import Workload, from_lengths
 from baton_bench.simulator.profile import (
     DecodeCost,
@@ -199,6 +199,50 @@ def test_a_plan_names_a_winner_and_says_what_it_hangs_on(tmp_path):
     json.dumps(found, allow_nan=False)
 
 
+def test_too_few_requests_are_repeated_until_the_targets_break():
+    workload = from_lengths(200, 30, 150, seed=2)
+    search = Search(workload, goal(slos={"ttft": 500.0, "itl": 50.0}, precision=0.1))
+    deployment = next(each for each in candidates(PROFILE, search.goal) if not each.prefills)
+    assert not search.goodput(deployment).reached
+    (result,) = search.best([deployment], nothing)
+    assert result.reached
+    assert result.requests in (600, 2400)
+    assert result.rate is not None
+    assert result.rate < 1.05 * result.bounds.rate
+    assert "breaks" in limit_of(result, search.goal)
+
+
+def test_a_search_that_breaks_nothing_says_so():
+    workload = from_lengths(200, 30, 50, seed=2)
+    plan = make_plan(PlanOptions(PROFILE, workload, goal(slos={"ttft": 1e6}), ratio="0P1D", sensitivity=False), nothing)
+    (row,) = plan.document()["deployments"]
+    assert not row["reached"]
+    assert row["requests"] == 800
+    assert row["goodput"] <= row["bound"] + 1e-3
+    assert row["limit"].startswith("not reached: 800 requests")
+    assert any("expected: at least" in line for line in plan.headline())
+
+
+def test_repeated_requests_share_nothing_and_keep_the_rate():
+    workload = Workload.of("x", [dataclasses.replace(each, blocks=(0,)) for each in from_lengths(500, 10, 5).requests])
+    longer = workload.repeated(3)
+    assert [each.blocks for each in longer.requests[4:6]] == [(0,), (1,)]
+    assert len(longer.requests) == 15
+    assert longer.rate == pytest.approx(workload.rate, rel=0.1)
+    assert [each.at_ms for each in longer.requests] == sorted(each.at_ms for each in longer.requests)
+
+
+def test_a_profile_that_does_not_fit_warns(tmp_path, capsys):
+    noisy = dataclasses.replace(ENGINE, residuals={"decode": FitQuality(9, 0.38, 0.71)})
+    path = tmp_path / "p.json"
+    dataclasses.replace(PROFILE, engines=(noisy,)).save(path)
+    words = ["plan", "--profile", str(path), "--isl", "600", "--osl", "40", "--gpus", "1", "--slo", "ttft:1s"]
+    assert main([*words, "--requests", "50", "--ratio", "0P1D", "--no-sensitivity", "--precision", "0.3"]) == 0
+    assert "fit of decode (tp 1, pp 1) is off by 38% in the median and 71% at most" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_targets_that_nothing_keeps_have_no_winner():
     workload = from_lengths(1000, 100, 100, seed=2)
     plan = make_plan(PlanOptions(PROFILE, workload, goal(slos={"ttft": 1.0})), nothing)
@@ -280,5 +324,14 @@ def test_profile_derives_from_published_figures(tmp_path, capsys):
     assert main(words) == 2
     assert "--params" in capsys.readouterr().err
     assert main([*words, "--params", "8.03e9", "--width", "4096", "--heads", "32", "--tp-sizes", "1,2"]) == 0
-    assert "derived, not measured" in Profile.load(output).source
-    assert "h100-sxm" in capsys.readouterr().out
+    profile = Profile.load(output)
+    assert "derived, not measured" in profile.source
+    assert profile.device == "cuda:0"
+    plan = ["plan", "--profile", str(output), "--isl", "500", "--osl", "20", "--gpus", "2", "--slo", "ttft:5s"]
+    plan += ["--requests", "50", "--no-sensitivity", "--precision", "0.3", "--output", str(tmp_path / "c.yaml")]
+    assert main(plan) == 2
+    assert "llama-8b is a shape, no checkpoint: --output needs --model" in capsys.readouterr().err
+    assert main([*plan, "--model", "meta-llama/Llama-3.1-8B"]) == 0
+    written = (tmp_path / "c.yaml").read_text()
+    assert 'model: "meta-llama/Llama-3.1-8B"' in written
+    assert "    device: cuda:0\n" in written
