@@ -12,7 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import IO, Protocol
+
+from baton.background import BackgroundThread
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
 """Environment variable with the id of the process that a service's process ends with."""
@@ -111,7 +114,7 @@ class ChildProcess:
         self._exit: Future[int] = Future()
         self._reader: threading.Thread | None = None
         if process.stdout is not None:
-            self._reader = threading.Thread(target=self._read, args=(process.stdout,), name="child-output", daemon=True)
+            self._reader = BackgroundThread("child-output", partial(self._read, process.stdout))
             self._reader.start()
 
     @property
@@ -168,9 +171,9 @@ class ChildProcess:
         return await asyncio.shield(asyncio.wrap_future(self._exit))
 
     def _read(self, output: IO[bytes]) -> None:
-        with output:
-            while line := output.readline(_MAX_LINE_BYTES):
-                text = line.decode(errors="replace").rstrip("\n")
-                self.last_line = text.strip() or self.last_line
-                self._on_line(text)
+        while line := output.readline(_MAX_LINE_BYTES):  # after a failure it is read on: the child must not block
+            text = line.decode(errors="replace").rstrip("\n")
+            self.last_line = text.strip() or self.last_line
+            self._on_line(text)
+        output.close()
         self._exit.set_result(self._process.wait())

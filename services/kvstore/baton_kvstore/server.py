@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.background import keep_running
 from baton.config.kvstore import KVStoreConfig
 from baton.errors import ConfigError
 from baton.rpc.auth import require_clear_pipes
@@ -110,7 +111,7 @@ class KVStoreServer:
                 await self._grpc.stop(0)
                 raise
         self.address = f"{config.host}:{port}"
-        self._expiry = asyncio.get_running_loop().create_task(self._expire(), name="lease expiry")
+        self._expiry = keep_running(self._expire, "lease expiry")
         await self._grpc.set_serving(True)
         if config.register_redis:
             # The address also decides which blocks a node keeps, so that of a restarted one should be the same.

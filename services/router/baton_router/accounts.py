@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.background import keep_running
 from baton.config.secrets import read_secret_file
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
@@ -477,7 +478,7 @@ class CredentialReload:
         if self._accounts is not None:
             await self._accounts.start()
         if self._accounts is not None or self._https is not None:
-            self._task = asyncio.create_task(self._run(), name="renewal")
+            self._task = keep_running(self._run, "renewal")
 
     async def close(self) -> None:
         if self._task is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from baton.api.v1 import router_pb2_grpc
+from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
 from baton.rpc.auth import HostRule, is_loopback, require_safe_bind
@@ -268,6 +269,7 @@ class RouterApp:
         processor: Turns requests into tokens, and tokens into text.
         http_port: Port of HTTP, once it is started.
         grpc_port: Port of gRPC, once it is started.
+        on_http_failure: Called when HTTP is not served any more because of an error.
 
     Raises:
         ConfigError: A file cannot be read, or the address is open to others without authentication.
@@ -292,6 +294,7 @@ class RouterApp:
         self._serving: asyncio.Task[None] | None = None
         self.http_port = 0
         self.grpc_port = 0
+        self.on_http_failure: Callable[[], None] = lambda: None
 
     def is_ready(self) -> bool:
         """Whether requests can be served now."""
@@ -328,7 +331,9 @@ class RouterApp:
                 self.metrics,
                 allowed_hosts=self._config.allowed_hosts,
             )
-        self._serving = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
+        self._serving = create_task(
+            self._http.serve(sockets=[sock]), "http", on_failure=lambda error: self.on_http_failure()
+        )
         await self._http.wait_started(self._serving)
         await self._grpc.set_serving(True)
         log.info(
@@ -422,7 +427,7 @@ class _TokenizerPreload:
         self.done = False
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="preload of the tokenizer")
+        self._task = create_task(self._run(), "preload of the tokenizer")
 
     async def close(self) -> None:
         if self._task is not None:

@@ -35,11 +35,13 @@ async def _serve(config: RouterConfig) -> int:
         raise
     gc.freeze()  # what is here now stays: no collection needs to look at it again
     gc.set_threshold(_GC_THRESHOLD)
-    await StopRequest().wait()
+    stop = StopRequest()
+    app.on_http_failure = stop.fail
+    await stop.wait()
     log.info("draining: no new requests, %d in flight", app.dispatcher.num_in_flight)
     await app.stop()
     log.info("stopped")
-    return 0
+    return stop.exit_code
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
+from baton.background import keep_running
 from baton.child_process import ChildProcess, RunningProcess, start_python
 from baton.errors import ConfigError, UnavailableError
 from baton.rpc.channel import check_health, open_channel
@@ -226,7 +228,7 @@ class Supervisor:
         await self._wait_registered()
         await self._try_text()
         for name in list(self.processes):
-            self._watchers[name] = asyncio.create_task(self._watch(name))
+            self._watchers[name] = keep_running(partial(self._watch, name), "watch", detail=name)
 
     async def wait(self) -> str:
         """Wait until a process has died and is not restarted; returns the reason."""
@@ -255,7 +257,7 @@ class Supervisor:
             await process.end(1.0)
             del self.processes[spec.name]
             raise
-        self._watchers[spec.name] = asyncio.create_task(self._watch(spec.name))
+        self._watchers[spec.name] = keep_running(partial(self._watch, spec.name), "watch", detail=spec.name)
 
     def redefine(self, spec: ProcessSpec) -> None:
         """Set the specification by which a running process is restarted if it dies."""

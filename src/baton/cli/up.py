@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from baton.autoscale.controller import AutoscaleMetrics, Controller
+from baton.background import keep_running
 from baton.cli.autoscale import ProcessFleet, serving_metrics
 from baton.cli.plan import HOST, autoscale_config, own_token, plan_from, read_file, restarts, worker_config
 from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
@@ -268,7 +269,7 @@ async def autoscaled(
     ):
         fleet = ProcessFleet(client, supervisor, config.scale_drain_s)
         controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)
-        running = asyncio.create_task(controller.run(), name="autoscale")
+        running = keep_running(controller.run, "autoscale")
         try:
             yield {"metrics": f"{HOST}:{port}/metrics"}
         finally:

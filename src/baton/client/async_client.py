@@ -21,7 +21,8 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2, worker_pb2, worker_pb2_grpc
-from baton.client.async_stream import AsyncStream, task_is_cancelled, wait_for_event
+from baton.background import is_cancelled
+from baton.client.async_stream import AsyncStream, wait_for_event
 from baton.client.direct import DirectCall, DirectLinks
 from baton.client.request import (
     Options,
@@ -457,7 +458,7 @@ class AsyncClient:
                 opening.report_failure()
                 await wait_for_event(self._closing, delay)
             except asyncio.CancelledError:
-                if task_is_cancelled():
+                if is_cancelled():
                     raise
                 raise UnavailableError(CLOSED) from None
 

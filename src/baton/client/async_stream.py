@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from baton.api.v1 import router_pb2
+from baton.background import is_cancelled
 from baton.client.request import AnswerParser
 from baton.client.settings import CLOSED, Budget, Opening
 from baton.client.types import Answer, Answered, Chunk, Generation
@@ -31,12 +32,6 @@ async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
     """Wait for an event, for at most so many seconds."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-
-
-def task_is_cancelled() -> bool:
-    """Whether this task was cancelled; grpc reports a call that was cancelled in the same way."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class AsyncStream(Answered, AsyncIterator[Chunk]):
@@ -89,10 +84,10 @@ class AsyncStream(Answered, AsyncIterator[Chunk]):
         try:
             message = readable(await self._call.read())
         except asyncio.CancelledError:
-            if self._cancelled.is_set() and not task_is_cancelled():
+            if self._cancelled.is_set() and not is_cancelled():
                 return None
             self.cancel()
-            if task_is_cancelled():
+            if is_cancelled():
                 raise
             raise UnavailableError(CLOSED) from None
         except grpc.RpcError as error:

@@ -14,9 +14,11 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
+from baton.background import BackgroundThread
 from baton.client.async_client import AsyncClient
 from baton.client.async_stream import AsyncStream
 from baton.client.settings import CLOSED
@@ -139,7 +141,7 @@ class Portal:
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
         # Stored before it runs: an interrupt must not leave a thread behind that nothing ends.
-        self._thread = threading.Thread(target=self._run, args=(runner,), name="baton client", daemon=True)
+        self._thread = BackgroundThread("baton client", partial(self._run, runner), restart=False)
         try:
             self._thread.start()
         except RuntimeError:  # no thread can be started

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from baton.background import keep_running
+
 log = logging.getLogger(__name__)
 
 MAX_UNKNOWN = 64
@@ -63,7 +65,7 @@ class ConnectionGuard:
     def start(self, port: int) -> None:
         """Begin to scan for connections to a port, in the running loop."""
         self._port = port
-        self._task = asyncio.create_task(self._run(), name="connections")
+        self._task = keep_running(self._run, "connections")
 
     async def close(self) -> None:
         if self._task is not None:

@@ -6,15 +6,18 @@ field is to blame, the standard ``google.rpc.BadRequest`` that generic clients u
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.api.v1 import common_pb2
+from baton.background import is_cancelled
 from baton.errors import (
     BatonError,
     CancelledError,
@@ -81,6 +84,35 @@ def readable(answer: T | None) -> T:
         nothing = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "the peer's answer cannot be read", None)
     return answer
+
+
+async def call_unary(method: Callable[..., Awaitable[T | None]], request: Message, **options: Any) -> T:
+    """Call a peer and return its answer.
+
+    gRPC's asyncio API cancels calls whose channel is closed, and refuses new ones with a usage error. Both mean that
+    the connection is gone, not that this task was cancelled.
+
+    Args:
+        method: Method of a stub.
+        request: Request message.
+        **options: Options of the call, such as ``timeout`` in seconds.
+
+    Raises:
+        grpc.aio.AioRpcError: The peer's error, or UNAVAILABLE for a closed channel.
+    """
+    try:
+        return readable(await method(request, **options))
+    except grpc.aio.UsageError as error:
+        raise _closed() from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise _closed() from None
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the connection was closed", None)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:

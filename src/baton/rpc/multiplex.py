@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from baton.api.v1 import worker_pb2
+from baton.background import create_task
 from baton.errors import BatonError, InternalError, UnavailableError
 from baton.rpc.errors import STATUS_CODES, from_status
 from baton.rpc.http2.message_stream import CLOSED, Connector, MessageStream, StreamEnded
@@ -227,7 +228,7 @@ class CallStream:
         self._loop = asyncio.get_running_loop()
         self._sending = False
         self._stream: MessageStream | None = None
-        self._opening = asyncio.create_task(self._open(connector), name=f"calls of {name}")
+        self._opening = create_task(self._open(connector), "calls of", detail=name, on_failure=self._on_open_failure)
 
     def start(self, request: worker_pb2.GenerateRequest, reader: Reader) -> Call:
         """Start a call.
@@ -265,6 +266,9 @@ class CallStream:
             self.on_end(StreamEnded(grpc.StatusCode.CANCELLED, CLOSED))
         else:
             self._schedule_send()
+
+    def _on_open_failure(self, error: BaseException) -> None:
+        self.on_end(StreamEnded(grpc.StatusCode.INTERNAL, f"the stream could not be opened: {error}"))
 
     def on_message(self, message: bytes) -> None:
         """Read a message of the instance; one that cannot be read breaks the stream."""

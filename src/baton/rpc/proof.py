@@ -41,6 +41,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.api.v1 import auth_pb2, auth_pb2_grpc
+from baton.background import create_task
 from baton.errors import BatonError, UnauthenticatedError, UnavailableError
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.errors import DETAILS_KEY, readable, status_code, status_details
@@ -304,7 +305,7 @@ class Prover:
         self._proved_at = began
         self._generation = generation
         if self._lost is None or self._lost.done():
-            self._lost = asyncio.create_task(_until_lost(channel), name=f"connection {self._address}")
+            self._lost = create_task(_until_lost(channel), "connection", detail=self._address)
         return proof
 
 

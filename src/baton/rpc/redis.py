@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
+from baton.background import keep_running
 from baton.config.secrets import shown_url
 from baton.errors import BatonError, ConfigError, UnauthenticatedError
 from baton.logs import Absence
@@ -329,7 +330,7 @@ class RedisPresence:
 
     def start(self) -> None:
         """Begin to register in the background."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="registration redis")
+        self._task = keep_running(self._run, "registration redis")
 
     async def stop(self) -> None:
         """Delete the key and announce the departure."""

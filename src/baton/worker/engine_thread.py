@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from baton.background import BackgroundThread
 from baton.engine.core import EngineCore
 from baton.engine.executor.base import ExecutorLostError
 from baton.engine.request import EngineRequest, SequenceOutput
@@ -57,7 +58,7 @@ class EngineThread:
         self._stopping = False
         self._streams: dict[RequestId, RequestStream] = {}
         self._calls: set[Future[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = BackgroundThread("engine", self._run, restart=False)
         self.stats = core.stats()
         self._stats_due = 0.0
         self.step_seconds = 0.0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from baton.api.v1 import router_pb2, router_pb2_grpc, worker_pb2_grpc
+from baton.background import keep_running
 from baton.config import EngineConfig
 from baton.config.worker import WorkerConfig
 from baton.engine.build import load_grammars, make_arena
@@ -395,7 +396,7 @@ class Registration:
         self._interval = FIRST_BACKOFF_S
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"registration {self._router}")
+        self._task = keep_running(self._run, "registration", detail=self._router)
 
     async def stop(self) -> None:
         """Stop renewing, and deregister."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from baton.api.v1 import common_pb2, worker_pb2
+from baton.background import keep_running
 from baton.engine.request import EngineRequest, SequenceOutput
 from baton.engine.sampler import SAMPLER_VERSION
 from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
@@ -76,7 +77,7 @@ class PrefillQueue:
         """Keep reports coming from :meth:`next_state` while the context is open."""
         self._followers += 1
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="prefill queue")
+            self._task = keep_running(self._run, "prefill queue")
         try:
             yield
         finally:

@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from baton.background import FAILURES, BackgroundThread, report_uncaught
 from baton.child_process import end_with_parent
 from baton.config import add_flags, from_flags
 from baton.config.cluster_file import ROLES, ClusterFile
@@ -94,6 +97,7 @@ def run_service(
                 forbid_core_dumps()
             raise_descriptor_limit()
             watch_thread_starts()
+            report_uncaught()
             end_with_parent()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(serve(*given))
@@ -191,7 +195,7 @@ def watch_thread_starts(interval_s: float = _THREAD_START_S) -> None:
                     finally:
                         os._exit(1)
 
-    threading.Thread(target=watch, name="baton-thread-starts", daemon=True).start()
+    BackgroundThread("baton-thread-starts", watch).start()
 
 
 class StopRequest:
@@ -227,7 +231,7 @@ class StopRequest:
 
 
 class ServiceMetrics(CollectorRegistry):
-    """Registry with the metrics of every service: ``process_*``, ``baton_build_info``, ``baton_trace_spans``.
+    """Registry with the metrics of every service: those of the process, build, spans, and background failures.
 
     Each service has its own registry, so that several can run in one process.
 
@@ -244,6 +248,22 @@ class ServiceMetrics(CollectorRegistry):
         build = Gauge("baton_build_info", "Version of this service; 1", ["service", "version"], registry=self)
         build.labels(service, __version__).set(1)
         self.spans = Counter("baton_trace_spans", "Spans of traced requests, by outcome", ["outcome"], registry=self)
+        self.register(_BackgroundFailures())
+
+
+class _BackgroundFailures(Collector):
+    """Failures of this process's long-lived threads and tasks."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counts by name and outcome."""
+        failures = CounterMetricFamily(
+            "baton_background_failures",
+            "Failures of long-lived threads and tasks, by name and outcome: restarted or ended",
+            labels=["name", "outcome"],
+        )
+        for (name, outcome), count in FAILURES.snapshot().items():
+            failures.add_metric([name, outcome], count)
+        yield failures
 
 
 def serve_metrics(
@@ -272,10 +292,12 @@ def serve_metrics(
         server: WSGIServer = make_server(host.strip("[]"), port, app, kind, _MetricsHandler)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}", field="metrics_port") from error
-    thread = threading.Thread(target=server.serve_forever, name="baton-metrics", daemon=True)
+    closing = threading.Event()
+    thread = BackgroundThread("baton-metrics", server.serve_forever, is_closing=closing.is_set)
     thread.start()
 
     def close() -> None:
+        closing.set()
         server.shutdown()
         server.server_close()
         thread.join(5.0)

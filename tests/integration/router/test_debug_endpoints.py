@@ -223,3 +223,16 @@ async def test_explain_obeys_no_control_characters(watched: Watched, capsys: pyt
     assert await watched.explain("--api-key-file", watched.key_file) == 0
     assert await watched.explain("evil\x1b[31m", "--api-key-file", watched.key_file) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+async def test_an_instance_that_leaves_while_caches_are_reset_is_named(watched: Watched) -> None:
+    """Its lease runs out, say: the router closes its channel, and gRPC ends the call like a cancelled one."""
+    leaving = watched.workers[1]
+    leaving.state.hold_resets = True
+    running = asyncio.create_task(watched.http.post("/reset_prefix_cache", headers={"authorization": f"Bearer {KEY}"}))
+    await leaving.wait_until(lambda: leaving.state.resetting > 0)
+    instances = {instance.instance_id: instance for instance in watched.app.registry.instances()}
+    await instances[leaving.instance_id].close()
+    answer = await running
+    assert answer.status_code == 503, answer.text
+    assert leaving.address in answer.json()["error"]["message"]

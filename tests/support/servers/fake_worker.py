@@ -49,6 +49,8 @@ class FakeWorkerState:
         pause_after: Generate sends so many tokens per sequence, then waits until this is raised; ``None``: no pause.
         refuse: Raised by every new Generate.
         hold_prefills: Every PrefillFirst waits until this is false.
+        hold_resets: Every ResetPrefixCache waits until this is false.
+        resetting: Number of ResetPrefixCache calls that are running.
         refuse_prefills: Raised by every PrefillFirst.
         unclaimed: What PrefillFirst was asked for, by the key that it answered with, until it is aborted.
         aborted: Request ids that Abort named.
@@ -70,6 +72,8 @@ class FakeWorkerState:
     pause_after: int | None = None
     refuse: BatonError | None = None
     hold_prefills: bool = False
+    hold_resets: bool = False
+    resetting: int = 0
     refuse_prefills: BatonError | None = None
     unclaimed: dict[str, worker_pb2.PrefillFirstRequest] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -245,6 +249,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ResetPrefixCacheRequest, context: Any
     ) -> worker_pb2.ResetPrefixCacheResponse:
         """Say that there was nothing."""
+        self.state.resetting += 1
+        self.changed()
+        try:
+            while self.state.hold_resets:
+                await self._changed.wait()
+        finally:
+            self.state.resetting -= 1
         return worker_pb2.ResetPrefixCacheResponse()
 
     async def StreamLoad(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.support.transport.disk_crash_writer import BLOCK, KINDS, content, name_of
 
+from baton.background import FAILURES
 from baton_kvstore.tiers.chain import copies_of
 from baton_kvstore.tiers.disk.log import DiskLog
 from baton_kvstore.tiers.disk.segment import Segment
@@ -311,3 +312,47 @@ def test_a_deletion_that_comes_too_late_is_not_promised(tmp_path: Path) -> None:
     answers: queue.Queue[bool] = queue.Queue()
     tier.delete(KIND, [name_of(1)], answers.put)
     assert not answers.get(timeout=WAIT_S)
+
+
+def test_an_error_of_no_file_answers_the_waiting_opens_the_breaker_and_the_writer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bug would raise it, or memory that has run out: the thread that writes must not be gone for good."""
+    tier = open_tier(tmp_path)
+    name = "kvstore disk"
+    before = FAILURES.snapshot().get((name, "restarted"), 0)
+    try:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> list[bool]:
+                raise MemoryError("no memory for a batch")
+
+            patch.setattr(DiskLog, "write", fail)
+            assert write(tier, 1, 2) == [False, False]
+            assert tier.breaker.tripped
+            assert tier.stats().resting
+            assert FAILURES.snapshot()[name, "restarted"] == before + 1
+            assert tier.stats().queued_bytes == 0
+        assert write(tier, 3) == [True]
+        assert synced(tier)
+        assert not tier.stats().resting
+        assert read(tier, 1, 3) == [False, True]
+    finally:
+        tier.close()
+
+
+def test_deletions_that_wait_are_answered_when_syncing_fails_with_no_error_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    try:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> None:
+                raise RuntimeError("a bug")
+
+            patch.setattr(DiskLog, "sync", fail)
+            assert synced(tier) is False
+        assert synced(tier) is True
+    finally:
+        tier.close()

@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
+from baton.background import BackgroundThread
 from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.tier import Delete, Job, LowerTier, TierStats, Write
@@ -294,7 +295,7 @@ class RemoteTier(LowerTier):
         self._scan_wanted.set()
         backend.on_new_server = self._start_over
         self._threads = [
-            threading.Thread(target=run, name=f"kvstore {options.name} {what}", daemon=True)
+            BackgroundThread(f"kvstore {options.name} {what}", run, is_closing=lambda: self._jobs.closing)
             for run, what in ((self._run, "write"), (self._keep_scanning, "scan"))
         ]
         for thread in self._threads:
@@ -401,7 +402,12 @@ class RemoteTier(LowerTier):
             self._jobs.finish(job)
             job.done(results)
         elif isinstance(job, Delete):
-            job.done(self._delete_in_batches(job.kind, job.hashes))
+            deleted = False
+            try:
+                deleted = self._delete_in_batches(job.kind, job.hashes)
+            except Exception:
+                log.exception("deleting from tier %s failed", self.name)
+            job.done(deleted)
         else:
             job.done(True)
 

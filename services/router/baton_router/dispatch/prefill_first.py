@@ -13,9 +13,10 @@ import logging
 import grpc.aio
 
 from baton.api.v1 import common_pb2, worker_pb2
-from baton.errors import BatonError, QueueFullError, TransferError, UnavailableError
+from baton.background import create_task
+from baton.errors import BatonError, QueueFullError, UnavailableError
 from baton.rpc.convert import sampling_to_pb
-from baton.rpc.errors import from_rpc_error, readable
+from baton.rpc.errors import call_unary, from_rpc_error
 from baton.token_ids import pack_ids
 from baton.types import Order, PrefillPath, SamplingParams
 from baton_router.metrics import Counter
@@ -41,7 +42,7 @@ class PrefillFirstCalls:
 
     def abort(self, instance: Instance, request_id: str) -> None:
         """Tell a prefill instance, in the background, to drop a prompt; if that fails, the lease ends by itself."""
-        task = asyncio.get_running_loop().create_task(_abort(instance, request_id))
+        task = create_task(_abort(instance, request_id), "abort of a prompt", detail=request_id)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -210,20 +211,16 @@ async def _prefill_first(
     instance: Instance, message: worker_pb2.PrefillFirstRequest, timeout_s: float
 ) -> worker_pb2.PrefillFirstResponse:
     try:
-        response: worker_pb2.PrefillFirstResponse = readable(
-            await instance.stub.PrefillFirst(message, timeout=timeout_s)
-        )
+        return await call_unary(instance.stub.PrefillFirst, message, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-    except grpc.aio.UsageError as error:  # the channel was closed
-        raise TransferError(f"the connection was closed: {error}") from error
-    return response
 
 
 async def _abort(instance: Instance, request_id: str) -> None:
     try:
-        await instance.stub.Abort(worker_pb2.AbortRequest(request_id=request_id), timeout=_ABORT_TIMEOUT_S)
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+        request = worker_pb2.AbortRequest(request_id=request_id)
+        await call_unary(instance.stub.Abort, request, timeout=_ABORT_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
         log.info(
             "%s was not told that %s is not wanted any more: %s",
             instance.instance_id,

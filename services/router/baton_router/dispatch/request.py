@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import common_pb2, worker_pb2
+from baton.background import is_cancelled
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, DeadlineError, InternalError, QueueFullError, UnavailableError
 from baton.rpc.channel import Backoff
@@ -292,6 +293,11 @@ class RequestRun:
                 result = await work
                 self._tasks.discard(task)
                 action(result)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                self._tasks.discard(task)  # a library's: the request must not wait for good
+                self.finish(InternalError("a call of the router was cancelled"))
             except Exception as error:
                 self._tasks.discard(task)
                 self.finish(error)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from baton.api.v1 import worker_pb2
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.audit import audit
-from baton.rpc.errors import from_rpc_error, readable
+from baton.rpc.errors import call_unary, from_rpc_error
 from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
@@ -339,7 +339,8 @@ def administer(app: FastAPI, processor: InputProcessor, registry: Registry) -> N
 async def _reset(instance: Instance) -> int | str:
     """Return the number of blocks that an instance dropped, or its error."""
     try:
-        answer = readable(await instance.stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=_RESET_S))
+        request = worker_pb2.ResetPrefixCacheRequest()
+        answer = await call_unary(instance.stub.ResetPrefixCache, request, timeout=_RESET_S)
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error).message
     return int(answer.num_blocks)

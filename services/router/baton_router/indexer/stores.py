@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -19,12 +20,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import kvstore_pb2, kvstore_pb2_grpc
+from baton.background import create_task, keep_running
 from baton.config.router import RouterConfig
 from baton.config.stores import DISCOVER
 from baton.errors import UnavailableError
 from baton.kv_transfer.connector.store.cluster import RedisMembership
 from baton.rpc.channel import Backoff
-from baton.rpc.errors import readable
+from baton.rpc.errors import call_unary
 from baton.rpc.service_token import Token
 from baton.types import Epoch
 from baton_router.indexer.events import GATHER_BEATS, STORE_TIERS, EventApplier, EventSubscriber, IndexMetrics
@@ -98,7 +100,7 @@ class Stores(Collector):
     def start(self) -> None:
         """Begin to follow the stores; needs a running loop."""
         if self._membership is not None:
-            self._starting = asyncio.create_task(self._discover(self._membership), name="discovery of stores")
+            self._starting = keep_running(partial(self._discover, self._membership), "discovery of stores")
         elif self._config.kv_events:
             self.set(self._config.kvstore)
 
@@ -112,12 +114,12 @@ class Stores(Collector):
         for address in self._links.keys() - wanted:
             store, task = self._links.pop(address)
             log.info("the KV store %s left", store.name)
-            leave = asyncio.create_task(self._close_store(store, task), name=f"close store {address}")
+            leave = create_task(self._close_store(store, task), "close store", detail=address)
             self._leaving.add(leave)
             leave.add_done_callback(self._leaving.discard)
         for address in sorted(wanted - self._links.keys()):
             store = Store(address, self._open(address), self.make_applier())
-            self._links[address] = store, asyncio.create_task(self._run(store), name=f"store {address}")
+            self._links[address] = store, keep_running(partial(self._run, store), "store", detail=address)
 
     async def _close_store(self, store: Store, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -179,9 +181,8 @@ class Stores(Collector):
     async def _ask(self, store: Store) -> Epoch | None:
         """Return the epoch of the store's process; ``None``: it does not answer."""
         try:
-            info = readable(
-                await store.stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=self._config.probe_timeout_s)
-            )
+            request = kvstore_pb2.GetStoreInfoRequest()
+            info = await call_unary(store.stub.GetStoreInfo, request, timeout=self._config.probe_timeout_s)
         except grpc.aio.AioRpcError as error:
             if store.events.usable and store.events.num_lower_blocks:
                 log.warning("the KV store at %s does not answer: %s", store.address, error.code().name)

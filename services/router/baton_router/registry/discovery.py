@@ -19,12 +19,13 @@ import httpx
 import orjson
 
 from baton.api.v1 import worker_pb2, worker_pb2_grpc
+from baton.background import keep_running
 from baton.config.router import RouterConfig, check_address
 from baton.errors import ConfigError, InvalidRequestError
 from baton.logs import Absence
 from baton.rpc.channel import Backoff, open_channel
 from baton.rpc.convert import role_from_pb
-from baton.rpc.errors import readable
+from baton.rpc.errors import call_unary
 from baton.rpc.kubernetes_api import KubernetesApi
 from baton.rpc.redis import (
     MAX_ANSWER_BYTES,
@@ -114,7 +115,7 @@ class RedisDiscovery:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self.watch.run(self._report), name="discovery redis")
+        self._task = keep_running(partial(self.watch.run, self._report), "discovery redis")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -176,7 +177,7 @@ class KubernetesDiscovery:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="discovery kubernetes")
+        self._task = keep_running(self._run, "discovery kubernetes")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -333,7 +334,7 @@ class RoleFinder:
             self._asking.pop(address).cancel()
         self._roles = {address: role for address, role in self._roles.items() if address in wanted}
         for address in wanted - self._roles.keys() - self._asking.keys():
-            self._asking[address] = asyncio.create_task(self._ask(address), name=f"role of {address}")
+            self._asking[address] = keep_running(partial(self._ask, address), "role of", detail=address)
         self._report()
 
     async def close(self) -> None:
@@ -352,8 +353,8 @@ class RoleFinder:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             while True:
                 try:
-                    info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
-                    self._roles[address] = role_from_pb(readable(info).role)
+                    info = await call_unary(stub.GetInfo, worker_pb2.GetInfoRequest(), timeout=self._timeout_s)
+                    self._roles[address] = role_from_pb(info.role)
                     break
                 except (grpc.aio.AioRpcError, InvalidRequestError) as error:
                     denied = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED

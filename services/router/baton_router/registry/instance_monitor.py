@@ -15,6 +15,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -23,10 +24,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.api.v1 import worker_pb2
+from baton.background import keep_running
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.rpc.channel import Backoff
-from baton.rpc.errors import from_rpc_error, readable
+from baton.rpc.errors import call_unary, from_rpc_error
 from baton.rpc.http2.message_stream import ServerStream, StreamEnded
 from baton.types import Epoch
 from baton_router.indexer.events import GATHER_BEATS, EventSubscriber, IndexMetrics
@@ -203,14 +205,14 @@ class InstanceMonitor:
         instance.info = info
         instance.admitted = True
         instance.generation += 1
-        events = asyncio.create_task(self._follow_events(info.epoch), name=f"events {instance.address}")
+        events = keep_running(partial(self._follow_events, info.epoch), "events", detail=instance.address)
         watchers = [
             asyncio.create_task(self._follow_load(info, backoff), name=f"load {instance.address}"),
             asyncio.create_task(self._probe(info.epoch, self._config.probe_failures), name=f"probe {instance.address}"),
         ]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
-            self._set(Status.DOWN, "; ".join(_reason(task.exception()) for task in done))
+            self._set(Status.DOWN, "; ".join(_reason(None if task.cancelled() else task.exception()) for task in done))
         finally:
             instance.admitted = instance.silent = False
             for task in (events, *watchers):
@@ -236,10 +238,13 @@ class InstanceMonitor:
             self._changed()
 
     async def _get_info(self, *, wait_for_ready: bool) -> InstanceInfo:
-        answer = await self._instance.stub.GetInfo(
-            worker_pb2.GetInfoRequest(), timeout=self._config.probe_timeout_s, wait_for_ready=wait_for_ready
+        answer = await call_unary(
+            self._instance.stub.GetInfo,
+            worker_pb2.GetInfoRequest(),
+            timeout=self._config.probe_timeout_s,
+            wait_for_ready=wait_for_ready,
         )
-        return InstanceInfo.from_pb(readable(answer))
+        return InstanceInfo.from_pb(answer)
 
     async def _follow_load(self, info: InstanceInfo, backoff: Backoff) -> None:
         request = worker_pb2.StreamLoadRequest(interval_ms=self._config.load_interval_ms)

@@ -8,11 +8,13 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2
+from baton.background import create_task, keep_running
 from baton.config.router import RouterConfig, check_address
 from baton.errors import BatonError, ConfigError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.rpc.channel import open_channel
@@ -177,7 +179,7 @@ class Registry:
             for address in addresses:
                 self._add(address, role)
         self.stores.start()
-        self._ticker = asyncio.create_task(self._tick(), name="registry")
+        self._ticker = keep_running(self._tick, "registry")
 
     async def close(self) -> None:
         """End every monitor and channel."""
@@ -406,7 +408,7 @@ class Registry:
         instance = Instance(address, role, self._open(address), dialer, events)
         monitor = InstanceMonitor(instance, self._config, self._metrics, admit=self._admit, changed=self._changed)
         self._instances[address] = instance
-        self._monitors[address] = monitor, asyncio.create_task(monitor.run(), name=f"monitor {address}")
+        self._monitors[address] = monitor, keep_running(monitor.run, "monitor", detail=address)
 
     def _remove(self, address: str, *, silent: bool = False) -> None:
         """Remove an instance from placement; its channel is closed when its last request has ended.
@@ -422,7 +424,7 @@ class Registry:
         instance.reason = "it left"
         running.cancel()
         failures = 1 if silent else self._config.probe_failures
-        task = asyncio.create_task(self._retire(instance, monitor, running, failures), name=f"retire {address}")
+        task = create_task(self._retire(instance, monitor, running, failures), "retire", detail=address)
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
         self._changed()
@@ -436,7 +438,7 @@ class Registry:
         instance.events.close()
         if all(x.instance_id != instance.instance_id for x in self._instances.values()):
             self._metrics.index.remove(instance.instance_id)
-        watch = asyncio.create_task(monitor.watch_last_requests(failures), name=f"watch {instance.address}")
+        watch = keep_running(partial(monitor.watch_last_requests, failures), "watch", detail=instance.address)
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
                 await instance.wait_idle()

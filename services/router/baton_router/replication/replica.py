@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.background import keep_running
 from baton.config.router import RouterConfig
 from baton.rpc.channel import Backoff
 from baton.rpc.redis import cancel_task, redis_errors
@@ -131,8 +132,8 @@ class Replica(Collector):
     def start(self) -> None:
         """Begin to join; needs a running loop."""
         self._tasks = [
-            asyncio.create_task(self._stay_connected(), name="replicas"),
-            asyncio.create_task(self._tick(), name="replicas tick"),
+            keep_running(self._stay_connected, "replicas"),
+            keep_running(self._tick, "replicas tick"),
         ]
 
     async def close(self) -> None:

@@ -8,13 +8,14 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from baton.background import BackgroundThread
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, Communicator, is_disconnect
 from baton.engine.device import rank_device
@@ -122,7 +123,9 @@ def main(argv: list[str]) -> int:
     # The leader alone decides when its followers end; it may be told to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_leader, args=(channel.fileno(),), name="leader", daemon=True).start()
+    BackgroundThread(
+        "leader", partial(_end_with_leader, channel.fileno()), restart=False, on_failure=lambda error: os._exit(1)
+    ).start()
     try:
         first, _ = recv_message(channel, deadline=time.monotonic() + CONNECT_TIMEOUT_S)
         spec = ShardSpec(**first["shard"])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from baton.background import BackgroundThread
 from baton.child_process import ChildProcess, RunningProcess, start_python
 from baton.config import EngineConfig
 from baton.engine.communicator import CONNECT_TIMEOUT_S, STEP_TIMEOUT_S, Rendezvous, is_disconnect
@@ -177,8 +178,8 @@ class MultiprocessExecutor(InProcessExecutor):
             if (executor := this()) is not None:
                 executor.follower_died(dead)
 
-        watched = (tuple(self._followers), stop, report)
-        self._watcher = threading.Thread(target=watch_followers, args=watched, name="ranks", daemon=True)
+        watch = partial(watch_followers, tuple(self._followers), stop, report)
+        self._watcher = BackgroundThread("ranks", watch, restart=False)
         self._watcher.start()
 
     def _join_ranks(self) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
+from baton.background import BackgroundThread
 from baton.config import EngineConfig
 from baton.engine.executor.base import Executor
 from baton.engine.sequence import Sequence
@@ -56,9 +57,7 @@ class BoundedDrafter:
         self._calls: queue.SimpleQueue[tuple[Future[list[Proposal]], _Work] | None] = queue.SimpleQueue()
         self._last: Future[list[Proposal]] | None = None
         # A daemon: a thread that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._run, args=(torch.get_num_threads(),), name=f"drafter {self.name}", daemon=True
-        )
+        self._thread = BackgroundThread("drafter", partial(self._run, torch.get_num_threads()), detail=self.name)
         self._thread.start()
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Proposal]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.background import BackgroundThread
 from baton.errors import (
     BatonError,
     CancelledError,
@@ -212,7 +213,7 @@ class LinkCache:
 
     def _start_reaper(self) -> None:
         if self._reaper is None:
-            self._reaper = threading.Thread(target=self._reap, name="baton-fetch-idle", daemon=True)
+            self._reaper = BackgroundThread("baton-fetch-idle", self._reap, is_closing=lambda: self._closed)
             self._reaper.start()
 
     def _reap(self) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from baton.background import BackgroundThread
 from baton.errors import BatonError, CancelledError, PipeClosedError, QueueFullError
 from baton.kv_transfer.pipes.base import ReadPipe
 from baton.kv_transfer.streams import Wait
@@ -160,7 +161,7 @@ class Lane:
             if len(self._threads) > self.num_busy:  # one is idle, or about to look
                 self._changed.notify()
                 return
-            thread = threading.Thread(target=self._work, name=f"baton-fetch {self._name}", daemon=True)
+            thread = BackgroundThread("baton-fetch", self._work, detail=self._name, is_closing=lambda: self._closed)
             self._threads.add(thread)
             try:
                 thread.start()

@@ -9,9 +9,11 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from baton.background import BackgroundThread
 from baton.errors import (
     BatonError,
     CancelledError,
@@ -213,23 +215,30 @@ class BlockServer:
         self._servers.append(server)
         if isinstance(server, SocketPipeServer):
             server.listener.listen(_BACKLOG)
-            self._start(f"baton-kv-{name}-accept", self._accept, name, server)
+            self._start(f"baton-kv-{name}-accept", partial(self._accept, name, server), restart=True)
         self.endpoints.append(Endpoint(name, server.address))
 
-    def _start(self, name: str, target: object, *args: object) -> None:
+    def _start(self, name: str, work: Callable[[], None], *, restart: bool) -> None:
         def run() -> None:
-            try:
-                target(*args)  # type: ignore[operator]
-            finally:
+            work()
+            with self._lock:
+                self._threads.discard(thread)
+
+        def discard(error: BaseException) -> None:
+            if not restart:
                 with self._lock:
                     self._threads.discard(thread)
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = BackgroundThread(name, run, restart=restart, is_closing=self._closed.is_set, on_failure=discard)
         with self._lock:
             if self._closed.is_set():
                 raise PipeClosedError("the block server was closed")
             self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._threads.discard(thread)
+                raise
 
     def _accept(self, kind: str, server: SocketPipeServer) -> None:
         while not self._closed.is_set():
@@ -245,9 +254,12 @@ class BlockServer:
             stream = Stream(sock, peer=f"{kind} reader {peer[0] if peer else ''}".strip())
             try:
                 greeting = self._admit(kind, stream)
-                self._start(f"baton-kv-{kind}", self._serve, server, stream, greeting)
+                self._start(f"baton-kv-{kind}", partial(self._serve, server, stream, greeting), restart=False)
             except (QueueFullError, PipeClosedError) as error:
                 self._refuse(stream, error)
+            except (RuntimeError, MemoryError) as error:  # no further thread could be started
+                log.warning("a %s reader was sent away: %s", kind, error)
+                self._refuse(stream, QueueFullError("the instance can serve no further reader"))
 
     def _admit(self, kind: str, stream: Stream) -> _Greeting:
         """Let a new connection shake hands; another one may have to give way.

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
+from baton.background import BackgroundThread
 from baton.errors import BatonError, ConfigError, PipeClosedError
 from baton.kv_transfer.pipes.base import PipeKind, PipeOptions, Served, TcpOptions
 from baton.kv_transfer.pipes.pool import Connection, PooledReadPipe
@@ -235,7 +236,7 @@ class Group:
             DeadlineError, CancelledError: As their names say; likewise.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_work, name="baton-gloo", daemon=True)
+            self._thread = BackgroundThread("baton-gloo", self._wait_for_work)
             self._thread.start()
         done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._work.put((work, _time_left(wait), done))
@@ -257,7 +258,7 @@ class Group:
             work, timeout, done = item
             try:
                 work.wait(timeout)
-            except RuntimeError as error:
+            except Exception as error:
                 done.put(_first_line(error))
             else:
                 done.put("")

@@ -130,6 +130,25 @@ async def test_a_prefill_instance_that_dies_while_it_computes(world: World) -> N
     router.assert_nothing_held()
 
 
+async def test_a_prefill_instance_whose_connection_is_closed_while_it_computes(world: World) -> None:
+    """gRPC ends the call as if its caller had cancelled it: the request must go on, not wait for good."""
+    router = await cluster(world)
+    for x in by_role(world, "p"):
+        x.state.hold_prefills = True
+    request = make_request()
+    task = asyncio.create_task(run(router, request))
+    first = await the_one_asked(world)
+    await router.instance(first).channel.close(None)
+    for x in by_role(world, "p"):
+        x.state.hold_prefills = False
+        x.changed()
+    async with asyncio.timeout(60):
+        answer = await task
+    assert_right(answer, request)
+    assert answer.trace.failed_prefills[0].startswith(first.address)
+    router.assert_nothing_held()
+
+
 async def test_a_prefill_instance_that_hangs_is_found_out_by_probes(world: World) -> None:
     prefill, decode = (await world.prefills(1))[0], (await world.decodes(1))[0]
     proxy = await world.proxy(prefill)

@@ -9,14 +9,14 @@ blocks can still be read.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
+from baton.background import BackgroundThread
 from baton.circuit_breaker import CircuitBreaker
 from baton.types import BlockHash
 from baton_kvstore.tiers.disk.log import DiskLog
-from baton_kvstore.tiers.tier import Delete, Job, LowerTier, TierStats, Write
+from baton_kvstore.tiers.tier import Delete, Job, LowerTier, Sync, TierStats, Write
 from baton_kvstore.types import MAX_BLOCK_BYTES, KvFormat, LogLimit, TierListener
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,13 @@ class DiskTier(LowerTier):
         self.breaker = CircuitBreaker(1, _COOLDOWN_S)
         self._written = False  # whether a write succeeded since the last failure
         self._upkeep = LogLimit()
-        self._thread = threading.Thread(target=self._run, name="kvstore disk", daemon=True)
+        self._unanswered: list[Job] = []
+        self._thread = BackgroundThread(
+            "kvstore disk",
+            self._run,
+            is_closing=lambda: self._jobs.closing and not self._jobs,
+            on_failure=self._answer_after_failure,
+        )
         self._thread.start()
 
     @property
@@ -133,32 +139,47 @@ class DiskTier(LowerTier):
             with jobs.changed:
                 while not jobs and not jobs.closing and not self._due():
                     jobs.changed.wait(self._wait_s())
-                batch = jobs.pop_batch(_BATCH_BYTES)
+                self._unanswered = jobs.pop_batch(_BATCH_BYTES)
                 ending = jobs.closing and not jobs
-            self._process_jobs(batch)
+            self._process_jobs(self._unanswered)
             if ending:
                 self._finish()
                 return
 
-    def _process_jobs(self, jobs: Sequence[Job]) -> None:
-        waiting: list[tuple[Callable[[bool], None], bool]] = []
-        for job in jobs:
+    def _answer_after_failure(self, error: BaseException) -> None:
+        """Leave the disk alone for a while, and answer the jobs of the batch in which the thread failed."""
+        self._failed("the writer's thread", error)
+        while self._unanswered:
+            job = self._unanswered.pop()
+            if isinstance(job, Write):
+                self._jobs.finish(job)
+                job.done([self.holds(job.kind, name) for name in job.hashes])
+            else:
+                job.done(False)
+
+    def _process_jobs(self, jobs: list[Job]) -> None:
+        """Process a batch, and remove each job from it when it is answered."""
+        had_jobs = bool(jobs)
+        waiting: list[tuple[Delete | Sync, bool]] = []
+        for job in list(jobs):
             if isinstance(job, Write):
                 results = self._write(job)
+                jobs.remove(job)
                 self._jobs.finish(job)
                 job.done(results)
             elif isinstance(job, Delete):
-                waiting.append((job.done, self._delete(job)))
+                waiting.append((job, self._delete(job)))
             else:
-                waiting.append((job.done, True))
-        if jobs and self._dirty_since is None:
+                waiting.append((job, True))
+        if had_jobs and self._dirty_since is None:
             self._dirty_since = time.monotonic()
         now = time.monotonic()
         synced = True
         if waiting or (self._dirty_since is not None and now - self._dirty_since >= self._sync_interval_s):
             synced = self._sync()
-        for done, right in waiting:
-            done(right and synced)
+        for item, right in waiting:
+            jobs.remove(item)
+            item.done(right and synced)
         self._run_maintenance(now)
 
     def _write(self, job: Write) -> list[bool]:
@@ -195,7 +216,7 @@ class DiskTier(LowerTier):
             log.warning("the disk tier works again")
         return True
 
-    def _failed(self, what: str, error: OSError) -> None:
+    def _failed(self, what: str, error: BaseException) -> None:
         self.counters.write_errors += 1
         self._written = False
         if self.breaker.failed():

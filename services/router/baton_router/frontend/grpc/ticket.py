@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from baton.api.v1 import router_pb2
+from baton.background import keep_running
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
 from baton_router.metrics import Counter, GaugeFunction
@@ -151,7 +152,7 @@ class TicketDesk:
     def start(self) -> None:
         """Start to watch the leases; needs a running event loop."""
         if self._key is not None:
-            self._ticker = asyncio.create_task(self._tick(), name="tickets")
+            self._ticker = keep_running(self._tick, "tickets")
 
     async def close(self) -> None:
         if self._ticker is not None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from baton.background import is_cancelled
 from baton.errors import BatonError, DeadlineError, NotFoundError, QueueFullError, StaleBlockError, UnavailableError
 from baton.kv_cache.arena import Arena
 from baton.kv_cache.connector import LoadPlan, LoadRequest, LoadUpdate, TransferStats
@@ -401,7 +402,7 @@ class P2PConsumer(LoadingConnector):
                 for task in tasks:
                     task.cancel()  # what no thread is at ends at once
                 await settle(tasks)
-                if not _being_cancelled():
+                if not is_cancelled():
                     load.cancelled.clear()
 
     def _begin_fetch(self, load: _Load, attempt: _Attempt, offer: Offer, state: _Events) -> None:
@@ -506,11 +507,6 @@ class P2PConsumer(LoadingConnector):
         )
         first = load.first_token if complete else None
         return LoadUpdate(load.request.request_id, num_valid, first_token=first, stats=stats, error=error)
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _check(attempt: _Attempt, offer: Offer) -> None:

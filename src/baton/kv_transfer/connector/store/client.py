@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.api.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
+from baton.background import is_cancelled
 from baton.errors import DeadlineError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_transfer.blocks import BlockFetcher, BlockSource, FetchResult, SequenceBlocks
@@ -126,8 +127,7 @@ class StoreCalls:
         except grpc.aio.UsageError as error:  # the channel was closed under us
             raise TransferError(f"the connection to the store was closed: {error}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling() or not self._closed:
+            if is_cancelled() or not self._closed:
                 raise
             # Closing the channel cancels its calls; a cluster load that waits for this one goes on with another node.
             raise TransferError(f"the connection to the store {self._address} was closed") from None

@@ -20,12 +20,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.background import create_task, keep_running
 from baton.circuit_breaker import CircuitBreaker
 from baton.config.stores import StoreAddress
 from baton.errors import BatonError, ConfigError, DeadlineError, QueueFullError, UnavailableError
@@ -182,7 +184,7 @@ class Nodes:
         for name in [name for name in self._nodes if name not in wanted]:
             node = self._nodes.pop(name)
             log.info("node %s left the KV store", name)
-            task = asyncio.get_running_loop().create_task(node.client.close(), name=f"close store node {name}")
+            task = create_task(node.client.close(), "close store node", detail=name)
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         for name in sorted(wanted - self._nodes.keys()):
@@ -221,9 +223,7 @@ class Nodes:
             log.warning("node %s of the KV store is left alone: %s", node.name, error.message)
             self._replace()
             if self._probe is None or self._probe.done():
-                self._probe = asyncio.get_running_loop().create_task(
-                    self._ping_all(), name="store nodes' signs of life"
-                )
+                self._probe = keep_running(self._ping_all, "store nodes' signs of life")
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -326,7 +326,7 @@ class RedisMembership:
             UnavailableError: Redis was not reached in time.
         """
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(nodes), name="discovery of store nodes")
+            self._task = keep_running(partial(self._run, nodes), "discovery of store nodes")
         if not self._looked.is_set():
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -426,7 +426,7 @@ class Copies:
             self._done.popitem(last=False)
         self._waiting.append(copy)
         if len(self._running) < _MAX_RUNNING:
-            task = asyncio.get_running_loop().create_task(self._work(), name="copy between store nodes")
+            task = keep_running(self._work, "copy between store nodes")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.background import is_cancelled
 from baton.config.secrets import shown_url
 from baton.errors import ConfigError, DeadlineError, QueueFullError, TransferError
 from baton.kv_cache.fingerprint import Fingerprint
@@ -187,8 +188,7 @@ class ValueStore(StoreBackend):
                 answer = await call
         except TimeoutError:
             raise DeadlineError(f"{self._values.kind} did not answer in time") from None
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # asyncio.wait_for, within a client, may swallow it (Python 3.11)
+        if is_cancelled():  # asyncio.wait_for, within a client, may swallow it (Python 3.11)
             raise asyncio.CancelledError
         return answer
 
