@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from baton.config import EngineConfig
 from baton.engine.build import build_engine
 from baton.engine.core import EngineCore
 from baton.engine.request import EngineRequest, RequestMetrics, SequenceOutput
 from baton.errors import InternalError, InvalidRequestError
-from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, Tokenizer
+from baton.terminal import Step, progress
+from baton.tokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings, TextModel, Tokenizer
 from baton.tokenizer.model_files import model_directory, read_file
 from baton.types import FinishReason, RequestId, SamplingParams, TokenLogprob
+
+Message = Mapping[str, Any]
+"""A message of a conversation: ``{"role": "user", "content": "..."}``."""
 
 
 @dataclass(slots=True)
@@ -100,7 +106,8 @@ class LLM:
         config = EngineConfig(model=model) if isinstance(model, str) else model
         self.config = dataclasses.replace(config, **overrides)
         self.core: EngineCore = build_engine(self.config)
-        self.tokenizer = _load_tokenizer(self.config.model)
+        self._text_model = _load_text_model(self.config.model)
+        self.tokenizer = None if self._text_model is None else self._text_model.tokenizer
         self._ids = itertools.count()
 
     def close(self) -> None:
@@ -120,6 +127,8 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Generate answers to all prompts as one batch.
 
@@ -127,6 +136,7 @@ class LLM:
             prompts: One text, a list of texts, or a list of lists of token ids.
             sampling: Sampling parameters of all prompts, or a list with one entry per prompt; default:
                 ``SamplingParams()``.
+            show_progress: Show a progress bar on standard error while it is a terminal.
 
         Returns:
             One output per prompt, in order.
@@ -136,21 +146,78 @@ class LLM:
             InternalError: A step failed.
         """
         many: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise InvalidRequestError(f"{len(each)} sampling parameters for {len(many)} prompts", field="sampling")
-        jobs = [self._make_job(prompt, params) for prompt, params in zip(many, each, strict=True)]
-        self._run(jobs)
+        return self._generate([self._encode(prompt) for prompt in many], sampling, show_progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate answers to conversations as one batch, with the model's chat template.
+
+        Names of special tokens in messages are plain text, as in the services. Calls of tools stay part of the text.
+
+        Args:
+            conversations: Messages of one conversation, each with ``role`` and ``content``, or a list of conversations.
+            sampling: As for :meth:`generate`.
+            tools: Definitions of the tools that the model may call, as OpenAI's interface describes them.
+            add_generation_prompt: End the prompt with what begins the assistant's answer.
+            continue_final_message: Let the model go on with the last message; needs ``add_generation_prompt=False``.
+            chat_template_kwargs: More variables for the template, such as ``enable_thinking``.
+            show_progress: As for :meth:`generate`.
+
+        Returns:
+            One output per conversation, in order; ``prompt`` is the rendered text.
+
+        Raises:
+            InvalidRequestError: A message or parameter is invalid, or the model has no chat template; nothing was
+                generated. Names the field.
+            InternalError: A step failed.
+        """
+        if self._text_model is None:
+            raise InvalidRequestError(f"{self.config.model} has no tokenizer: give token ids", field="messages")
+        is_one = bool(conversations) and all(isinstance(each, Mapping) for each in conversations)
+        prompts: list[tuple[str | None, list[int]]] = []
+        for messages in cast(Sequence[Sequence[Message]], [conversations] if is_one else conversations):
+            text = self._text_model.chat_text(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+                tools=tools,
+            )
+            prompts.append((text.text, self._text_model.encode(text, add_special_tokens=False).tolist()))
+        return self._generate(prompts, sampling, show_progress)
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """Return a prompt's text, if it has one, and its token ids."""
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"{self.config.model} has no tokenizer: give token ids", field="prompt")
+        return prompt, self.tokenizer.encode(prompt)
+
+    def _generate(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts", field="sampling")
+        jobs = [self._make_job(*prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        with progress() if show_progress else contextlib.nullcontext() as step:
+            self._run(jobs, step)
         return [job.output for job in jobs]
 
-    def _make_job(self, prompt: str | Sequence[int], sampling: SamplingParams) -> _Job:
-        text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError(f"{self.config.model} has no tokenizer: give token ids", field="prompt")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = list(prompt)
+    def _make_job(self, text: str | None, ids: list[int], sampling: SamplingParams) -> _Job:
         if sampling.stop and self.tokenizer is None:
             raise InvalidRequestError(f"{self.config.model} has no tokenizer for stop strings", field="stop")
         if not all(sampling.stop):
@@ -164,9 +231,17 @@ class LLM:
         self.core.validate(request)
         return _Job(request, text, self.tokenizer)
 
-    def _run(self, jobs: list[_Job]) -> None:
-        """Add requests while the queue has room, and step the engine until all jobs are done."""
+    def _run(self, jobs: list[_Job], show: Step | None) -> None:
+        """Add requests while the queue has room, and step the engine until all jobs are done.
+
+        Args:
+            jobs: The requests.
+            show: Called after each request that is done; ``None``: nothing is shown.
+        """
         todo = iter(jobs)
+        num_done = 0
+        num_tokens = 0
+        started_s = time.perf_counter()
         live: dict[RequestId, _Job] = {}
         try:
             while True:
@@ -177,23 +252,31 @@ class LLM:
                 if not live:
                     return
                 for output in self.core.step():
-                    self._process_output(live, output)
+                    num_tokens += len(output.token_ids)
+                    if not self._process_output(live, output):
+                        continue
+                    num_done += 1
+                    if show is not None:
+                        rate = num_tokens / (time.perf_counter() - started_s)
+                        show(f"{num_done}/{len(jobs)} prompts, {rate:,.0f} tokens/s", len(jobs) - num_done)
         finally:
             for request_id in live:
                 self.core.abort(request_id)
             while self.core.has_work():
                 self.core.step()
 
-    def _process_output(self, live: dict[RequestId, _Job], output: SequenceOutput) -> None:
+    def _process_output(self, live: dict[RequestId, _Job], output: SequenceOutput) -> bool:
+        """Add a step's output to its request; returns whether the request is done with it."""
         job = live.get(output.request_id)
         if job is None:
-            return
+            return False
         if output.finish_reason is FinishReason.ERROR:
             raise InternalError(f"the model failed: {output.error}")
         job.add_output(output)
         if job.done:
             del live[output.request_id]
             self.core.abort(output.request_id)
+        return job.done
 
 
 class _Job:
@@ -250,6 +333,6 @@ class _Job:
             result.text += matcher.flush()
 
 
-def _load_tokenizer(model: str) -> Tokenizer | None:
+def _load_text_model(model: str) -> TextModel | None:
     directory = model_directory(model)
-    return None if read_file(directory / "tokenizer.json") is None else Tokenizer.load(directory)
+    return None if read_file(directory / "tokenizer.json") is None else TextModel.load(directory)

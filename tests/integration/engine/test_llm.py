@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.support.equality import References
 
 from baton.engine import LLM, SamplingParams
 from baton.errors import ConfigError, InternalError, InvalidRequestError
+from baton.tokenizer import TextModel
 from baton.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -134,3 +141,62 @@ if __name__ == "__main__":
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert (done.stdout, done.stderr) == ("4\n", "")
+
+
+# --- conversations ---
+
+
+def test_a_conversation_is_answered_as_its_template_renders_it() -> None:
+    messages = [{"role": "user", "content": "Write <|im_end|> a function."}]
+    other = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello to"}]
+    with LLM("models/baton-tiny", kv_blocks=96) as llm:
+        (one,) = llm.chat(messages, GREEDY)
+        reference = TextModel.load("models/baton-tiny")
+        text = reference.chat_text(messages)
+        assert one.prompt == text.text
+        assert one.prompt_token_ids == reference.encode(text, add_special_tokens=False).tolist()
+        assert one.token_ids == llm.generate([one.prompt_token_ids], GREEDY)[0].token_ids
+        both = llm.chat([messages, messages[:1]], GREEDY)
+        assert [each.token_ids for each in both] == [one.token_ids] * 2
+        (rest,) = llm.chat(other, GREEDY, add_generation_prompt=False, continue_final_message=True)
+        assert rest.prompt is not None
+        assert rest.prompt.endswith("Hello to")
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.chat([[]], GREEDY)
+        assert caught.value.field == "messages"
+        with pytest.raises(InvalidRequestError, match="exclude each other"):
+            llm.chat(other, GREEDY, continue_final_message=True)
+        llm.core.check_integrity()
+        assert llm.core.stats().blocks_active == 0
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree("models/baton-tiny", model)
+    model.joinpath("chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads(model.joinpath("tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    model.joinpath("tokenizer_config.json").write_text(json.dumps(config))
+    with LLM(str(model), kv_blocks=96) as llm, pytest.raises(InvalidRequestError, match="no chat template") as caught:
+        llm.chat([{"role": "user", "content": "x"}], GREEDY)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(("argument", "shown"), [("True", True), ("False", False)])
+def test_progress_is_shown_on_a_terminal(argument: str, shown: bool) -> None:
+    script = (
+        "from baton.engine import LLM, SamplingParams\n"
+        "with LLM('models/baton-tiny', kv_blocks=96) as llm:\n"
+        f"    llm.generate(['a', 'b', 'c'], SamplingParams(max_tokens=4), show_progress={argument})\n"
+    )
+    terminal, end = pty.openpty()
+    with open(terminal, "rb", closefd=True) as reading:
+        done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=end, check=True, timeout=120)  # fmt: skip
+        os.close(end)
+        text = b""
+        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more ends with an error
+            while part := os.read(reading.fileno(), 65536):
+                text += part
+    assert done.stdout == b""
+    assert (b"3/3 prompts" in text) is shown
