@@ -100,7 +100,8 @@ class _Writer:
         self._text = "TEXT"
         self._lazy: dict[str, str] = {}
         self._places = {
-            tool["function"]["name"]: f"tools[{at}].function.parameters" for at, tool in enumerate(self._use.tools)
+            tool["function"]["name"]: f"{place}.parameters"
+            for tool, place in zip(self._use.tools, self._use.places, strict=True)
         }
         self._size = 0
 

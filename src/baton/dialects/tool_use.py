@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,12 +132,14 @@ class ToolUse:
         mode: Whether a call may (``auto``), must (``required``) or must not (``none``) be made.
         names: The tools that may be called.
         parallel: Whether several calls may be made.
+        places: Where the function of each tool is in the request; none: as in OpenAI's chat requests.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     mode: Literal["none", "auto", "required"] = "none"
     names: tuple[str, ...] = ()
     parallel: bool = True
+    places: tuple[str, ...] = field(default=(), compare=False, repr=False)
     schemas: Mapping[str, Any] = field(init=False, compare=False, repr=False)
     """The schemas of parameters by the tools' names."""
     strict: frozenset[str] = field(init=False, compare=False, repr=False)
@@ -154,27 +156,35 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         functions = [tool["function"] for tool in self.tools]
+        if not self.places:
+            object.__setattr__(self, "places", tuple(f"tools[{at}].function" for at in range(len(functions))))
         object.__setattr__(self, "schemas", {item["name"]: item.get("parameters") or {} for item in functions})
         object.__setattr__(self, "strict", frozenset(item["name"] for item in functions if item.get("strict")))
 
 
-def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
+def read_tools(tools: Any, choice: Any, parallel: bool | None, places: Sequence[str] = ()) -> ToolUse:
     """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a request.
+
+    Args:
+        tools: The tools.
+        choice: The tool choice, in OpenAI's form.
+        parallel: Whether several calls may be made; ``None`` allows them.
+        places: Where the function of each tool is in the request; empty: as in OpenAI's chat requests.
 
     Raises:
         InvalidRequestError: One is wrong, or they contradict each other; names the place.
     """
-    functions = _tools(tools)
+    functions = _tools(tools, places)
     if not functions:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice needs tools", field="tool_choice")
         return ToolUse()
     names = tuple(tool["function"]["name"] for tool in functions)
     mode, chosen = _choice(choice, names)
-    return ToolUse(functions, mode, chosen, parallel is not False)
+    return ToolUse(functions, mode, chosen, parallel is not False, tuple(places))
 
 
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _tools(value: Any, places: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
@@ -188,13 +198,13 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
             message = f"{place}.type must be function, got {shown(tool.get('type'))}"
             raise InvalidRequestError(message, field=f"{place}.type")
         function = tool.get("function")
+        where = places[at] if places else f"{place}.function"
         if not isinstance(function, Mapping):
-            message = f"{place}.function must be an object with a name"
-            raise InvalidRequestError(message, field=f"{place}.function")
-        _check_function(function, f"{place}.function")
+            raise InvalidRequestError(f"{where} must be an object with a name", field=where)
+        _check_function(function, where)
         if function["name"] in seen:
-            message = f"{place}.function.name: {function['name']} is the name of another tool, too"
-            raise InvalidRequestError(message, field=f"{place}.function.name")
+            message = f"{where}.name: {function['name']} is the name of another tool, too"
+            raise InvalidRequestError(message, field=f"{where}.name")
         seen.add(function["name"])
     return tuple(value)
 

@@ -23,7 +23,8 @@ from baton.tracing import parse_traceparent
 from baton_router.frontend.anthropic import object_of, parse_message
 from baton_router.frontend.grpc.servicer import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
-from baton_router.frontend.openai.responses import ResponseStore, parse_response
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.responses import parse_response
 
 _FIELDS = [
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "n"),

@@ -15,14 +15,33 @@ from tests.support.scripted import encode
 from tests.support.servers.http_front import Served
 
 from baton.errors import NotFoundError
-from baton_router.frontend.openai import responses
-from baton_router.frontend.openai.responses import ResponseStore
+from baton_router.frontend.openai import response_store
+from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.types import Account
 
 TOOLS: list[Any] = [
     {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False},
     {"type": "function", "name": "get_time", "parameters": None, "strict": None},
 ]
+
+NAMESPACE: dict[str, Any] = {
+    "type": "namespace",
+    "name": "weather",
+    "description": "About it.",
+    "tools": [
+        {"type": "function", "name": "ask", "parameters": PARAMETERS, "strict": True},
+        {"type": "custom", "name": "run"},
+    ],
+}
+NAMESPACE_CALLS = """<tool_call>
+{"name": "weather__ask", "arguments": {"city": "Rome"}}
+</tool_call>
+<tool_call>
+{"name": "weather__run", "arguments": {"input": "a \\"b\\"\\nc"}}
+</tool_call>
+<tool_call>
+{"name": "get_time", "arguments": {}}
+</tool_call>"""
 
 
 @pytest.fixture
@@ -200,6 +219,91 @@ def test_a_stream_that_fails_ends_with_an_error(served: Served) -> None:
     assert "something went wrong" in last.message
 
 
+@pytest.mark.parametrize("per_chunk", [1, 1000])
+@pytest.mark.parametrize("additional", [False, True])
+def test_tools_in_a_namespace_are_called_by_both_names(served: Served, additional: bool, per_chunk: int) -> None:
+    served.dispatcher.per_chunk = per_chunk
+    say(served, NAMESPACE_CALLS)
+    tools = [NAMESPACE, TOOLS[1], {"type": "web_search", "external_web_access": False}]
+    question: list[Any] = [{"role": "user", "content": "Weather?"}]
+    given: dict[str, Any] = {"input": question, "tools": tools}
+    if additional:
+        given = {"input": [{"type": "additional_tools", "role": "developer", "tools": tools}, *question]}
+    answer = create(served, **given)
+    call, custom, other = answer.output
+    assert (call.type, call.namespace, call.name, call.arguments) == (
+        "function_call", "weather", "ask", '{"city": "Rome"}',
+    )  # fmt: skip
+    assert (custom.type, custom.namespace, custom.name) == ("custom_tool_call", "weather", "run")
+    assert custom.input == 'a "b"\nc'
+    assert (other.type, other.namespace, other.name) == ("function_call", None, "get_time")
+    assert '"name":"weather__ask"' in prompt(served).replace(" ", "")
+    assert "web_search" not in prompt(served)
+    events = list(create(served, stream=True, **given))
+    assert [item.model_dump(exclude={"id", "call_id"}) for item in events[-1].response.output] == [
+        item.model_dump(exclude={"id", "call_id"}) for item in answer.output
+    ]
+    pieces = [event for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(event.delta for event in pieces) == custom.input
+    assert [event.input for event in events if event.type == "response.custom_tool_call_input.done"] == [custom.input]
+    # The calls and their results go back to the model as it knows them.
+    say(served, "Sunny.")
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "Sun."},
+        {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": [{"type": "input_text", "text": "d"}]},
+        {"type": "function_call_output", "call_id": other.call_id, "output": "Noon."},
+    ]
+    output = [item.model_dump(exclude_none=True) for item in answer.output]
+    told = create(served, **{**given, "input": [*given["input"], *output, *results]})
+    assert told.output_text == "Sunny."
+    text = prompt(served)
+    assert '<tool_call>{"name": "weather__ask", "arguments": {"city": "Rome"}}</tool_call>' in text
+    assert '<tool_call>{"name": "weather__run", "arguments": {"input": "a \\"b\\"\\nc"}}</tool_call>' in text
+    assert "<|tool|>Sun." in text
+    assert "<|tool|>d" in text
+    create(served, previous_response_id=answer.id, input=results, tools=tools)
+    assert prompt(served).endswith(text[text.index("Weather?") :])
+
+
+def test_tools_of_the_service_are_left_out_by_name(served: Served) -> None:
+    say(served, "Hm.")
+    kinds = ("web_search", "web_search_preview", "file_search", "mcp", "image_generation", "code_interpreter")
+    tools = [TOOLS[1], *({"type": kind} for kind in kinds)]
+    tools.append({"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}})
+    answer = served.post("/v1/responses", {"input": "x", "tools": tools, "max_output_tokens": 9})
+    named = answer.headers["x-baton-ignored-fields"].split(", ")
+    assert named == [*(f"tools[{at}].{kind}" for at, kind in enumerate(kinds, 1)), f"tools[{len(kinds) + 1}].format"]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "web_search"}, {"type": "function", "name": "ask", "namespace": "weather"}],
+    }
+    say(served, '<tool_call>\n{"name": "weather__ask", "arguments": {"city": "Rome"}}\n</tool_call>')
+    allowed = create(served, tools=[NAMESPACE, *tools], tool_choice=choice)
+    assert (allowed.output[0].namespace, allowed.output[0].name) == ("weather", "ask")
+    grammar = served.dispatcher.requests[-1].sampling.grammar
+    assert grammar is not None
+    assert "get_time" not in grammar.text
+    bad = {**NAMESPACE["tools"][0], "parameters": {"type": "object", "not": {}}}
+    answer = served.post("/v1/responses", {"input": "x", "tools": [{**NAMESPACE, "tools": [TOOLS[1], bad]}]})
+    assert answer.json()["error"]["param"] == "tools[0].tools[1].parameters.not"
+
+
+def test_an_item_changes_the_settings(served: Served) -> None:
+    say(served, '{"name": "Rome"}')
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    update = {
+        "type": "configuration_update",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+    }
+    effort = {"type": "configuration_update", "reasoning": {"effort": "low"}}
+    fields = {"input": [{"role": "user", "content": "x"}, update, effort], "client_metadata": {"a": "b"}}
+    answer = served.post("/v1/responses", {**fields, "max_output_tokens": 99})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-baton-ignored-fields"] == "reasoning.effort"  # the template does not read it
+    assert "%json" in served.dispatcher.requests[-1].sampling.grammar.text  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -212,7 +316,17 @@ def test_a_stream_that_fails_ends_with_an_error(served: Served) -> None:
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOLS[0], {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [NAMESPACE]}]}, "tools[0].tools[0].type"),
+        ({"tools": [NAMESPACE, {"type": "function", "name": "weather__ask"}]}, "tools[1].name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"input": [{"type": "additional_tools", "tools": [{"type": "x"}]}]}, "input[0].tools[0].type"),
+        ({"input": [{"type": "configuration_update", "reasoning": 3}]}, "input[0].reasoning"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -240,9 +354,9 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
 
 
 def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "MAX_RESPONSES", 3)
-    monkeypatch.setattr(responses, "MAX_BYTES", 8000)
-    monkeypatch.setattr(responses, "MAX_TOTAL_BYTES", 12000)
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(response_store, "MAX_BYTES", 8000)
+    monkeypatch.setattr(response_store, "MAX_TOTAL_BYTES", 12000)
     counts: list[tuple[int, int]] = []
     store = ResponseStore(lambda *count: counts.append(count))
     mine, other = (cast(Account, SimpleNamespace(name=name)) for name in ("mine", "other"))
@@ -258,7 +372,7 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
     with pytest.raises(NotFoundError):
         store.body(mine, "large")
     # One account cannot take the room of another, but has all that is there.
-    monkeypatch.setattr(responses, "MAX_RESPONSES", 100)
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 100)
     for at in range(20):
         store.add(other, f"o{at}", [], b"x" * 998)
     assert store.body(mine, "r4")
@@ -271,3 +385,11 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
         store.delete(mine, f"m{at}")
         store.delete(other, f"o{at}")
     assert counts[-1] == (0, 0)
+
+
+def test_a_socket_is_refused_so_that_clients_go_on_by_post(served: Served) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "x"}
+    answer = served.http.get("/v1/responses", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (426, "upgrade_required")
+    answer = served.http.get("/v1/responses")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

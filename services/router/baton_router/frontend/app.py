@@ -14,6 +14,7 @@ import orjson
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,8 +42,9 @@ from baton_router.frontend.http.middleware import (
 from baton_router.frontend.openai.answer import chat_formatter, plain_formatter
 from baton_router.frontend.openai.generation import GenerationEndpoint, PlainEndpoint, PostEndpoints
 from baton_router.frontend.openai.openai_request import chat_prompt, parse_chat, parse_completion
+from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.frontend.openai.responses import NAMES as RESPONSE_NAMES
-from baton_router.frontend.openai.responses import ResponseStore, parse_response, response_formatter
+from baton_router.frontend.openai.responses import parse_response, response_formatter
 from baton_router.frontend.openai.schemas import DetokenizeBody, TokenizeBody, invalid_field
 from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
@@ -120,6 +122,7 @@ def create_app(
     }
     for path in endpoints:
         _add(app, "POST", path, _served_by_the_protocol)
+    app.add_api_route("/v1/responses", _refuse_socket, methods=["GET"], response_class=Response)
     # One route for both, so that the error for other methods lists all allowed ones.
     methods = ["GET", "HEAD", "DELETE"]
     app.add_api_route("/v1/responses/{response_id}", store.serve, methods=methods, response_class=Response)
@@ -149,6 +152,13 @@ def openai_endpoints(options: HttpOptions, store: ResponseStore) -> dict[str, Ge
             functools.partial(parse_response, store=store), "resp", response_formatter, RESPONSE_NAMES
         ),
     }
+
+
+async def _refuse_socket(request: Request) -> Response:
+    """Refuse a WebSocket for responses; with this status clients go on by POST at once, instead of trying again."""
+    if "sec-websocket-key" in request.headers:  # the protocol ignores offers of upgrades and has removed this one
+        raise HTTPException(426, "this server has no WebSocket for responses: POST them", {"upgrade": "HTTP/1.1"})
+    raise HTTPException(405, headers={"allow": "POST"})
 
 
 async def _served_by_the_protocol(request: Request) -> Response:

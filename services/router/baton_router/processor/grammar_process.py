@@ -155,7 +155,7 @@ def _to_wire(asked: Asked) -> dict[str, Any]:
             "kind": "answer",
             "tools": dialects.tools and dialects.tools.name,
             "reasoning": dialects.reasoning and dialects.reasoning.name,
-            "use": {"tools": use.tools, "mode": use.mode, "names": use.names, "parallel": use.parallel},
+            "use": [use.tools, use.mode, use.names, use.parallel, use.places],
             "reasons": asked.reasons,
             "content": asked.content and _fields(asked.content),
             "special_tokens": asked.special_tokens,
@@ -174,13 +174,13 @@ def _from_wire(value: dict[str, Any]) -> Asked:
         return StructuredOutputs(**value["fields"])
     if value["kind"] == "grammar":
         return _grammar(value["fields"])
-    use = value["use"]
+    tool_list, mode, names, parallel, places = value["use"]
     content = value["content"]
     tools = value["tools"]
     reasoning = value["reasoning"]
     return AnswerGrammar(
         Dialects(tools and TOOL_DIALECTS[tools], reasoning and REASONING_DIALECTS[reasoning]),
-        ToolUse(tuple(use["tools"]), use["mode"], tuple(use["names"]), use["parallel"]),
+        ToolUse(tuple(tool_list), mode, tuple(names), parallel, tuple(places)),
         value["reasons"],
         content and _grammar(content),
         value["special_tokens"],

@@ -21,7 +21,8 @@ from baton.tokenizer import IncrementalDetokenizer
 from baton_router.frontend.anthropic import message_formatter, parse_message
 from baton_router.frontend.openai.answer import EventStream, EventWriter
 from baton_router.frontend.openai.openai_request import parse_chat
-from baton_router.frontend.openai.responses import ResponseStore, parse_response, response_formatter
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.responses import parse_response, response_formatter
 from baton_router.processor.output_processor import GenerationClock, GenerationMetrics
 from baton_router.processor.text_request import TextChunk, TextDelta
 

@@ -22,6 +22,7 @@ _CODES = {
     414: "uri_too_long",
     415: "unsupported_media_type",
     417: "expectation_failed",
+    426: "upgrade_required",
     431: "headers_too_large",
     501: "not_implemented",
     505: "version_not_supported",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -130,11 +130,12 @@ def parse_completion(value: Any, max_prompts: int, max_sequences: int) -> OpenAI
     return request
 
 
-def parse_chat(value: Any) -> OpenAIRequest:
+def parse_chat(value: Any, tool_places: Sequence[str] = ()) -> OpenAIRequest:
     """Parse the body of a chat request.
 
     Args:
         value: The decoded JSON body.
+        tool_places: Where each function of ``tools`` is in the request, if it is one of another interface.
 
     Raises:
         InvalidRequestError: A field is wrong or asks for what is not supported; names it.
@@ -146,7 +147,7 @@ def parse_chat(value: Any) -> OpenAIRequest:
         variables["reasoning_effort"] = body.reasoning_effort
         template_fields["reasoning_effort"] = "reasoning_effort"
     prompt = chat_prompt(body, variables)
-    use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, tool_places)
     if use.mode != "none":
         prompt = msgspec.structs.replace(prompt, tools=use.tools)
         if use.mode == "auto":  # else the grammar has it call one all the same

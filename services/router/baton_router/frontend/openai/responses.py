@@ -1,23 +1,19 @@
-"""``/v1/responses``: schemas, stored responses, the parser that makes chat requests of requests, and formatters."""
+"""``/v1/responses``: schemas, the parser that makes chat requests of requests, and formatters."""
 
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from baton.dialects import CallArguments, CallEnd, CallStart, DialectParser, Event, Reasoning, Text
-from baton.errors import BatonError, InvalidRequestError, NotFoundError, shown
+from baton.errors import BatonError, InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
 from baton.types import FinishReason
-from baton_router.frontend.http.errors import baton_error_object, json_response
-from baton_router.frontend.http.middleware import account_of
+from baton_router.frontend.http.errors import baton_error_object
 from baton_router.frontend.openai.answer import (
     EventStream,
     Formatter,
@@ -30,8 +26,11 @@ from baton_router.frontend.openai.answer import (
 )
 from baton_router.frontend.openai.generation import FieldNames
 from baton_router.frontend.openai.openai_request import OpenAIRequest, parse_chat
+from baton_router.frontend.openai.response_store import ResponseStore
+from baton_router.frontend.openai.response_tools import TOOLS_SCHEMA, ResponseTools, call_of_item, custom_input
 from baton_router.frontend.openai.schemas import (
     STRING,
+    STRING_OR_NULL,
     Body,
     Outside,
     array_schema,
@@ -45,10 +44,6 @@ from baton_router.frontend.openai.schemas import (
 from baton_router.processor.text_request import PreparedRequest, TextChunk
 from baton_router.types import Account
 
-MAX_RESPONSES = 4096
-MAX_BYTES = 64 * 1024 * 1024
-"""Of each account."""
-MAX_TOTAL_BYTES = 256 * 1024 * 1024
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 
@@ -57,16 +52,22 @@ _PART = object_schema({"type": {"enum": list(TEXT_PARTS)}, "text": STRING})
 _CONTENT = {"anyOf": [STRING, array_schema(_PART)]}
 
 
-def _item(kind: str, required: Mapping[str, Any]) -> dict[str, Any]:
-    return object_schema({"type": {"const": kind}, **required})
+def _item(kind: str, required: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
+    return object_schema({"type": {"const": kind}, **required}, **optional)
 
 
+_SETTINGS = {"type": ["object", "null"]}
 _ITEMS = [
     object_schema({"role": {"enum": list(ROLES)}, "content": _CONTENT}, type={"const": "message"}),
-    _item("function_call", {"call_id": STRING, "name": STRING, "arguments": STRING}),
+    _item("function_call", {"call_id": STRING, "name": STRING, "arguments": STRING}, namespace=STRING_OR_NULL),
+    _item("custom_tool_call", {"call_id": STRING, "name": STRING, "input": STRING}, namespace=STRING_OR_NULL),
     _item("function_call_output", {"call_id": STRING, "output": _CONTENT}),
-    object_schema({"type": {"const": "reasoning"}}, content=or_null(_CONTENT), summary=or_null(_CONTENT)),
+    _item("custom_tool_call_output", {"call_id": STRING, "output": _CONTENT}),
+    _item("reasoning", {}, content=or_null(_CONTENT), summary=or_null(_CONTENT)),
+    _item("additional_tools", {"tools": TOOLS_SCHEMA}),
+    _item("configuration_update", {}, reasoning=_SETTINGS, text=_SETTINGS),
 ]
+_KINDS = ("message", *(item["properties"]["type"]["const"] for item in _ITEMS[1:]))
 _INPUT = {
     "description": "A text, or the items of a conversation.",
     "anyOf": [STRING, array_schema({"anyOf": _ITEMS}, minItems=1)],
@@ -77,7 +78,7 @@ class ResponsesBody(Body, kw_only=True):
     """``POST /v1/responses``; what is in ``input``, ``tools``, ``text`` and ``reasoning`` is as OpenAI describes it."""
 
     outside: ClassVar[Outside] = Outside(
-        frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}),
+        frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata"}),
         {
             "background": (False,),
             "conversation": (),
@@ -91,7 +92,7 @@ class ResponsesBody(Body, kw_only=True):
         {"service_tier": ("auto", "default"), "include": ([],), "stream_options": ({"include_obfuscation": False}, {})},
     )
 
-    described: ClassVar[Mapping[str, Any]] = {"input": _INPUT}
+    described: ClassVar[Mapping[str, Any]] = {"input": _INPUT, "tools": or_null(TOOLS_SCHEMA)}
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -136,116 +137,11 @@ _NESTED: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
 }
 """Fields of nested objects: those with an effect, and those without one, with the values that need no warning."""
 NAMES = FieldNames.make(
-    (r"(tools\[\d+\])\.function", r"\1"),
     (r"messages.*", "input"),
     (r"max_completion_tokens", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
 )
 """Names of chat fields in this interface."""
-
-
-class _Kept(NamedTuple):
-    messages: bytes
-    body: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.messages) + len(self.body)
-
-
-class ResponseStore:
-    """Stores the latest responses of each account, bounded in number and bytes. Used in one event loop.
-
-    If all accounts together take too many bytes, the largest account loses its oldest response.
-
-    Args:
-        on_change: Called with the number of stored responses and their size in bytes, on every change.
-    """
-
-    def __init__(self, on_change: Callable[[int, int], None] = lambda responses, size: None) -> None:
-        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
-        self._sizes: dict[str, int] = {}
-        self._on_change = on_change
-
-    def add(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
-        """Store a response, unless it takes more than an eighth of an account's bytes.
-
-        Args:
-            account: Account of the request; ``None`` without API keys.
-            ident: Identifier of the response.
-            messages: The conversation, including the response.
-            body: The response object as JSON.
-        """
-        entry = _Kept(orjson.dumps(messages), body)
-        owner = _owner(account)
-        if entry.size > MAX_BYTES // 8:
-            return
-        kept = self._kept.setdefault(owner, OrderedDict())
-        kept[ident] = entry
-        self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
-        while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
-            self._drop(owner, next(iter(kept)))
-        while sum(self._sizes.values()) > MAX_TOTAL_BYTES:
-            largest = max(self._sizes, key=self._sizes.__getitem__)
-            self._drop(largest, next(iter(self._kept[largest])))
-        self._report()
-
-    def messages(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
-        """Return the conversation, including a response.
-
-        Raises:
-            NotFoundError: The account has no such response, or not any more.
-        """
-        messages: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
-        return messages
-
-    def body(self, account: Account | None, ident: str) -> bytes:
-        """Return a response as JSON.
-
-        Raises:
-            NotFoundError: The account has no such response, or not any more.
-        """
-        return self._find(account, ident, "response_id").body
-
-    def delete(self, account: Account | None, ident: str) -> None:
-        """Delete a response.
-
-        Raises:
-            NotFoundError: The account has no such response, or not any more.
-        """
-        self._find(account, ident, "response_id")
-        self._drop(_owner(account), ident)
-        self._report()
-
-    async def serve(self, request: Request) -> Response:
-        """Serve ``GET`` and ``DELETE`` of ``/v1/responses/{response_id}``."""
-        ident = request.path_params["response_id"]
-        account = account_of(request)
-        if request.method == "DELETE":
-            self.delete(account, ident)
-            return json_response({"id": ident, "object": "response", "deleted": True})
-        if request.query_params.get("stream", "false") not in ("false", "0"):
-            raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
-        return Response(self.body(account, ident), media_type="application/json")
-
-    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
-        kept = self._kept.get(_owner(account))
-        response = kept.get(ident) if kept is not None else None
-        if response is None:
-            raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
-        return response
-
-    def _drop(self, owner: str, ident: str) -> None:
-        self._sizes[owner] -= self._kept[owner].pop(ident).size
-        if not self._kept[owner]:
-            del self._kept[owner], self._sizes[owner]
-
-    def _report(self) -> None:
-        self._on_change(sum(map(len, self._kept.values())), sum(self._sizes.values()))
-
-
-def _owner(account: Account | None) -> str:
-    return "" if account is None else account.name
 
 
 class ResponseSettings(msgspec.Struct):
@@ -255,6 +151,7 @@ class ResponseSettings(msgspec.Struct):
         ident: Identifier of the response.
         echo: Fields of the request that the response repeats.
         messages: The conversation before the answer, without instructions.
+        tools: Tools of the request.
         account: Account of the request; ``None`` without API keys.
         store: Store for the response; ``None``: it is not stored.
     """
@@ -262,6 +159,7 @@ class ResponseSettings(msgspec.Struct):
     ident: str
     echo: dict[str, Any]
     messages: list[dict[str, Any]]
+    tools: ResponseTools
     account: Account | None
     store: ResponseStore | None
 
@@ -291,23 +189,27 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
             if key not in acting and item is not None and item not in silent.get(key, ()):
                 ignored.append(f"{name}.{key}")
     earlier = store.messages(account, body.previous_response_id) if body.previous_response_id else []
-    messages = earlier + _messages(body.input)
+    tools = ResponseTools(ignored)
+    tools.add(body.tools or [], "tools")
+    read = _Input(tools, {"reasoning": body.reasoning or {}, "text": body.text or {}})
+    read.add(body.input)
+    tools.check_left()
+    messages = earlier + read.messages
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat: dict[str, Any] = {name: value[name] for name in _PASSED if value.get(name) is not None}
     chat["messages"] = instructions + messages
     chat["max_completion_tokens"] = body.max_output_tokens
-    if body.tools:
-        chat["tools"] = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(body.tools)]
-    chat["tool_choice"] = _tool_choice(body.tool_choice)
+    chat["tools"] = tools.functions or None
+    chat["tool_choice"] = tools.choice(body.tool_choice)
     chat["parallel_tool_calls"] = body.parallel_tool_calls
-    reasoning = body.reasoning or {}
+    reasoning = read.settings["reasoning"]
     if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
-    request = parse_chat(chat)
+    request = parse_chat(chat, tools.places)
     (text_request,) = request.requests
     text_request.prompt_field = "input"
     text_request.max_tokens_field = "max_output_tokens"
-    text_request.structured = _structured(body.text)
+    text_request.structured = _structured(read.settings["text"])
     request.ignored = ignored
     if "reasoning_effort" in request.template_fields:
         request.template_fields["reasoning_effort"] = "reasoning.effort"
@@ -331,26 +233,54 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
             "user": body.user,
         },
         messages=messages,
+        tools=tools,
         account=account,
         store=store if body.store is not False else None,
     )
     return request
 
 
-def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of an input; separate calls and reasoning become an assistant's message."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    messages: list[dict[str, Any]] = []
-    for at, item in enumerate(value):
-        place = f"input[{at}]"
+class _Input:
+    """Converts the items of an input to messages; separate calls and reasoning become an assistant's message.
+
+    Args:
+        tools: Takes the tools of items.
+        settings: ``reasoning`` and ``text`` of the request, which items change.
+
+    Attributes:
+        messages: The messages so far.
+        settings: The settings after them.
+    """
+
+    def __init__(self, tools: ResponseTools, settings: dict[str, dict[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.settings = settings
+        self._tools = tools
+        self._open = False
+
+    def add(self, value: str | list[dict[str, Any]]) -> None:
+        """Add an input.
+
+        Raises:
+            InvalidRequestError: An item is wrong; names the place.
+        """
+        if isinstance(value, str):
+            self.messages.append({"role": "user", "content": value})
+            return
+        for at, item in enumerate(value):
+            self._add(item, f"input[{at}]")
+
+    def _add(self, item: dict[str, Any], place: str) -> None:
+        messages = self.messages
+        reasoned = self._open
+        self._open = False
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
                 if role not in ROLES:
                     raise invalid_field(f"{place}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
                 content = _text(item.get("content"), f"{place}.content")
-                if role == "assistant" and messages and messages[-1].get("open"):
+                if role == "assistant" and reasoned:
                     messages[-1]["content"] = content
                 else:
                     messages.append({"role": role, "content": content})
@@ -358,35 +288,28 @@ def _messages(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 given = {name: item[name] for name in ("content", "summary") if item.get(name) is not None}
                 texts = [_text(value, f"{place}.{name}") for name, value in given.items()]
                 content = next(filter(None, texts), "")
-                messages.append({"role": "assistant", "content": "", "reasoning_content": content, "open": True})
-            case "function_call":
-                call = {"id": item.get("call_id"), "type": "function"}
-                call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
-                for name in ("call_id", "name", "arguments"):
-                    if not isinstance(item.get(name), str):
-                        raise invalid_field(f"{place}.{name}", "must be a string")
-                _check_json(item["arguments"], f"{place}.arguments")
+                messages.append({"role": "assistant", "content": "", "reasoning_content": content})
+                self._open = True
+            case "function_call" | "custom_tool_call":
+                call = call_of_item(item, place)
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 if not isinstance(item.get("call_id"), str):
                     raise invalid_field(f"{place}.call_id", "must be a string")
                 output = _text(item.get("output"), f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+            case "additional_tools":
+                self._tools.add(item.get("tools"), f"{place}.tools")
+            case "configuration_update":
+                for name, setting in self.settings.items():
+                    change = item.get(name)
+                    if not isinstance(change, Mapping | None):
+                        raise invalid_field(f"{place}.{name}", f"must be an object, got {shown(change)}")
+                    self.settings[name] = {**setting, **(change or {})}
             case kind:
-                kinds = "message, reasoning, function_call or function_call_output"
-                raise invalid_field(f"{place}.type", f"must be {kinds}, got {shown(kind)}")
-    for made in messages:
-        made.pop("open", None)
-    return messages
-
-
-def _check_json(text: str, place: str) -> None:
-    try:
-        orjson.loads(text or "{}")
-    except orjson.JSONDecodeError as error:
-        raise invalid_field(place, f"must be JSON: {error}") from error
+                raise invalid_field(f"{place}.type", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
 
 
 def _text(value: Any, place: str) -> str:
@@ -402,23 +325,6 @@ def _text(value: Any, place: str) -> str:
             raise InvalidRequestError(message, field=f"{place}[{at}]")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise invalid_field(f"{place}.type", f"must be function, got {shown(tool.get('type'))}")
-    return {"type": "function", "function": {name: item for name, item in tool.items() if name != "type"}}
-
-
-def _tool_choice(value: Any) -> Any:
-    """Return a tool choice in the form of chat requests."""
-    match value:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": list() as tools}:
-            named = [{"function": item} for item in tools]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-    return value
 
 
 def _structured(text: dict[str, Any] | None) -> StructuredOutputs | None:
@@ -443,10 +349,19 @@ def response_formatter(request: OpenAIRequest, prepared: Sequence[PreparedReques
     return ResponseEvents if request.stream else WholeResponse
 
 
-class _Items:
-    """Builds output items from a parser's events, and makes the stream's events for them."""
+_CUSTOM = "custom_tool_call"
 
-    def __init__(self) -> None:
+
+class _Items:
+    """Builds output items from a parser's events, and makes the stream's events for them.
+
+    Args:
+        tools: Tools of the request.
+    """
+
+    def __init__(self, tools: ResponseTools) -> None:
+        self._tools = tools
+        self._input = ""
         self.items: list[dict[str, Any]] = []
         self._open = ""
 
@@ -456,22 +371,25 @@ class _Items:
             case Text():
                 events = self._begin("message")
                 self.items[-1]["content"][0]["text"] += event.text
-                return [*events, {**self._delta("response.output_text.delta", event.text), "logprobs": []}]
+                return [*events, self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])]
             case Reasoning():
                 events = self._begin("reasoning")
                 self.items[-1]["content"][0]["text"] += event.text
-                return [*events, self._delta("response.reasoning_text.delta", event.text)]
+                return [*events, self._delta("response.reasoning_text.delta", event.text, content_index=0)]
             case CallStart():
                 events = self.close()
-                self._open = "function_call"
-                item = {"id": _ident("fc"), "type": "function_call", "status": "in_progress"}
-                self.items.append({**item, "call_id": event.id, "name": event.name, "arguments": ""})
+                item = self._tools.call_item(event.name)
+                self._open = item["type"]
+                self._input = ""
+                ident = _ident("ctc" if self._open == _CUSTOM else "fc")
+                self.items.append({"id": ident, "status": "in_progress", "call_id": event.id, **item})
                 return [*events, self._item("response.output_item.added")]
+            case CallArguments() if self._open == _CUSTOM:  # the input is within them
+                self._input += event.text
+                return []
             case CallArguments():
                 self.items[-1]["arguments"] += event.text
-                delta = self._delta("response.function_call_arguments.delta", event.text)
-                delta.pop("content_index")
-                return [delta]
+                return [self._delta("response.function_call_arguments.delta", event.text)]
             case CallEnd():
                 return self.close()
 
@@ -502,6 +420,10 @@ class _Items:
         if kind == "function_call":
             names = {"name": item["name"], "arguments": item["arguments"]}
             events = [{"type": "response.function_call_arguments.done", **place, **names}]
+        elif kind == _CUSTOM:
+            item["input"] = custom_input(self._input)
+            events = [self._delta("response.custom_tool_call_input.delta", item["input"])]
+            events.append({"type": "response.custom_tool_call_input.done", **place, "input": item["input"]})
         else:
             text = {"content_index": 0, "text": item["content"][0]["text"]}
             done = {"type": "response.reasoning_text.done", **place, **text}
@@ -510,9 +432,9 @@ class _Items:
             events = [done, self._part("response.content_part.done")]
         return [*events, self._item("response.output_item.done")]
 
-    def _delta(self, kind: str, text: str) -> dict[str, Any]:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
-        return {"type": kind, **place, "delta": text}
+    def _delta(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, "delta": text, **more}
 
     def _part(self, kind: str) -> dict[str, Any]:
         item = self.items[-1]
@@ -538,7 +460,7 @@ class _Response:
         self._created = created
         self._parser: DialectParser | None = prepared[0].parser()
         self._events: list[Event] = []
-        self._items = _Items()
+        self._items = _Items(self._settings.tools)
 
     def add_text(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
         """Add text; return the stream's events for it."""

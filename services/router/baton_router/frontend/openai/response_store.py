@@ -1,0 +1,125 @@
+"""The conversations that the router stores: those of ``/v1/responses``, and threads of ``/v1/messages``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequestError, NotFoundError, shown
+from baton_router.frontend.http.errors import json_response
+from baton_router.frontend.http.middleware import account_of
+from baton_router.types import Account
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 * 1024 * 1024
+"""Of each account."""
+MAX_TOTAL_BYTES = 256 * 1024 * 1024
+
+
+class _Kept(NamedTuple):
+    messages: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.body)
+
+
+class ResponseStore:
+    """Stores the latest responses of each account, bounded in number and bytes. Used in one event loop.
+
+    If all accounts together take too many bytes, the largest account loses its oldest response.
+
+    Args:
+        on_change: Called with the number of stored responses and their size in bytes, on every change.
+    """
+
+    def __init__(self, on_change: Callable[[int, int], None] = lambda responses, size: None) -> None:
+        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
+        self._sizes: dict[str, int] = {}
+        self._on_change = on_change
+
+    def add(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
+        """Store a response, unless it takes more than an eighth of an account's bytes.
+
+        Args:
+            account: Account of the request; ``None`` without API keys.
+            ident: Identifier of the response.
+            messages: The conversation, including the response.
+            body: The response object as JSON.
+        """
+        entry = _Kept(orjson.dumps(messages), body)
+        owner = _owner(account)
+        if entry.size > MAX_BYTES // 8:
+            return
+        kept = self._kept.setdefault(owner, OrderedDict())
+        kept[ident] = entry
+        self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
+        while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
+            self._drop(owner, next(iter(kept)))
+        while sum(self._sizes.values()) > MAX_TOTAL_BYTES:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._kept[largest])))
+        self._report()
+
+    def messages(self, account: Account | None, ident: str) -> list[dict[str, Any]]:
+        """Return the conversation, including a response.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        messages: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
+        return messages
+
+    def body(self, account: Account | None, ident: str) -> bytes:
+        """Return a response as JSON.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        return self._find(account, ident, "response_id").body
+
+    def delete(self, account: Account | None, ident: str) -> None:
+        """Delete a response.
+
+        Raises:
+            NotFoundError: The account has no such response, or not any more.
+        """
+        self._find(account, ident, "response_id")
+        self._drop(_owner(account), ident)
+        self._report()
+
+    async def serve(self, request: Request) -> Response:
+        """Serve ``GET`` and ``DELETE`` of ``/v1/responses/{response_id}``."""
+        ident = request.path_params["response_id"]
+        account = account_of(request)
+        if request.method == "DELETE":
+            self.delete(account, ident)
+            return json_response({"id": ident, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
+        return Response(self.body(account, ident), media_type="application/json")
+
+    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
+        kept = self._kept.get(_owner(account))
+        response = kept.get(ident) if kept is not None else None
+        if response is None:
+            raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
+        return response
+
+    def _drop(self, owner: str, ident: str) -> None:
+        self._sizes[owner] -= self._kept[owner].pop(ident).size
+        if not self._kept[owner]:
+            del self._kept[owner], self._sizes[owner]
+
+    def _report(self) -> None:
+        self._on_change(sum(map(len, self._kept.values())), sum(self._sizes.values()))
+
+
+def _owner(account: Account | None) -> str:
+    return "" if account is None else account.name
