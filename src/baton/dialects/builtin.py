@@ -151,7 +151,6 @@ _DIALECTS = (
             many=True,
         ),
         ids="written",
-        ends_reasoning=True,
     ),
     _dialect(
         "minimax_m2",

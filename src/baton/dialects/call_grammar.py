@@ -99,6 +99,7 @@ class _Writer:
         self._rules: list[str] = [_TEXT]
         self._text = "TEXT"
         self._lazy: dict[str, str] = {}
+        self._insides: dict[int, str] = {}
         self._places = {
             tool["function"]["name"]: f"{place}.parameters"
             for tool, place in zip(self._use.tools, self._use.places, strict=True)
@@ -109,11 +110,7 @@ class _Writer:
         tools = self._answer.dialects.tools
         reasoning = self._answer.dialects.reasoning
         channels = (tools and tools.channels) or (reasoning and reasoning.channels)
-        if channels:
-            start = self._messages(channels)
-        else:
-            think = self._think(reasoning)
-            start = " ".join(filter(None, (think, self._body(tools))))
+        start = self._messages(channels) if channels else self._think(reasoning, tools)
         return "\n".join((f"start: {start}", *self._rules))
 
     # --- pieces ---
@@ -142,25 +139,41 @@ class _Writer:
         return f"{known} <[{rest}" if special else known
 
     def _rule(self, name: str, body: str) -> str:
-        self._rules.append(f"{name}: {body}")
+        rule = f"{name}: {body}"
+        if rule not in self._rules:
+            self._rules.append(rule)
         return name
 
-    def _think(self, reasoning: ReasoningDialect | None) -> str:
+    def _think(self, reasoning: ReasoningDialect | None, tools: ToolDialect | None) -> str:
+        """Return the rule of reasoning, and what comes behind it."""
         if reasoning is None or not reasoning.begin:
-            return ""
+            return self._body(tools)
         text, end = self._thought(reasoning.end)
-        end = f"{end} /\\n{{0,2}}/"
-        tools = self._answer.dialects.tools
-        if self._use.mode != "none" and tools is not None and tools.ends_reasoning and end.startswith("<["):
-            end = f"({end})?"
-        if self._answer.reasons:
-            return f"({text} {end})"
-        begin = self._literal(reasoning.begin)
-        if self._answer.thinking_budget is not None and not begin.startswith("<["):
+        begin = "" if self._answer.reasons else self._literal(reasoning.begin)
+        if begin and self._answer.thinking_budget is not None and not begin.startswith("<["):
             # Else what begins as text might be reasoning, without a bound.
             self._text = "PLAIN"
             self._rules.append(rf"PLAIN: /(.|\n)*/ & ~/\s*{_pattern(reasoning.begin)}(.|\n)*/")
-        return f"({begin} {text} {end})?"
+        body = self._rule("body", self._body(tools))
+        called = self._called(tools, body) if end.startswith("<[") else ""  # ends the reasoning, too
+        rest = f"({end} /\\n{{0,2}}/ {body} {called and '| ' + called})"
+        return f"({begin} {text} {rest} | {body})" if begin else f"{text} {rest}"
+
+    def _called(self, tools: ToolDialect | None, body: str) -> str:
+        """Return the rule of an answer that begins with the token of a call; empty: there is none."""
+        sections = tools.sections if tools is not None else ()
+        if self._use.mode == "auto" and self._answer.content is None:
+            calls = [self._at_once(section, at) for at, section in enumerate(sections)]
+            either = " | ".join(filter(None, calls))
+            return either and f"({either}) {body if self._use.parallel else ''}"
+        if self._use.mode == "none" or not sections or not self._literal(sections[0].begin[0]).startswith("<["):
+            return ""
+        return "" if sections[0].bare and not _has_anchor(sections[0]) else self._sections(sections[0])
+
+    def _at_once(self, section: Section, at: int) -> str:
+        """Return the rule of a section that begins with its token, without text before it; empty: it has none."""
+        begins = " | ".join(begin for begin in map(self._literal, section.begin) if begin.startswith("<["))
+        return begins and self._rule(f"at_once_{at}", f"({begins}) {self._inside(section, at)}")
 
     def _thought(self, end: str) -> tuple[str, str]:
         """Return what reasoning is made of, and what ends it, which together are not ambiguous."""
@@ -216,12 +229,15 @@ class _Writer:
 
     def _inside(self, section: Section, at: int) -> str:
         """Return what stands in a section behind its beginning, and its end."""
+        if at in self._insides:
+            return self._insides[at]
         notations = section.calls if self._use.mode == "auto" else (self._notation(section),)
         calls = " | ".join(self._calls(section, item, f"call_{at}_{place}") for place, item in enumerate(notations))
         # A call without a beginning of its own follows the section's at once, and ends with a gap.
         gap = "" if any(isinstance(item, NamedCall) and not item.begin for item in notations) else section.gap
         end = f"{self._literal(gap)} {self._literal(section.end[0])}" if section.end else ""
-        return f"{self._literal(gap if section.begin else '')} ({calls}) {end}"
+        self._insides[at] = f"{self._literal(gap if section.begin else '')} ({calls}) {end}"
+        return self._insides[at]
 
     def _calls(self, section: Section, notation: CallNotation, rule: str) -> str:
         """Return calls in one notation."""

@@ -15,6 +15,7 @@ import msgspec
 from baton.dialects.events import EventSink
 from baton.dialects.source import NotACallError, Reader, Source
 from baton.dialects.syntax import CallNotation, JsonCall, NamedCall, Parameters, PythonCall, Section
+from baton.dialects.token_anchors import MARK
 from baton.dialects.tool_use import json_of_text, json_text, parameter_schemas, schema_types
 
 _MAX_CHARS = 256 * 1024
@@ -214,10 +215,11 @@ class SectionReader:
     def _notation(self, notation: CallNotation, section: Section, unanchored: bool) -> Reader[None]:
         match notation:
             case JsonCall():
+                anchors = (*section.end, *section.begin)
                 if (yield from self.source.literal(("[",))):
-                    yield from self._list(lambda: self._json_call(notation, unanchored))
+                    yield from self._list(lambda: self._json_call(notation, anchors, unanchored))
                 else:
-                    yield from self._json_call(notation, unanchored)
+                    yield from self._json_call(notation, anchors, unanchored)
             case PythonCall(brackets=True):
                 if not (yield from self.source.literal(("[",))):
                     raise NotACallError
@@ -225,7 +227,7 @@ class SectionReader:
             case PythonCall():
                 yield from self._python_call(unanchored)
             case NamedCall():
-                yield from self._named_call(notation, section.end)
+                yield from self._named_call(notation, section)
 
     def _list(self, read: Callable[[], Reader[None]]) -> Reader[None]:
         """Read calls with commas between them and a bracket behind them."""
@@ -262,7 +264,7 @@ class SectionReader:
         self.sink.end_call()
         self.source.drop()
 
-    def _json_call(self, notation: JsonCall, unanchored: bool) -> Reader[None]:
+    def _json_call(self, notation: JsonCall, anchors: tuple[str, ...], unanchored: bool) -> Reader[None]:
         source = self.source
         if not (yield from source.literal(("{",))):
             raise NotACallError
@@ -287,9 +289,9 @@ class SectionReader:
                     done = True
             elif key in notation.arguments and held is None and not done:
                 if name is None:
-                    held = yield from self._held_value()
+                    held = yield from self._held_value(anchors)
                 else:
-                    yield from self._value(name)
+                    yield from self._value(name, anchors)
                     done = True
             elif key in ("id", "type"):
                 yield from source.json_string(_MAX_NAME)
@@ -334,23 +336,23 @@ class SectionReader:
         self.sink.end_call()
         self.source.drop()
 
-    def _held_value(self) -> Reader[list[str]]:
+    def _held_value(self, anchors: tuple[str, ...]) -> Reader[list[str]]:
         """Read arguments before the call's name is known."""
         source = self.source
         held = list[str]()
         if source.text.startswith("{", source.at):
-            if not (yield from source.json_value(held.append, drop=False, most=_MAX_HELD)):
+            if not (yield from source.json_value(held.append, drop=False, most=_MAX_HELD, anchors=anchors)):
                 raise NotACallError
             return held
         return [(yield from self._other_value())]
 
-    def _value(self, name: str) -> Reader[None]:
+    def _value(self, name: str, anchors: tuple[str, ...]) -> Reader[None]:
         """Read arguments and hand them on as they come."""
         source = self.source
         if source.text.startswith("{", source.at):
             self.sink.start_call(name)
             source.drop()
-            yield from source.json_value(self.sink.add_arguments, drop=True)
+            yield from source.json_value(self.sink.add_arguments, drop=True, anchors=anchors)
             self.sink.end_call()
         else:
             self._whole(name, [(yield from self._other_value())])
@@ -364,7 +366,7 @@ class SectionReader:
             raise NotACallError
         return text.encode(errors="replace").decode()
 
-    def _named_call(self, notation: NamedCall, section_end: tuple[str, ...]) -> Reader[None]:
+    def _named_call(self, notation: NamedCall, section: Section) -> Reader[None]:
         source = self.source
         if notation.begin and not (yield from source.literal((notation.begin,))):
             raise NotACallError
@@ -379,12 +381,14 @@ class SectionReader:
         written = groups.get("id")
         yield from source.space()
         if notation.parameters is not None:
-            yield from self._parameters(name, written, notation.parameters, notation.end, section_end)
+            yield from self._parameters(name, written, notation.parameters, notation.end, section.end)
             return
         if source.text.startswith("{", source.at):
             self.sink.start_call(name, written)
             source.drop()
-            closed = yield from source.json_value(self.sink.add_arguments, drop=True)
+            begin = (notation.begin,) if notation.begin else ()
+            anchors = (*notation.end, *begin, *section.end, *section.begin)
+            yield from source.json_value(self.sink.add_arguments, drop=True, anchors=anchors)
         elif notation.end:
             if not (yield from source.literal(notation.end)):
                 raise NotACallError
@@ -396,8 +400,7 @@ class SectionReader:
         else:
             raise NotACallError
         self.sink.end_call()
-        if closed:
-            yield from self._pass_end(notation)
+        yield from self._pass_end(notation)
 
     def _pass_end(self, notation: NamedCall) -> Reader[None]:
         source = self.source
@@ -415,6 +418,7 @@ class SectionReader:
         first = True
         schema = self.schemas.get(name)
         known = parameter_schemas(schema)
+        given = set[str]()
         while True:
             mark = source.mark()
             yield from source.space()
@@ -432,7 +436,7 @@ class SectionReader:
                 source.drop()
                 return
             try:
-                key, types = yield from self._parameter_name(tags)
+                key, flag = yield from self._parameter_name(tags)
             except NotACallError:
                 if first:
                     raise
@@ -440,19 +444,22 @@ class SectionReader:
                 self.sink.add_arguments("}")
                 self.sink.end_call()
                 return
-            if types is None:
-                types = schema_types(known.get(key), schema) or frozenset({"string"} if known else ())
+            given.add(key)
             if first:
                 self.sink.start_call(name, written)
             self.sink.add_arguments(("{" if first else ", ") + json_text(key) + ": ")
             source.drop()
             first = False
-            if not (yield from self._parameter_value(tags, types)):
+            types = schema_types(known.get(key), schema)
+            if (flag == "true" and ("string" in types or not types)) or (flag is None and not types and known):
+                types = frozenset({"string"})
+            closers = _Closers(tags, end, section_end, frozenset(known) - given if known else None)
+            if not (yield from self._parameter_value(closers, types)):
                 self.sink.end_call()
                 return
 
-    def _parameter_name(self, tags: Parameters) -> Reader[tuple[str, frozenset[str] | None]]:
-        """Read a parameter's name up to its value; return it and, if the tag says so, the value's type."""
+    def _parameter_name(self, tags: Parameters) -> Reader[tuple[str, str | None]]:
+        """Read a parameter's name up to its value; return it and whether the tag says that the value is text."""
         source = self.source
         if not tags.string_flag:
             first, *others = tags.name_end.split("\n")
@@ -467,24 +474,82 @@ class SectionReader:
         flag = _STRING_FLAG.fullmatch(rest)
         if flag is None:
             raise NotACallError
-        return key, None if flag[1] is None else frozenset({"string"} if flag[1] == "true" else ())
+        return key, flag[1]
 
-    def _parameter_value(self, tags: Parameters, types: frozenset[str]) -> Reader[bool]:
+    def _parameter_value(self, closers: _Closers, types: frozenset[str]) -> Reader[bool]:
         """Read a value and hand it on, a string as it comes; return whether its end was there."""
-        source = self.source
         held = list[str]()
-        if tags.lines:
-            yield from source.literal(("\n",))
-        ends = (f"\n{tags.end}", tags.end) if tags.lines else (tags.end,)
+        if closers.tags.lines:
+            yield from self.source.literal(("\n",))
         if types == {"string"}:
             self.sink.add_arguments('"')
-            literal = yield from self.source.stream(ends, lambda text: self.sink.add_arguments(json_text(text)[1:-1]))
-            if literal:
+            closed = yield from self._up_to_close(closers, lambda text: self.sink.add_arguments(json_text(text)[1:-1]))
+            if closed:
                 self.sink.add_arguments('"')
-            return bool(literal)
-        literal = yield from self.source.stream(ends, held.append)
+            return closed
+        closed = yield from self._up_to_close(closers, held.append)
         self.sink.add_arguments(json_of_text("".join(held), types))
-        return bool(literal)
+        return closed
+
+    def _up_to_close(self, closers: _Closers, on_text: Callable[[str], None]) -> Reader[bool]:
+        """Hand the text of a value on up to what closes it; return whether that was there."""
+        source = self.source
+        while True:
+            literal = yield from source.stream(closers.literals, on_text)
+            tag = literal.lstrip("\n")
+            if not literal or tag == closers.tags.end:
+                return bool(literal)
+            mark = source.mark()
+            if tag == closers.tags.begin:
+                closes = yield from self._is_next_parameter(closers, literal)
+            elif tag in closers.section_end:
+                closes = True
+            else:
+                closes = yield from self._is_end_of_section(closers)
+            if closes:
+                source.seek(mark - len(tag))
+                return True
+            source.seek(mark)
+            on_text(literal)
+
+    def _is_next_parameter(self, closers: _Closers, literal: str) -> Reader[bool]:
+        """Whether what began within a value, by ``literal``, is a parameter that the call does not have yet."""
+        try:
+            key, _ = yield from self._parameter_name(closers.tags)
+        except NotACallError:
+            return False
+        return literal.startswith("\n") if closers.names is None else key in closers.names
+
+    def _is_end_of_section(self, closers: _Closers) -> Reader[bool]:
+        """Whether nothing but the end of the section, or of the text, follows."""
+        source = self.source
+        yield from source.space()
+        if (yield from source.literal(closers.section_end)):
+            return True
+        return source.ended and source.at == len(source.text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closers:
+    """What closes the value of a parameter: its own end, or what can only follow if the model forgot that.
+
+    Attributes:
+        tags: How parameters are written.
+        call_end: Literals that end the call, with the section's end or nothing behind them.
+        section_end: Literals that end the section; one that is a token needs no other before it.
+        names: Parameters that the call does not have yet; ``None``: those of the tool are not known.
+    """
+
+    tags: Parameters
+    call_end: tuple[str, ...]
+    section_end: tuple[str, ...]
+    names: frozenset[str] | None
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        tokens = tuple(item for item in self.section_end if item.startswith(MARK))
+        tags = (self.tags.end, self.tags.begin, *self.call_end, *tokens)
+        return (*tags, *(f"\n{tag}" for tag in tags)) if self.tags.lines else tags
 
 
 def _decoded(quoted: str) -> str:

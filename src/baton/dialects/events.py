@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from baton.dialects.token_anchors import unmarked_text
+
 
 class Text(msgspec.Struct, frozen=True):
     """More of the answer's text."""
@@ -88,12 +90,12 @@ class EventSink:
         self._all = True
 
     def add_text(self, text: str) -> None:
-        if kept := self._without_trailing_space(text):
+        if kept := self._without_trailing_space(unmarked_text(text)):
             self._behind_call = False
             self._add(Text, kept)
 
     def add_reasoning(self, text: str) -> None:
-        self._add(Reasoning, self._without_trailing_space(text))
+        self._add(Reasoning, self._without_trailing_space(unmarked_text(text)))
 
     def break_line(self, kind: type[Text] | type[Reasoning]) -> None:
         """Separate what comes from what came before it of the kind."""
@@ -140,6 +142,7 @@ class EventSink:
 
     def add_arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
+        text = unmarked_text(text)
         last = self._events[-1] if self._events else None
         if isinstance(last, CallArguments):
             self._events[-1] = CallArguments(last.index, last.text + text)

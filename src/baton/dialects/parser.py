@@ -7,7 +7,7 @@ arguments of a call in one answer are those of its deltas. Text that looks like 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from baton.dialects.calls import SectionReader
 from baton.dialects.events import Event, EventSink, Reasoning, Text
 from baton.dialects.source import NotACallError, Reader, Source, beginning_at_end, literals_pattern
 from baton.dialects.syntax import Channels, NamedCall, ReasoningDialect, Region, Section, ToolDialect
+from baton.dialects.token_anchors import MARK, marked_text, unmarked_text
 
 _MAX_HEADER = 512
 
@@ -132,19 +133,26 @@ class RegionReader:
                 self.sink.add_text(source.text[source.at : match.start()])
                 source.at = match.end()
             begun = False
-            yield from self._region(region, match)
+            yield from self._region(region, match, _tokens_of_calls(regions))
             region = match = None
 
-    def _region(self, region: Region, match: re.Match[str]) -> Reader[None]:
-        """Read a region behind its beginning."""
+    def _region(self, region: Region, match: re.Match[str], calls: tuple[str, ...]) -> Reader[None]:
+        """Read a region behind its beginning.
+
+        Args:
+            region: The region.
+            match: Match of the region's beginning.
+            calls: Tokens that begin calls, which end reasoning, too.
+        """
         source = self.source
         if region.kind == "calls":
             held: list[str] = []
             closed = yield from self._up_to_close(region, held.append)
-            calls = region.convert("".join(held), match.groupdict(""), self.schemas) if region.convert else None
-            if calls is None:
+            groups = {name: unmarked_text(text) for name, text in match.groupdict("").items()}
+            converted = region.convert(unmarked_text("".join(held)), groups, self.schemas) if region.convert else None
+            if converted is None:
                 self.sink.add_text(match[0] + "".join(held) + closed)
-            for name, arguments in calls or ():
+            for name, arguments in converted or ():
                 self.sink.start_call(name)
                 self.sink.add_arguments(arguments)
                 self.sink.end_call()
@@ -153,7 +161,11 @@ class RegionReader:
             yield from source.space()
         if region.kind == "reasoning":
             self.sink.strip()
-            yield from self._up_to_close(region, self.sink.add_reasoning)
+            literal = yield from self._up_to_close(region, self.sink.add_reasoning, calls)
+            if literal in calls:
+                source.at -= len(literal)
+                self.sink.keep_space()
+                return
         else:
             yield from self._up_to_close(region, self.sink.add_text)
         if region.strip:
@@ -162,11 +174,11 @@ class RegionReader:
         elif region.kind == "reasoning":
             self.sink.keep_space()
 
-    def _up_to_close(self, region: Region, on_text: Callable[[str], None]) -> Reader[str]:
-        """Hand a region's text on and return what closed it; nothing at the end of the text."""
+    def _up_to_close(self, region: Region, on_text: Callable[[str], None], others: tuple[str, ...] = ()) -> Reader[str]:
+        """Hand a region's text on and return what closed it, or one of others; nothing at the end of the text."""
         source = self.source
         if region.close is None or region.close_literals:
-            return (yield from self.source.stream(region.close_literals, on_text))
+            return (yield from self.source.stream((*region.close_literals, *others), on_text))
         while True:
             match = region.close.search(source.text, source.at)
             if match is not None and (match.end() < len(source.text) or source.ended):
@@ -178,6 +190,11 @@ class RegionReader:
                 source.at = len(source.text)
                 return ""
             yield
+
+
+def _tokens_of_calls(regions: tuple[Region, ...]) -> tuple[str, ...]:
+    calls = (region.literals for region in regions if region.kind == "calls")
+    return tuple(literal for literals in calls for literal in literals if literal.startswith(MARK))
 
 
 def _open_at_end(regions: tuple[Region, ...], prompt: str) -> tuple[Region, re.Match[str]] | tuple[None, None]:
@@ -240,7 +257,8 @@ class DialectParser:
     """Parses one answer.
 
     Args:
-        tools: How the model calls tools; ``None``: what looks like calls is text.
+        tools: How the model calls tools, with the marks of :class:`~baton.dialects.token_anchors.TokenAnchors` where
+            anchors are tokens; ``None``: what looks like calls is text.
         reasoning: How it sets its reasoning apart; ``None``: it is text.
         schemas: The schemas of parameters, by the names of the tools that were offered.
         prompt: The end of the prompt, which may open the reasoning.
@@ -273,10 +291,15 @@ class DialectParser:
         """How many calls have begun."""
         return self._sink.calls
 
-    def feed(self, text: str) -> list[Event]:
-        """Add text; return the events that are certain now."""
+    def feed(self, text: str, anchors: Sequence[int] = ()) -> list[Event]:
+        """Add text; return the events that are certain now.
+
+        Args:
+            text: The text.
+            anchors: Places in it where tokens begin that the dialects consist of.
+        """
         if text:
-            self._source.push(text)
+            self._source.push(marked_text(text, anchors))
             next(self._run)
         return self._sink.drain()
 
@@ -311,12 +334,13 @@ class DialectParser:
 
     def _plain(self) -> Reader[None]:
         reasoning = self._reasoning
+        closers: tuple[str, ...] = ()
         if reasoning is not None and reasoning.begin:
             mark = self._source.mark()
             yield from self._source.space()
             begun = yield from self._source.literal((reasoning.begin,))
             if begun or reasoning.is_open(self._prompt):
-                yield from self._think(reasoning.end)
+                closers = yield from self._think(reasoning.end)
             else:
                 self._source.seek(mark)
         if self._tools is None:
@@ -324,24 +348,38 @@ class DialectParser:
             self._sink.keep_all()
         sections = self._tools.sections if self._tools is not None else ()
         bare = [section for section in sections if section.bare]
-        if bare:
+        if bare and not self._sink.calls:
             yield from self._begin_bare(bare)
-        openers = {begin: section for section in sections for begin in _openers(section)}
-        yield from self._scan(tuple(openers), openers)
+        yield from self._scan({begin: section for section in sections for begin in _openers(section)}, closers)
 
-    def _think(self, end: str) -> Reader[None]:
-        """Read reasoning up to its end, and the white space behind that."""
+    def _think(self, end: str) -> Reader[tuple[str, ...]]:
+        """Read reasoning up to its end, and the white space behind that.
+
+        The beginning of a section is an end, too: models forget the usual one. Spelled in characters, it must be that
+        of a call.
+
+        Returns:
+            What may still end a section that ended the reasoning.
+        """
         tools = self._tools
-        ends: tuple[str, ...] = (end,)
-        if tools is not None and tools.ends_reasoning:
-            ends += tuple(begin for section in tools.sections for begin in section.begin)
+        openers = {begin: section for section in tools.sections for begin in section.begin} if tools is not None else {}
         yield from self._source.space()
-        literal = yield from self._source.stream(ends, self._sink.add_reasoning)
-        self._sink.strip()
-        if literal == end:
-            yield from self._source.space()
-        elif literal:
-            self._source.at -= len(literal)
+        while True:
+            literal = yield from self._source.stream((end, *openers), self._sink.add_reasoning)
+            if literal == end or not literal:
+                self._sink.strip()
+                yield from self._source.space()
+                return ()
+            self._sink.keep_space()
+            if MARK in literal:
+                self._source.at -= len(literal)
+                return ()
+            calls = self._sink.calls
+            closers = yield from self._section(openers[literal], literal, self._sink.add_reasoning)
+            if self._sink.calls > calls:
+                return closers or ()
+            if self._source.num_reread > MAX_REREAD:
+                openers = {}
 
     def _begin_bare(self, sections: list[Section]) -> Reader[None]:
         """Read calls that the message may begin with."""
@@ -359,34 +397,54 @@ class DialectParser:
                 return
         source.seek(mark)
 
-    def _scan(self, anchors: tuple[str, ...], openers: Mapping[str, Section]) -> Reader[None]:
-        """Read text with sections in it up to the end."""
+    def _scan(self, openers: Mapping[str, Section], closers: tuple[str, ...]) -> Reader[None]:
+        """Read text with sections in it up to the end.
+
+        Args:
+            openers: Sections by the literals that begin one.
+            closers: Literals that may still end a section that was left before its end.
+        """
         source = self._source
-        closers: tuple[str, ...] = ()
         while True:
-            literal = yield from self._source.stream((*anchors, *closers), self._sink.add_text)
+            literal = yield from self._source.stream((*openers, *closers), self._sink.add_text)
             if not literal:
                 return
-            if literal not in openers:  # what ends a section that was left before its end
+            if literal not in openers:
                 closers = ()
                 continue
-            section = openers[literal]
-            mark = source.mark()
-            calls = self._sink.calls
-            own = literal not in section.begin
-            if own:  # a call without a section around it
-                source.at -= len(literal)
-            try:
-                ended = yield from self._sections.read(section, bare=own)
-            except NotACallError:
-                if self._sink.calls == calls:
-                    self._sink.add_text(literal)
-                    source.seek(mark)
-                if source.num_reread > MAX_REREAD:  # the answer was made to look so
-                    yield from source.stream((), self._sink.add_text)
-                    return
-            else:
-                closers = () if ended else section.end
+            left = yield from self._section(openers[literal], literal, self._sink.add_text)
+            closers = closers if left is None else left
+            if source.num_reread > MAX_REREAD:  # the answer was made to look so
+                yield from source.stream((), self._sink.add_text)
+                return
+
+    def _section(
+        self, section: Section, literal: str, on_text: Callable[[str], None]
+    ) -> Reader[tuple[str, ...] | None]:
+        """Read a section behind what begins it.
+
+        Args:
+            section: The section.
+            literal: The literal that began the section.
+            on_text: Takes ``literal``, if no call follows it.
+
+        Returns:
+            What may still end it; ``None``: it is none.
+        """
+        source = self._source
+        mark = source.mark()
+        calls = self._sink.calls
+        own = literal not in section.begin
+        if own:  # a call without a section around it
+            source.at -= len(literal)
+        try:
+            ended = yield from self._sections.read(section, bare=own)
+        except NotACallError:
+            if self._sink.calls == calls:
+                on_text(literal)
+                source.seek(mark)
+            return None
+        return () if ended else section.end
 
 
 def _openers(section: Section) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeAlias, TypeVar
 
+from baton.dialects.token_anchors import MARK
+
 T = TypeVar("T")
 Reader: TypeAlias = Generator[None, None, T]
 """Reads some text and returns what it found."""
@@ -44,6 +46,13 @@ def beginning_at_end(literals: tuple[str, ...], text: str, at: int) -> int | Non
     first = len(text) + 1 - max(map(len, literals), default=1)
     match = _beginnings_pattern(literals).search(text, max(at, first))
     return None if match is None else match.start()
+
+
+@functools.lru_cache(256)
+def _json_marks(ends: tuple[str, ...], in_string: bool) -> re.Pattern[str]:
+    """Return what finds the next mark of JSON, or one of some texts."""
+    marks = _STRING_MARK.pattern if in_string else _JSON_MARK.pattern
+    return re.compile("|".join((*map(re.escape, sorted(ends, key=len, reverse=True)), marks)), re.DOTALL)
 
 
 class Source:
@@ -132,13 +141,16 @@ class Source:
         partial = beginning_at_end(literals, self.text, self.at)
         return partial is not None and partial <= match.start()
 
-    def json_value(self, take: Callable[[str], None], *, drop: bool, most: int | None = None) -> Reader[bool]:
+    def json_value(
+        self, take: Callable[[str], None], *, drop: bool, most: int | None = None, anchors: tuple[str, ...] = ()
+    ) -> Reader[bool]:
         """Read an object or a list of JSON up to the bracket that closes it, without a look at what is in it.
 
         Args:
             take: Takes the text, in pieces.
             drop: Forget what was taken.
             most: How many characters it may have.
+            anchors: Texts that end it unclosed, outside of strings; those that are tokens within strings, too.
 
         Returns:
             Whether it was closed.
@@ -150,11 +162,20 @@ class Source:
         in_string = False
         at = self.at
         size = 0
+        tokens = tuple(anchor for anchor in anchors if anchor.startswith(MARK))
         while True:
-            match = (_STRING_MARK if in_string else _JSON_MARK).search(self.text, at)
+            ends = tokens if in_string else anchors
+            match = _json_marks(ends, in_string).search(self.text, at)
+            partial = beginning_at_end(ends, self.text, at) if ends and not self.ended else None
+            if match is not None and match[0] in ends and (partial is None or match.start() < partial):
+                if match.start() > self.at:
+                    take(self.text[self.at : match.start()])
+                self.at = match.start()
+                return False
             waits = match is not None and match[0] == "\\" and not self.ended
-            if match is None or waits:
+            if match is None or waits or (partial is not None and partial <= match.start()):
                 at = len(self.text) if match is None else match.start()
+                at = at if partial is None else min(at, partial)
                 size += at - self.at
                 if most is not None and size > most:
                     self.num_reread += most
@@ -167,7 +188,7 @@ class Source:
                     return False
                 if drop:
                     self.drop()
-                    at = 0
+                    at = self.at
                 yield
                 continue
             at = match.end()

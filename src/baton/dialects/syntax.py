@@ -167,7 +167,6 @@ class ToolDialect:
         regions: Regions of a response template, in place of sections.
         ids: How calls are named: ``call_`` and random digits, nine random letters and digits (Mistral's templates want
             that), or as the model wrote it.
-        ends_reasoning: A section ends reasoning that has not been closed.
         start: With ``regions``: finds where an assistant's message begins in a prompt.
     """
 
@@ -176,7 +175,6 @@ class ToolDialect:
     channels: Channels | None = None
     regions: tuple[Region, ...] = ()
     ids: Literal["random", "nine", "written"] = "random"
-    ends_reasoning: bool = False
     start: re.Pattern[str] | None = None
 
     @property

@@ -298,6 +298,7 @@ class TextDelta(msgspec.Struct):
         offsets: Parallel to ``token_ids``, if ``logprobs`` were asked for: characters of the sequence before the token.
         finish_reason: Stop or length when the sequence ended.
         stop_reason: The stop string or the stop token (asked for by id) that ended it.
+        anchors: Places in ``text`` where tokens begin that are anchors of the model's dialects.
     """
 
     index: int
@@ -307,6 +308,7 @@ class TextDelta(msgspec.Struct):
     offsets: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    anchors: Sequence[int] = ()
 
 
 class SequenceText:
@@ -320,11 +322,12 @@ class SequenceText:
         skip_special_tokens: Whether special tokens have no text.
         include_stop: Whether the stop string or token that ended the sequence belongs to its text.
         shown: Special tokens that have text all the same.
+        anchors: Tokens whose places in the text are told.
 
     Attributes:
         ended: Whether the sequence has ended; it takes no more tokens then.
-        push_plain: Takes tokens behind which the sequence goes on, and returns their text; only for sequences without
-            stop strings and log probabilities.
+        push_plain: Takes tokens behind which the sequence goes on, none of them an anchor, and returns their text; only
+            for sequences without stop strings and log probabilities.
     """
 
     def __init__(
@@ -336,8 +339,15 @@ class SequenceText:
         skip_special_tokens: bool = True,
         include_stop: bool = False,
         shown: frozenset[int] = frozenset(),
+        anchors: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt, shown)
+        self._tokenizer = tokenizer
+        self._anchors = anchors
+        self._places: list[int] = []
+        """Where anchors begin whose text was not returned yet, counted as :attr:`_chars`."""
+        self._returned = 0
+        """Characters that were returned, of those that are counted in :attr:`_chars`."""
         self.push_plain = self._detokenizer.push
         self._include_stop = include_stop
         self._matcher = None if stops is None else StopStringMatcher(stops, include_stop)
@@ -363,12 +373,18 @@ class SequenceText:
         # The token that ended the sequence is one of its tokens, but, as a stop string, none of its text.
         hidden = delta.stop_token_id is not None and not self._include_stop and ids[-1:] == [delta.stop_token_id]
         out = TextDelta(delta.index, "", ids, delta.logprobs, [], delta.finish_reason)
-        if self._matcher is None and not self._with_offsets:
+        if self._matcher is None and not self._with_offsets and self._anchors.isdisjoint(ids):
             out.text = self._detokenizer.push(ids[:-1] if hidden else ids)
+            self._chars += len(out.text)
         else:
             self._push_one_by_one(out, len(ids) - hidden)
         if out.finish_reason is not None:
             self._end(out, delta.stop_token_id)
+        self._returned += len(out.text)
+        if self._places:
+            begin = self._returned - len(out.text)
+            out.anchors = [at - begin for at in self._places if at < self._returned]
+            self._places = [at for at in self._places if at >= self._returned]
         return out
 
     def _push_one_by_one(self, out: TextDelta, shown: int) -> None:
@@ -378,7 +394,11 @@ class SequenceText:
             self._count += 1
             if self._with_offsets:
                 out.offsets.append(self._chars)
-            pieces.append(self._match(self._detokenizer.push((token_id,)) if at < shown else ""))
+            text = self._detokenizer.push((token_id,)) if at < shown else ""
+            if text and token_id in self._anchors:
+                # In front of it may be U+FFFD, of a character that was not complete.
+                self._places.append(self._chars + len(text) - len(self._tokenizer.token_text(token_id)))
+            pieces.append(self._match(text))
             if self.stopped_by_string:
                 out.token_ids = out.token_ids[: at + 1]
                 out.logprobs = out.logprobs[: at + 1]
@@ -397,7 +417,7 @@ class SequenceText:
         self.ended = True
         matcher = self._matcher
         if matcher is None:
-            out.text += self._detokenizer.flush()
+            out.text += self._match(self._detokenizer.flush())
         else:
             if matcher.matched is None:
                 out.text += self._match(self._detokenizer.flush())

@@ -256,6 +256,101 @@ SAMPLES = (
     ),
 )
 
+IRREGULAR_SAMPLES = (
+    # Calls within reasoning that was not closed.
+    Sample(
+        "hermes",
+        '<think>\nI look.\n\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\nDone.',
+        (("get_time", {}),),
+        "\nDone.",
+        "I look.\n\n",
+        "think",
+    ),
+    Sample(
+        "hermes",
+        "<think>First <tool_call> and a name, then </tool_call>.</think>Yes.",
+        content="Yes.",
+        reasoning="First <tool_call> and a name, then </tool_call>.",
+        reasoning_dialect="think",
+    ),
+    Sample(
+        "qwen3_coder",
+        "I read it.\n\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        (("get_time", {}), ("get_time", {})),
+        reasoning="I read it.\n\n",
+        reasoning_dialect="think",
+        prompt="<|im_start|>assistant\n<think>\n",
+    ),
+    Sample(
+        "glm4",
+        "<think>Hm.<tool_call>get_time</tool_call>",
+        (("get_time", {}),),
+        reasoning="Hm.",
+        reasoning_dialect="think",
+    ),
+    Sample(
+        "minimax_m2",
+        'Hm.\n<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+        (("get_time", {}),),
+        reasoning="Hm.\n",
+        reasoning_dialect="think",
+        prompt="]~b]ai\n<think>\n",
+    ),
+    Sample(
+        "mistral",
+        "[THINK]Hm.[TOOL_CALLS]get_time[ARGS]{}",
+        (("get_time", {}),),
+        reasoning="Hm.",
+        reasoning_dialect="mistral",
+    ),
+    Sample(
+        "deepseek_v3.1",
+        "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        (("get_time", {}),),
+        reasoning="Hm.",
+        reasoning_dialect="think",
+        prompt="<｜Assistant｜><think>",
+    ),
+    # Calls that are not written as they should be.
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nSan Francisco, CA\n<parameter=days>\n3\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        _TWO,
+    ),
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=write_file>\n<parameter=path>\na.md\n</parameter>\n<parameter=content>\n"
+        "Write <function=f>\n<parameter=path>\nx\n</function>, or\n<parameter=other>.\n</parameter>\n"
+        "</function>\n</tool_call>",
+        (
+            (
+                "write_file",
+                {
+                    "path": "a.md",
+                    "content": "Write <function=f>\n<parameter=path>\nx\n</function>, or\n<parameter=other>.",
+                },
+            ),
+        ),
+    ),
+    Sample(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">San Francisco, CA'
+        '<parameter name="days">3</invoke>\n</minimax:tool_call>',
+        (("get_weather", _WEATHER),),
+    ),
+    Sample(
+        "deepseek_v3.2",
+        _DSML_BEGIN + '<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="false">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="true">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="hours" string="true">[1, 2]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="other" string="true">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n' + _DSML_END,
+        (("get_weather", {"city": "5", "days": 3, "hours": [1, 2], "other": "3"}),),
+    ),
+)
+
 QWEN_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",

@@ -291,7 +291,8 @@ def _reasoning_tokens(ids: list[int], special: bool, begin: str, end: str) -> in
     texts = [tokenizer.decode(ids[:at], skip_special_tokens=False) for at in range(len(ids) + 1)]
     if not texts[-1].startswith(begin):
         return 0
-    stop = texts[-1].find(end, len(begin))
+    ends = (end, "<tool_call>") if special else (end,)  # a call's token ends it as well
+    stop = min((found for item in ends if (found := texts[-1].find(item, len(begin))) >= 0), default=-1)
     assert stop >= 0
     return sum(len(begin) < len(text) <= stop for text in texts[1:])
 
@@ -332,6 +333,38 @@ def test_a_budget_ends_reasoning(name: str, budget: int, special: bool) -> None:
             rest = tokenizer.decode(ids, skip_special_tokens=False).partition(end)[2]
             if name != "gpt_oss" and use.mode == "none":
                 assert rest.strip("\n</s>") in ('"yes"', '"no"')
+
+
+_KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}<|tool_calls_section_end|>"
+_NO_ARGUMENTS = {
+    "hermes": '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+    "kimi_k2": _KIMI.format("get_time:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
+}
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("name", _NO_ARGUMENTS)
+def test_the_token_of_a_call_ends_reasoning_that_was_not_closed(name: str, reasons: bool, budget: int | None) -> None:
+    dialects = choose_dialects(name, "think")
+    assert dialects.tools is not None
+    call = _NO_ARGUMENTS[name]
+    begin = dialects.tools.sections[0].begin[0]
+    thought = ("" if reasons else "<think>") + "I look, then:\n"
+    content = StructuredOutputs.from_mapping({"json": {"enum": ["yes", "no"]}}).to_grammar()
+    for mode, must_be in (("auto", None), ("auto", content), ("required", None)):
+        use = ToolUse(_USE.tools, mode, _USE.names)  # type: ignore[arg-type]
+        found = _TOKENIZERS[True][2]
+        grammar = AnswerGrammar(dialects, use, reasons, must_be, found, thinking_budget=budget).to_grammar()
+        assert _accepts(grammar, True, f"{thought}{call}"), mode
+        assert _accepts(grammar, True, f"{thought}</think>\n\n{call}"), mode
+        assert not _accepts(grammar, True, f"{thought}{begin}nothing of a call"), mode
+        assert not _accepts(grammar, True, f"{thought}{call} " + "so " * 60) or (mode, must_be) == ("auto", None)
+        assert not _accepts(grammar, True, thought)
+        if budget is not None:
+            assert not _accepts(grammar, True, f"{thought}{'so ' * 60}{call}")
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["literal", "special"])

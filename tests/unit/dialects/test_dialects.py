@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.dialects.samples import QWEN_TEMPLATE, SAMPLES, SCHEMAS, TEMPLATE_SAMPLES, Sample
+from tests.unit.dialects.samples import IRREGULAR_SAMPLES, QWEN_TEMPLATE, SAMPLES, SCHEMAS, TEMPLATE_SAMPLES, Sample
 
 from baton.dialects import (
     REASONING_DIALECTS,
@@ -27,7 +27,9 @@ from baton.dialects import (
 from baton.dialects.builtin import choose_dialects
 
 _TEMPLATES = tuple((sample, choose_dialects(response_template=template)) for template, sample in TEMPLATE_SAMPLES)
-_NAMED = tuple((sample, choose_dialects(sample.dialect, sample.reasoning_dialect)) for sample in SAMPLES)
+_NAMED = tuple(
+    (sample, choose_dialects(sample.dialect, sample.reasoning_dialect)) for sample in (*SAMPLES, *IRREGULAR_SAMPLES)
+)
 _ALL = (*_NAMED, *_TEMPLATES)
 _IDS = [f"{sample.dialect}-{at}" for at, (sample, _) in enumerate(_ALL)]
 
@@ -130,6 +132,33 @@ def test_plain_text_passes_through_every_dialect(name: str, reasoning: str) -> N
     text = "  Answer: 1 < 2, {not: json}, [1, 2], a[0](b)\n\n```json\n{}\n```\n"
     sample = Sample(name, text)
     assert _merged(_parse(sample, choose_dialects(name, reasoning), text)) == (text, "", [])
+
+
+_BROKEN = '{"city": {"name": "Rome"'
+_FINE = '{"city": "Bonn"}'
+_KIMI = "<|tool_call_begin|>functions.get_weather:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_V31 = "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+_BROKEN_CALLS = (
+    ("kimi_k2", f"<|tool_calls_section_begin|>{_KIMI}{_KIMI}<|tool_calls_section_end|>".format(0, _BROKEN, 1, _FINE)),
+    ("deepseek_v3.1", f"<｜tool▁calls▁begin｜>{_V31}{_V31}<｜tool▁calls▁end｜>".format(_BROKEN, _FINE)),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {_BROKEN}</tool_call>'
+        f'<tool_call>{{"name": "get_weather", "arguments": {_FINE}}}</tool_call>',
+    ),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{_BROKEN}[TOOL_CALLS]get_weather[ARGS]{_FINE}"),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), _BROKEN_CALLS, ids=[name for name, _ in _BROKEN_CALLS])
+def test_brackets_that_are_not_closed_swallow_nothing_behind_their_call(name: str, text: str) -> None:
+    dialects = choose_dialects(name, "none")
+    expected = [("get_weather", _BROKEN), ("get_weather", _FINE)]
+    for at in range(len(text)):
+        assert _merged(_parse(Sample(name, text), dialects, [text[:at], text[at:]])) == ("", "", expected), at
+    assert _merged(_parse(Sample(name, text), dialects, text)) == ("", "", expected)
+    quoted = text.replace(_FINE, json.dumps({"city": text}))  # what is in a string ends nothing
+    assert _merged(_parse(Sample(name, quoted), dialects, quoted))[2][1] == ("get_weather", json.dumps({"city": text}))
 
 
 def test_a_call_that_is_cut_gives_what_it_has() -> None:

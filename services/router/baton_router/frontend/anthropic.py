@@ -26,7 +26,7 @@ from baton_router.frontend.openai.answer import (
     Formatter,
     WholeAnswer,
     named_events,
-    parse_text,
+    parse_delta,
     reasoning_tokens,
 )
 from baton_router.frontend.openai.generation import FieldNames
@@ -506,7 +506,7 @@ class _Message:
     def add_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add text; return the stream's events for it."""
         finish = delta.finish_reason
-        parsed = parse_text(self._parser, delta.text, ended=finish is not None)
+        parsed = parse_delta(self._parser, delta)
         events = [event for item in parsed for event in self._event(item)]
         if finish is not None:
             events += self._close()
@@ -611,10 +611,7 @@ class WholeAnthropicMessage(WholeAnswer):
 
     def end(self) -> bytes:
         choice = self._choices[0][0]
-        finish = choice.finish_reason or FinishReason.STOP
-        self._message.add_delta(
-            TextDelta(0, "".join(choice.texts), [], finish_reason=finish, stop_reason=choice.stop_reason)
-        )
+        self._message.add_delta(choice.whole())
         return orjson.dumps(self._message.body(len(choice.ids), self._cached[0]))
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from baton.dialects import TOOL_DIALECTS
 from baton.dialects.builtin import AUTO, Dialects, check_dialect, choose_dialects
 from baton.dialects.call_grammar import AnswerGrammar
+from baton.dialects.token_anchors import TokenAnchors
 from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModel, Tokenizer
 from baton_router.processor.text_request import TextRequest
@@ -22,6 +23,8 @@ class _Known:
     read: Dialects
     written: Dialects
     """The same without dialects from a tokenizer's files, which only define how to read."""
+    anchors: TokenAnchors
+    """The same as ``read``, with marks where they consist of tokens."""
     special_tokens: dict[str, int]
     shown: frozenset[int]
 
@@ -43,8 +46,9 @@ class ModelDialects:
         self._names = tools, reasoning
         self._known: WeakKeyDictionary[Tokenizer, _Known] = WeakKeyDictionary()
 
-    def of(self, model: TextModel) -> Dialects:
-        return self._of(model).read
+    def anchors(self, model: TextModel) -> TokenAnchors:
+        """Return a model's dialects, as its answers are read."""
+        return self._of(model).anchors
 
     def shown_tokens(self, model: TextModel) -> frozenset[int]:
         """Return the special tokens that a model's dialects use."""
@@ -99,5 +103,8 @@ class ModelDialects:
             tokenizer = model.tokenizer
             shown = read.shown_tokens({token_id: tokenizer.token_text(token_id) for token_id in tokenizer.special_ids})
             markers = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.marker_ids}
-            known = self._known[tokenizer] = _Known(read, written, markers, shown)
+            # Where only the library knows the text of tokens, their places in it are not known.
+            tokens = {} if tokenizer.scheme is None else {token_id: name for name, token_id in markers.items()}
+            anchors = TokenAnchors(read.tools, read.reasoning, tokens)
+            known = self._known[tokenizer] = _Known(read, written, anchors, markers, shown)
         return known

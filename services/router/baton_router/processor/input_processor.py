@@ -369,7 +369,7 @@ class InputProcessor:
         stops = StopStrings(sampling.stop) if sampling.stop else None
         prepared = PreparedRequest(request, routed, info, text_model, stops)
         if request.parsed:
-            prepared.dialects = self.dialects.of(text_model)
+            prepared.anchors = self.dialects.anchors(text_model)
             if prepared.parser() is not None:
                 prepared.shown = self.dialects.shown_tokens(text_model)
         return prepared

@@ -235,6 +235,7 @@ class OutputProcessor:
     """
 
     __slots__ = (
+        "_anchors",
         "_clock",
         "_decisions",
         "_ended",
@@ -265,6 +266,7 @@ class OutputProcessor:
         self._num_generating = self._num_open
         """Sequences that the instance still runs, possibly behind a stop string."""
         self._per_token = request.per_token
+        self._anchors = prepared.anchor_ids
         self._prompt_index = request.prompt_index
         self._resumed = ResumedText.of(prepared, self._sequences[0])
         self._is_plain = prepared.stops is None and routed.sampling.logprobs is None and self._resumed is None
@@ -286,7 +288,7 @@ class OutputProcessor:
         if chunk.plain and self._is_plain:
             (delta,) = chunk.deltas
             token_ids = delta.token_ids
-            if not self._per_token or len(token_ids) == 1:
+            if (not self._per_token or len(token_ids) == 1) and self._anchors.isdisjoint(token_ids):
                 index = delta.index
                 text = self._sequences[index].push_plain(token_ids)
                 self._clock.count_tokens(index, len(token_ids))

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.api.v1 import common_pb2
 from baton.dialects import DialectParser
-from baton.dialects.builtin import Dialects
+from baton.dialects.token_anchors import TokenAnchors
 from baton.dialects.tool_use import ToolUse
 from baton.errors import InvalidRequestError, shown
 from baton.grammar import StructuredOutputs
@@ -178,7 +178,7 @@ class PreparedRequest(msgspec.Struct):
         info: The served model.
         text_model: Tokenizer and chat template.
         stops: Stop strings, if there are any.
-        dialects: Dialects of the model, if its text is parsed.
+        anchors: Dialects of the model, if its text is parsed.
         shown: Special tokens that the dialects use.
     """
 
@@ -187,7 +187,7 @@ class PreparedRequest(msgspec.Struct):
     info: ModelInfo
     text_model: TextModel
     stops: StopStrings | None
-    dialects: Dialects | None = None
+    anchors: TokenAnchors | None = None
     shown: frozenset[int] = frozenset()
 
     @property
@@ -209,18 +209,25 @@ class PreparedRequest(msgspec.Struct):
             request.skip_special_tokens,
             request.include_stop,
             self.shown,
+            self.anchor_ids,
         )
+
+    @property
+    def anchor_ids(self) -> frozenset[int]:
+        """Tokens whose places in the text the parser must know."""
+        return frozenset() if self.anchors is None else self.anchors.ids
 
     def parser(self) -> DialectParser | None:
         """Return the parser of calls and reasoning in a sequence's text; ``None`` if there are none."""
-        dialects = self.dialects
+        anchors = self.anchors
         use = self.request.tool_use
-        if dialects is None:
+        if anchors is None:
             return None
-        tools = dialects.tools if use.mode != "none" else None
-        if tools is None and dialects.reasoning is None:
+        tools = anchors.tools if use.mode != "none" else None
+        if tools is None and anchors.reasoning is None:
             return None
-        return DialectParser(tools, dialects.reasoning, schemas=use.schemas, prompt=self.request.prompt_end)
+        prompt = anchors.mark_prompt(self.request.prompt_end)
+        return DialectParser(tools, anchors.reasoning, schemas=use.schemas, prompt=prompt)
 
 
 class TextChunk(msgspec.Struct):

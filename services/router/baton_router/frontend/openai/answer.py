@@ -174,10 +174,13 @@ class Echo:
 class Choice:
     """One sequence of an answer, as it grows."""
 
-    __slots__ = ("finish_reason", "ids", "logprobs", "offsets", "stop_reason", "texts")
+    __slots__ = ("_chars", "anchors", "finish_reason", "ids", "logprobs", "offsets", "stop_reason", "texts")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._chars = 0
+        self.anchors: list[int] = []
+        """Places in all of the text; see :class:`TextDelta`."""
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.offsets: list[int] = []
@@ -187,11 +190,19 @@ class Choice:
     def add(self, delta: TextDelta) -> None:
         """Add a delta of the sequence."""
         self.texts.append(delta.text)
+        self.anchors += [self._chars + at for at in delta.anchors]
+        self._chars += len(delta.text)
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.offsets += delta.offsets
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+
+    def whole(self) -> TextDelta:
+        """Return all of the text as one delta, without tokens."""
+        finish = self.finish_reason or FinishReason.STOP
+        text = "".join(self.texts)
+        return TextDelta(0, text, [], finish_reason=finish, stop_reason=self.stop_reason, anchors=self.anchors)
 
 
 class WholeAnswer:
@@ -571,7 +582,7 @@ class WholeMessage(WholeAnswer):
 
     def _chat_choice(self, at: int, index: int, choice: Choice) -> dict[str, Any]:
         out = super()._chat_choice(at, index, choice)
-        events = parse_text(self._prepared[at].parser(), "".join(choice.texts), ended=True)
+        events = parse_delta(self._prepared[at].parser(), choice.whole())
         message = out["message"] = message_of(events, reasoning=self._request.reasoning)
         if TOOL_CALLS in message and choice.finish_reason == FinishReason.STOP:
             out["finish_reason"] = TOOL_CALLS
@@ -607,17 +618,17 @@ def message_of(events: Sequence[Event], *, reasoning: bool) -> dict[str, Any]:
     return message
 
 
-def parse_text(parser: DialectParser | None, text: str, *, ended: bool) -> list[Event]:
+def parse_delta(parser: DialectParser | None, delta: TextDelta) -> list[Event]:
     """Return the events of more text of a sequence.
 
     Args:
         parser: Parser of the sequence's calls and reasoning; ``None``: all of it is text.
-        text: The text, possibly empty.
-        ended: Whether it is the last one.
+        delta: The text, possibly empty; the last one has a finish reason.
     """
     if parser is None:
-        return [Text(text)] if text else []
-    return [*parser.feed(text), *(parser.finish() if ended else ())]
+        return [Text(delta.text)] if delta.text else []
+    events = parser.feed(delta.text, delta.anchors)
+    return events if delta.finish_reason is None else [*events, *parser.finish()]
 
 
 def reasoning_tokens(prepared: PreparedRequest, thoughts: str) -> int:
@@ -642,7 +653,7 @@ class MessageEvents(EventStream):
         if parser is None:
             return super()._piece(at, delta)
         finish: str | None = delta.finish_reason
-        events = parse_text(parser, delta.text, ended=finish is not None)
+        events = parse_delta(parser, delta)
         if finish is not None:
             if parser.calls and finish == FinishReason.STOP:
                 finish = TOOL_CALLS

@@ -583,6 +583,6 @@ def _without_effect(request: OpenAIRequest, prepared: PreparedRequest) -> list[s
     """Return fields without effect: variables that the chat template does not read, and unknown reasoning."""
     template = prepared.text_model.chat_template
     read = template.variables if template is not None else frozenset()
-    reasons = prepared.dialects is not None and prepared.dialects.reasoning is not None
+    reasons = prepared.anchors is not None and prepared.anchors.reasoning is not None
     names = [name for variable, name in request.template_fields.items() if variable not in read]
     return names if reasons else names + request.reasoning_fields

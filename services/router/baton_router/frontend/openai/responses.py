@@ -20,7 +20,7 @@ from baton_router.frontend.openai.answer import (
     WholeAnswer,
     message_of,
     named_events,
-    parse_text,
+    parse_delta,
     reasoning_tokens,
     usage_object,
 )
@@ -41,7 +41,7 @@ from baton_router.frontend.openai.schemas import (
     parse_body,
     unknown_fields,
 )
-from baton_router.processor.text_request import PreparedRequest, TextChunk
+from baton_router.processor.text_request import PreparedRequest, TextChunk, TextDelta
 from baton_router.types import Account
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -462,9 +462,10 @@ class _Response:
         self._events: list[Event] = []
         self._items = _Items(self._settings.tools)
 
-    def add_text(self, text: str, finish: FinishReason | None) -> list[dict[str, Any]]:
+    def add_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add text; return the stream's events for it."""
-        parsed = parse_text(self._parser, text, ended=finish is not None)
+        finish = delta.finish_reason
+        parsed = parse_delta(self._parser, delta)
         self._events += parsed
         events = [event for item in parsed for event in self._items.add_event(item)]
         if finish is not None:
@@ -525,7 +526,7 @@ class WholeResponse(WholeAnswer):
 
     def end(self) -> bytes:
         choice = self._choices[0][0]
-        self._response.add_text("".join(choice.texts), choice.finish_reason or FinishReason.STOP)
+        self._response.add_delta(choice.whole())
         status = "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
         return self._response.store(self._response.body(status, len(choice.ids), sum(self._cached)))
 
@@ -552,7 +553,7 @@ class ResponseEvents(EventStream):
             self._tokens += len(delta.token_ids)
             if delta.finish_reason == FinishReason.LENGTH:
                 self._status = "incomplete"
-            events += self._response.add_text(delta.text, delta.finish_reason)
+            events += self._response.add_delta(delta)
         return self._written(events)
 
     def end(self) -> bytes:
