@@ -20,7 +20,8 @@ from baton.rpc import convert
 from baton.rpc.errors import from_status
 from baton.rpc.ticket import Bearer, TicketCheck, request_digest
 from baton.tracing import parse_traceparent
-from baton_router.frontend.anthropic import object_of, parse_message
+from baton_router.frontend.anthropic.answer import object_of
+from baton_router.frontend.anthropic.messages import parse_message
 from baton_router.frontend.grpc.servicer import text_request
 from baton_router.frontend.openai.openai_request import parse_chat, parse_completion
 from baton_router.frontend.openai.response_store import ResponseStore
@@ -139,7 +140,7 @@ def anthropic(data: bytes) -> None:
     except TypeError:  # what no JSON can say
         return
     with contextlib.suppress(InvalidRequestError):
-        request = parse_message(body, None)
+        request = parse_message(body, None, ResponseStore())
         assert len(request.requests) == 1
     assert isinstance(object_of(choices.text()), dict)
 

@@ -17,7 +17,8 @@ from tests.support.scripted import encode
 from tests.support.servers.http_front import KEYS, Served
 
 from baton_router.accounts import Accounts
-from baton_router.frontend.anthropic import chat_messages, object_of
+from baton_router.frontend.anthropic.answer import object_of
+from baton_router.frontend.anthropic.conversation import Conversation
 
 TOOLS: list[Any] = [
     {"name": "get_weather", "description": "Tell it.", "input_schema": PARAMETERS},
@@ -116,7 +117,8 @@ def test_reasoning_is_shown_to_who_asks_for_it(served: Served, client: anthropic
         more: dict[str, Any] = {**GREEDY} if thinking is None else {"thinking": thinking, **GREEDY}
         with client.messages.stream(model="baton-tiny", messages=CHAT, max_tokens=500, **more) as stream:
             assert "thinking" not in kinds(stream.get_final_message().content)
-    assert kinds(create(client, thinking={"type": "adaptive"}).content)[0] == "thinking"
+    for thinking in ({"type": "adaptive"}, {"type": "adaptive", "display": "updates"}):
+        assert kinds(create(client, thinking=thinking).content)[0] == "thinking"
     create(client, thinking=THINKING)
     assert "max_tokens=99" in served.dispatcher.requests[-1].sampling.grammar.text  # type: ignore[union-attr]
 
@@ -234,6 +236,142 @@ def test_fields_without_effect_are_named(served: Served) -> None:
 
 
 TOOL = TOOLS[1]
+KEEP_ALL: list[Any] = [
+    {},
+    {"edits": []},
+    {"edits": None},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_beta_fields_that_ask_for_nothing_are_accepted(served: Served, path: str) -> None:
+    say(served, "Hm.")
+    nothing: list[dict[str, Any]] = [{"context_management": value} for value in KEEP_ALL]
+    names = ("compaction", "container", "diagnostics", "fallbacks", "inference_geo", "output_format", "speed", "thread")
+    nothing.append(dict.fromkeys(names, None))
+    nothing.append({"billing_policy": {"type": "billing_policy", "bill_to": "self"}, "fallbacks": "default"})
+    nothing.append({"mcp_servers": [], "container": {"skills": []}, "betas": [], "speed": "standard"})
+    nothing.append(
+        {"inference_geo": "global", "diagnostics": {"previous_message_id": None}, "fallback_credit_token": "x"}
+    )
+    for fields in nothing:
+        body = {"messages": CHAT, **fields, **({"max_tokens": 9} if path == "/v1/messages" else {})}
+        answer = served.post(path, body)
+        assert answer.status_code == 200, (fields, answer.text)
+        assert "x-baton-ignored-fields" not in answer.headers, fields
+
+
+def test_deferred_and_changed_tools(served: Served, client: anthropic.Anthropic) -> None:
+    """As Claude Code sends them: a search tells which tools to load, system turns add and remove others."""
+    say(served, '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>')
+    late = {**TOOLS[0], "defer_loading": True}
+    first = create(client, tools=[TOOLS[1], late])
+    assert "get_weather" not in prompt(served)
+    (call,) = first.content
+    loaded = [{"type": "tool_reference", "tool_name": "get_weather"}]
+    history: list[Any] = [
+        *CHAT,
+        {"role": "assistant", "content": [call.model_dump()]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": loaded}]},
+    ]
+    create(client, tools=[TOOLS[1], late], messages=history)
+    assert '"name": "get_weather"' in prompt(served)
+    assert "<|tool|>get_weather" in prompt(served)
+    added = {"type": "tool_definition", "definition": {"name": "sing", "input_schema": {"type": "object"}}}
+    changes: list[Any] = [
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_time"}},
+        {"type": "tool_addition", "tool": added},
+        {"type": "text", "text": "Tools changed."},
+    ]
+    served.post(
+        "/v1/messages",
+        {"max_tokens": 9, "tools": [TOOLS[1], late], "messages": [*history, {"role": "system", "content": changes}]},
+    )
+    offered = prompt(served).partition("</tools>")[0]
+    assert '"sing"' in offered
+    assert '"get_weather"' in offered
+    assert "get_time" not in offered
+    assert "Tools changed." in prompt(served)
+    wrong = {"name": "sing", "strict": True, "input_schema": {"type": "object", "not": {}}}
+    changes[1]["tool"] = {"type": "tool_definition", "definition": wrong}
+    answer = served.post("/v1/messages", {"max_tokens": 9, "messages": [*CHAT, {"role": "system", "content": changes}]})
+    assert answer.json()["error"]["param"] == "messages[1].content[1].tool.definition.input_schema.not"
+
+
+def test_settings_of_system_turns(served: Served) -> None:
+    say(served, "Hm.")
+    turns: list[Any] = [
+        *CHAT,
+        {"role": "system", "content": "Only now.", "clear_at": "next_user_message"},
+        {"role": "assistant", "content": "Well."},
+        {"role": "user", "content": "And?"},
+        {"role": "system", "content": "Still here.", "clear_at": "next_user_message"},
+        {"role": "system", "output_config": {"effort": "low"}},
+    ]
+    answer = served.post("/v1/messages", {"messages": turns, "max_tokens": 9})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-baton-ignored-fields"] == "output_config.effort"  # the template does not read it
+    assert "Only now." not in prompt(served)
+    assert "Still here." in prompt(served)
+
+
+def test_tools_of_the_service_are_left_out_by_name(served: Served) -> None:
+    say(served, "Hm.")
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    answer = served.post("/v1/messages", {"messages": CHAT, "max_tokens": 9, "tools": [search, TOOL]})
+    assert answer.headers["x-baton-ignored-fields"] == "tools[0].web_search_20250305"
+    answer = served.post("/v1/messages", {"messages": CHAT, "max_tokens": 9, "tools": [search]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].type")
+
+
+def test_the_old_name_of_the_format_of_the_text(served: Served) -> None:
+    say(served, '{"name": "Rome"}')
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"name": {"type": "string"}}}}
+    answer = served.post("/v1/messages", {"messages": CHAT, "max_tokens": 99, "output_format": form})
+    assert answer.status_code == 200, answer.text
+    assert "%json" in served.dispatcher.requests[-1].sampling.grammar.text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thread_goes_on_by_the_id_of_its_last_message(served: Served, stream: bool) -> None:
+    def post(**fields: Any) -> tuple[str, str]:
+        body = {"max_tokens": 500, "temperature": 0, "stream": stream, **fields}
+        answer = served.post("/v1/messages", body)
+        assert answer.status_code == 200, answer.text
+        assert "x-baton-ignored-fields" not in answer.headers
+        if not stream:
+            return answer.json()["id"], answer.json()["content"][-1].get("id", "")
+        parts = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        blocks = [part["content_block"] for part in parts if part["type"] == "content_block_start"]
+        return parts[0]["message"]["id"], blocks[-1].get("id", "")
+
+    first, call = post(messages=CHAT, tools=TOOLS, system="Be brief.", thinking=THINKING, thread={"type": "create"})
+    say(served, "It is sunny.")
+    results = [{"type": "tool_result", "tool_use_id": call, "content": "Noon."}]
+    turn = {"role": "user", "content": results}
+    goes_on = {"type": "continue", "previous_message_id": first}
+    second, _ = post(messages=[turn], thread=goes_on)
+    text = prompt(served)
+    assert "<|system|>Be brief." in text
+    assert '"get_weather"' in text.partition("</tools>")[0]
+    assert "<|user|>Weather?<|assistant|><think>They want it.</think>Let me see.<tool_call>" in text
+    assert "<|tool|>Noon." in text
+    post(messages=[{"role": "user", "content": "Sure?"}], thread={**goes_on, "previous_message_id": second})
+    assert prompt(served).endswith("<|tool|>Noon.<|assistant|>It is sunny.<|user|>Sure?<|assistant|>")
+    # It is no response of OpenAI's interface, and the other way round.
+    assert served.http.get(f"/v1/responses/{first}").status_code == 404
+    assert served.post("/v1/responses", {"input": "x", "previous_response_id": first}).status_code == 404
+    response = served.post("/v1/responses", {"input": "x"}).json()["id"]
+    for ident in ("msg_none", response):
+        answer = served.post(
+            "/v1/messages", {"max_tokens": 9, "messages": CHAT, "thread": {**goes_on, "previous_message_id": ident}}
+        )
+        assert answer.status_code == 404
+        assert answer.json()["error"]["details"] == {"error_code": "thread_not_found"}
+    answer = served.post("/v1/messages", {"max_tokens": 9, "messages": CHAT, "thread": {"type": "fork"}})
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +433,19 @@ TOOL = TOOLS[1]
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"container": "c"}, "container"),
+        ({"compaction": {"type": "x"}}, "compaction"),
+        ({"context_management": {"edits": 1}}, "context_management.edits"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management.edits[0]"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
+        ({"thread": {"type": "continue"}}, "thread.previous_message_id"),
+        ({"thread": {"type": "continue", "previous_message_id": "x"}, "system": "x"}, "system"),
+        ({"thread": {"type": "continue", "previous_message_id": "x"}, "tools": []}, "tools"),
+        ({"messages": [*CHAT, {"role": "system", "content": "x", "clear_at": "now"}]}, "messages[1].clear_at"),
+        (
+            {"messages": [*CHAT, {"role": "system", "content": [{"type": "tool_removal"}]}]},
+            "messages[1].content[0].tool.type",
+        ),
+        ({"messages": [*CHAT, {"role": "system", "output_config": 1}]}, "messages[1].output_config"),
         ({"metadata": {"user_id": 1}}, "metadata.user_id"),
     ],
 )
@@ -312,7 +463,9 @@ def test_bad_input_names_the_field(served: Served, fields: dict[str, Any], param
 def test_turns_of_one_role_take_their_length_in_time() -> None:
     turns: list[Any] = [{"role": "user", "content": "a" * 40}] * 300_000
     blocks: list[Any] = [{"type": "thinking", "thinking": "a" * 40}] * 300_000
-    made = chat_messages(None, [*turns, {"role": "assistant", "content": blocks}], [])
+    conversation = Conversation(None, [])
+    conversation.read([*turns, {"role": "assistant", "content": blocks}])
+    made = conversation.messages()
     assert [len(message["content"]) for message in made] == [300_000 * 41 - 1, 0]
     assert len(made[1]["reasoning_content"]) == 300_000 * 40
 

@@ -27,8 +27,11 @@ from baton.types import SamplingParams
 from baton.version import __version__
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.dispatch.interface import Dispatcher
-from baton_router.frontend.anthropic import NAMES as MESSAGE_NAMES
-from baton_router.frontend.anthropic import CountTokensBody, count_request, message_formatter, parse_message, refusal
+from baton_router.frontend.anthropic.answer import message_formatter
+from baton_router.frontend.anthropic.errors import refusal
+from baton_router.frontend.anthropic.messages import NAMES as MESSAGE_NAMES
+from baton_router.frontend.anthropic.messages import count_request, parse_message
+from baton_router.frontend.anthropic.schemas import CountTokensBody
 from baton_router.frontend.document import OPERATIONS, openapi
 from baton_router.frontend.http import errors
 from baton_router.frontend.http.errors import json_response
@@ -115,7 +118,9 @@ def create_app(
     store = ResponseStore(metrics.count_kept)
     endpoints: dict[str, GenerationEndpoint | PlainEndpoint] = {
         **openai_endpoints(options, store),
-        "/v1/messages": GenerationEndpoint(parse_message, "msg", message_formatter, MESSAGE_NAMES, refusal),
+        "/v1/messages": GenerationEndpoint(
+            functools.partial(parse_message, store=store), "msg", message_formatter, MESSAGE_NAMES, refusal
+        ),
         "/v1/messages/count_tokens": PlainEndpoint(CountTokensBody, tokenizer.count, MESSAGE_NAMES, refusal),
         "/tokenize": PlainEndpoint(TokenizeBody, tokenizer.tokenize),
         "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from baton.version import __version__
-from baton_router.frontend import anthropic as messages
+from baton_router.frontend.anthropic import schemas as messages
 from baton_router.frontend.openai import answer_schemas as answers
 from baton_router.frontend.openai.responses import ResponsesBody
 from baton_router.frontend.openai.schemas import (

@@ -18,7 +18,8 @@ from baton.api.v1 import worker_pb2
 from baton.rpc.http2.message_stream import StreamEnded
 from baton.rpc.multiplex import Call, CallEnded, CallStream, TokenWriter
 from baton.tokenizer import IncrementalDetokenizer
-from baton_router.frontend.anthropic import message_formatter, parse_message
+from baton_router.frontend.anthropic.answer import message_formatter
+from baton_router.frontend.anthropic.messages import parse_message
 from baton_router.frontend.openai.answer import EventStream, EventWriter
 from baton_router.frontend.openai.openai_request import parse_chat
 from baton_router.frontend.openai.response_store import ResponseStore
@@ -84,7 +85,7 @@ async def test_events_of_other_forms_have_no_writer() -> None:
     responses = parse_response({"model": "baton-tiny", "stream": True, "input": "x"}, None, ResponseStore())
     clock = GenerationClock(GenerationMetrics(CollectorRegistry()), 0.0)
     for request, formatter in (
-        (parse_message({**chat, "max_tokens": 9}, None), message_formatter),
+        (parse_message({**chat, "max_tokens": 9}, None, ResponseStore()), message_formatter),
         (responses, response_formatter),
     ):
         prepared = [await text.prepare(item) for item in request.requests]

@@ -22,12 +22,12 @@ MAX_TOTAL_BYTES = 256 * 1024 * 1024
 
 
 class _Kept(NamedTuple):
-    messages: bytes
-    body: bytes
+    conversation: bytes
+    body: bytes | None
 
     @property
     def size(self) -> int:
-        return len(self.messages) + len(self.body)
+        return len(self.conversation) + len(self.body or b"")
 
 
 class ResponseStore:
@@ -44,16 +44,16 @@ class ResponseStore:
         self._sizes: dict[str, int] = {}
         self._on_change = on_change
 
-    def add(self, account: Account | None, ident: str, messages: list[dict[str, Any]], body: bytes) -> None:
+    def add(self, account: Account | None, ident: str, conversation: Any, body: bytes | None = None) -> None:
         """Store a response, unless it takes more than an eighth of an account's bytes.
 
         Args:
             account: Account of the request; ``None`` without API keys.
             ident: Identifier of the response.
-            messages: The conversation, including the response.
-            body: The response object as JSON.
+            conversation: The conversation, including the response: messages of a chat, or a thread.
+            body: The response object as JSON; ``None`` of threads.
         """
-        entry = _Kept(orjson.dumps(messages), body)
+        entry = _Kept(orjson.dumps(conversation), body)
         owner = _owner(account)
         if entry.size > MAX_BYTES // 8:
             return
@@ -73,8 +73,22 @@ class ResponseStore:
         Raises:
             NotFoundError: The account has no such response, or not any more.
         """
-        messages: list[dict[str, Any]] = orjson.loads(self._find(account, ident, "previous_response_id").messages)
+        found, _ = self._find(account, ident, "previous_response_id")
+        messages: list[dict[str, Any]] = orjson.loads(found)
         return messages
+
+    def thread(self, account: Account | None, ident: str) -> dict[str, Any]:
+        """Return the thread that ends with a response.
+
+        Raises:
+            NotFoundError: The account has no such thread, or not any more.
+        """
+        kept = self._entry(account, ident)
+        if kept is None or kept.body is not None:
+            name = "thread.previous_message_id"
+            raise NotFoundError(f"{name}: there is no thread with {shown(ident)} here (any more)", field=name)
+        thread: dict[str, Any] = orjson.loads(kept.conversation)
+        return thread
 
     def body(self, account: Account | None, ident: str) -> bytes:
         """Return a response as JSON.
@@ -82,7 +96,8 @@ class ResponseStore:
         Raises:
             NotFoundError: The account has no such response, or not any more.
         """
-        return self._find(account, ident, "response_id").body
+        _, body = self._find(account, ident, "response_id")
+        return body
 
     def delete(self, account: Account | None, ident: str) -> None:
         """Delete a response.
@@ -105,12 +120,16 @@ class ResponseStore:
             raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
         return Response(self.body(account, ident), media_type="application/json")
 
-    def _find(self, account: Account | None, ident: str, name: str) -> _Kept:
+    def _entry(self, account: Account | None, ident: str) -> _Kept | None:
         kept = self._kept.get(_owner(account))
-        response = kept.get(ident) if kept is not None else None
-        if response is None:
+        return None if kept is None else kept.get(ident)
+
+    def _find(self, account: Account | None, ident: str, name: str) -> tuple[bytes, bytes]:
+        """Return the conversation and the body of a response."""
+        kept = self._entry(account, ident)
+        if kept is None or kept.body is None:
             raise NotFoundError(f"{name}: there is no response {shown(ident)} here (any more)", field=name)
-        return response
+        return kept.conversation, kept.body
 
     def _drop(self, owner: str, ident: str) -> None:
         self._sizes[owner] -= self._kept[owner].pop(ident).size
