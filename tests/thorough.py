@@ -54,6 +54,7 @@ PATHS = {
     "tests/helm/test_autoscale.py": WAITS,
     "tests/e2e/test_autoscale.py": WAITS,
     "tests/e2e/test_two_hosts.py": WAITS,
+    "tests/e2e/test_up_reachable.py": WAITS,
     "tests/e2e/test_rotation.py": WAITS,
     "tests/e2e/test_supervisor.py": WAITS,
     "tests/e2e/test_traces.py": WAITS,

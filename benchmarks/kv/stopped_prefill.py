@@ -79,7 +79,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     threshold = ("--remote-prefill-threshold", "64")
     extra = ExtraArgs(worker=worker, decode=threshold, router=threshold)
     phases = {"undisturbed": Phase(), "stopped": Phase()}
-    plan = make_plan(ratio=Ratio(2, 2), port=0, extra=extra)
+    plan = make_plan(ratio=Ratio(2, 2), extra=extra)
     async with (
         Supervisor(plan, lambda name, line: None) as supervisor,
         AsyncClient(plan.grpc_address, timeout=120.0, retries=0) as client,

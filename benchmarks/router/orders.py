@@ -41,7 +41,7 @@ async def main(model: str, lengths: list[int], rounds: int) -> None:
     """Measure and print a table."""
     extra = ExtraArgs(worker=("--model", model, "--dtype", "float32"), decode=("--remote-prefill-threshold", "1"))
     rng = random.Random(0)
-    async with Supervisor(make_plan(ratio=Ratio(1, 1), port=0, extra=extra), lambda name, line: None) as supervisor:
+    async with Supervisor(make_plan(ratio=Ratio(1, 1), extra=extra), lambda name, line: None) as supervisor:
         url = f"http://{supervisor.plan.http_address}"
         async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
             print(f"| prompt tokens | {' | '.join(f'`{order}` p50 ms | p90' for order in ORDERS)} |")

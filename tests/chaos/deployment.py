@@ -203,7 +203,6 @@ class Deployment:
             router += self.credentials.router_flags
         base = make_plan(
             ratio=Ratio(2, 2),
-            port=0,
             pipes=shape.pipes,
             kvstore=True,
             extra=ExtraArgs(

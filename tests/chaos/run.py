@@ -32,8 +32,8 @@ from tests.chaos.workload import MODEL, ROOT, Case, Request, cases
 from tests.support.servers.warm import WarmStarter
 
 import baton
-from baton.cli.plan import HOST
 from baton.client import AsyncClient, Choice, Generation
+from baton.config.deployment import LOOPBACK as HOST
 from baton.errors import BatonError, DeadlineError, UnavailableError, all_errors
 
 LOG = Path(__file__).with_name("log.jsonl")

@@ -31,7 +31,7 @@ TEXT = "import os\n\n\ndef main():\n    print(os.environ)\n" * 4
 async def supervisor(model, starter) -> AsyncIterator[Supervisor]:
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "600")
     extra = ExtraArgs(worker=worker, decode=("--remote-prefill-threshold", "32"))
-    async with supervised(make_plan(ratio=Ratio(1, 1), port=0, extra=extra), starter) as made:
+    async with supervised(make_plan(ratio=Ratio(1, 1), extra=extra), starter) as made:
         yield made
 
 

@@ -36,7 +36,6 @@ async def test_a_token_is_replaced_under_load_without_a_failed_request(model, st
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "600", "--remote-prefill-threshold", "16")
     plan = make_plan(
         ratio=Ratio(1, 1),
-        port=0,
         kvstore=True,
         access=("--token-file", str(path)),
         extra=ExtraArgs(worker=worker),

@@ -16,6 +16,7 @@ from tests.support.equality import hf_greedy
 from baton import AsyncClient, Client
 from baton.cli.plan import ExtraArgs, Ratio, make_plan
 from baton.cli.supervisor import ManagedProcess, ProcessSpec, Supervisor
+from baton.config.deployment import ListenConfig
 from baton.errors import DeadlineError, NotFoundError
 from baton.rpc.server import free_ports
 from baton.tokenizer.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ async def deployment(model, starter) -> AsyncIterator[tuple[Supervisor, list[str
         worker=("--model", model, "--dtype", "float32", "--kv-blocks", "2000", "--routers", routers),
         decode=("--remote-prefill-threshold", "32"),
     )
-    plan = make_plan(ratio=Ratio(1, 2), port=plan_router[0], grpc_port=plan_router[1], extra=extra)
+    plan = make_plan(ratio=Ratio(1, 2), listen=ListenConfig(port=plan_router[0], grpc_port=plan_router[1]), extra=extra)
     lines: list[str] = []
     second = ProcessSpec(
         "router-1", "baton_router.main", ("--port", str(http), "--grpc-port", str(grpc)), f"127.0.0.1:{grpc}", "router"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def plan(model: str):
-    return make_plan(ratio=Ratio(0, 1), port=0, extra=ExtraArgs(worker=("--model", model, "--kv-blocks", "200")))
+    return make_plan(ratio=Ratio(0, 1), extra=ExtraArgs(worker=("--model", model, "--kv-blocks", "200")))
 
 
 def warm(starter: WarmStarter, model: str, lines: list[str], **options) -> Supervisor:

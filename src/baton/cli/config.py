@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.plan import autoscale_config, own_flags, plan_from, read_file, service_configs
+from baton.cli.plan import autoscale_config, own_flags, own_token, plan_from, read_file, service_configs
 from baton.cli.supervisor import ProcessSpec
 from baton.cli.up import add_deployment_flags
 from baton.config import add_flags
@@ -80,7 +80,8 @@ def schema(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the effective configuration; returns the exit status."""
     file = read_file(args)
-    plan = plan_from(args, file)
+    with own_token(args, file):
+        plan = plan_from(args, file)
     specs: dict[str, ProcessSpec] = {}
     for group in plan.groups:
         for spec in group:

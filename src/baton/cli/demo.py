@@ -75,7 +75,6 @@ async def _demo(args: argparse.Namespace) -> int:
     check_pipes(tuple(args.pipe.split(",")))
     plan = make_plan(
         ratio=Ratio(1, 1),
-        port=0,
         pipes=args.pipe,
         kvstore=True,
         extra=ExtraArgs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import secrets
@@ -14,21 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from baton.cli.parser import RoleArgsParser
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec
-from baton.config import EngineConfig, from_flags
+from baton.config import EngineConfig, add_flags, from_flags
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import NO_FILE, ROLES, ClusterFile, Pool
 from baton.config.demo_model import default_model
-from baton.config.flags import ENV_PREFIX, Placed
+from baton.config.deployment import LOOPBACK, ListenConfig
+from baton.config.flags import ENV_PREFIX, Placed, resolve
 from baton.config.kvstore import KVStoreConfig
 from baton.config.router import RouterConfig
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
 from baton.errors import ConfigError
+from baton.rpc.auth import is_loopback
 from baton.rpc.server import free_ports
 from baton.tokenizer.model_files import check_model_path
+from baton.worker.process import add_config_flags
 
 _ACCESS = ("token-file", "tls-cert", "tls-key", "tls-ca", "tls-name", "clear-kv")
 _OWNED = {
@@ -36,11 +41,16 @@ _OWNED = {
     **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", *_ACCESS)),
 }
 """Flags that ``baton up`` sets, so that the services find each other."""
+_INSTEAD = {
+    "router": {name: f"--{name}" for name in ("host", "port", "grpc-port")},
+    **{role: {"host": "--instance-host", "metrics-port": "--metrics-port"} for role in ("prefill", "decode")},
+}
+"""Flags of ``baton up`` in place of those."""
 T = TypeVar("T")
-DEFAULT_PORT = 8000
-DEFAULT_GRPC_PORT = 8001
-HOST = "127.0.0.1"
+_LOCAL_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "[::1]", "[::]": "[::1]"}
+"""Addresses under which processes of this host call one that listens on all of its addresses."""
 MAX_INSTANCES = 64
+FREE_PORTS = ListenConfig(port=0, grpc_port=0)
 
 _URLS = frozenset({"--redis", "--kvstore"})
 """Flags whose values may contain passwords."""
@@ -92,19 +102,19 @@ class ExtraArgs:
 def make_plan(
     *,
     ratio: Ratio,
-    port: int,
-    grpc_port: int = 0,
+    listen: ListenConfig = FREE_PORTS,
+    router_metrics_port: int = 0,
     pipes: str = "",
     kvstore: bool = False,
     access: Sequence[str] = (),
     extra: ExtraArgs | None = None,
 ) -> DeploymentPlan:
-    """Plan a deployment on loopback.
+    """Plan a deployment on this machine.
 
     Args:
         ratio: Number of prefill and decode instances.
-        port: HTTP port of the router; 0 takes a free one.
-        grpc_port: gRPC port of the router; 0 takes a free one.
+        listen: Addresses and ports; default: free ones of loopback.
+        router_metrics_port: Port of the router's /metrics, to be shown; 0: its HTTP port.
         pipes: Comma-separated kinds of pipe, in order of preference; empty: the services' default.
         kvstore: Whether a KV store runs too, used by all instances.
         access: Flags for token and certificates of all services.
@@ -120,49 +130,60 @@ def make_plan(
     num_workers = sum(pool.replicas or 0 for pool in pools)
     if num_workers > MAX_INSTANCES:
         raise ConfigError(f"{num_workers} instances are more than {MAX_INSTANCES}", field="ratio")
-    free = iter(free_ports(2 * num_workers + 4))
-    http = f"{HOST}:{port or next(free)}"
-    grpc = f"{HOST}:{grpc_port or next(free)}"
+    free = iter(free_ports(2 * num_workers + 5))
+    metrics = itertools.count(listen.metrics_port + 1) if listen.metrics_port else free
+    store_metrics, scaling_metrics = next(metrics), next(metrics)
+    http_port, router_port = listen.port or next(free), listen.grpc_port or next(free)
+    local = _LOCAL_ADDRESSES.get(listen.host, listen.host)
+    http, grpc = f"{local}:{http_port}", f"{local}:{router_port}"
     config = ("--config", more.config) if more.config else ()
     both = (*config, *(("--pipes", pipes) if pipes else ()), *access)
-    store = _spec("kvstore", "kvstore", (next(free), next(free)), both) if kvstore else None
+    store = _spec("kvstore", "kvstore", listen.instance_host, (next(free), store_metrics), both) if kvstore else None
     knows = () if store is None else ("--kvstore", store.health_address)
     shared = ("--routers", grpc, *both, *knows, *more.worker)
     own = {"prefill": more.prefill, "decode": more.decode}
+    further: dict[str, tuple[int, int]] = {}  # ports by name: one that comes again has those that it had
     workers = []
     for pool in pools:
         args = [*shared, *own[pool.role]]
         if config and pool.name != pool.role:
             args = [*shared, "--pool", pool.name, *own[pool.role]]
         for index in range(pool.replicas or 0):
-            workers.append(_spec(pool.role, f"{pool.name}-{index}", (next(free), next(free)), args))
+            ports = next(free), next(metrics)
+            workers.append(_spec(pool.role, f"{pool.name}-{index}", listen.instance_host, ports, args))
 
     def one_more(role: str, name: str, instead: ProcessSpec | None) -> ProcessSpec:
-        port, metrics_port = free_ports(2) if instead is None else _ports(instead)
-        return _spec(role, name, (port, metrics_port), [*shared, *own[role]])
+        ports = further.get(name) if instead is None else _ports(instead)
+        if ports is None:
+            port, free_metrics = free_ports(2)
+            ports = further[name] = port, next(metrics) if listen.metrics_port else free_metrics
+        return _spec(role, name, listen.instance_host, ports, [*shared, *own[role]])
 
-    host, http_port = http.rsplit(":", 1)
     words, env = _without_passwords([*config, *access, *knows, *more.router])
     router = ProcessSpec(
         name="router",
         module="baton_router.main",
-        args=("--host", host, "--port", http_port, "--grpc-port", grpc.rsplit(":", 1)[1], *words),
+        args=("--host", listen.host, "--port", str(http_port), "--grpc-port", str(router_port), *words),
         env=env,
         health_address=grpc,
         role="router",
-        listens=(("http", http), ("grpc", grpc), ("metrics", f"{http}/metrics")),
+        listens=(
+            ("http", f"{listen.host}:{http_port}"),
+            ("grpc", f"{listen.host}:{router_port}"),
+            ("metrics", f"{listen.host}:{router_metrics_port or http_port}/metrics"),
+        ),
     )
     secure = "--tls-cert" in access and "--no-http-tls" not in more.router
     scheme = "https" if secure else "http"
-    return DeploymentPlan(store, router, tuple(workers), http, grpc, scheme, worker=one_more)
+    return DeploymentPlan(store, router, tuple(workers), http, grpc, scheme, scaling_metrics, worker=one_more)
 
 
-def _spec(role: str, name: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
+def _spec(role: str, name: str, host: str, ports: tuple[int, int], args: Sequence[str]) -> ProcessSpec:
     """Return the specification of a service with a gRPC port and a metrics port."""
     port, metrics_port = ports
-    own = ("--host", HOST, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
-    address = f"{HOST}:{port}"
-    listens = (("grpc", address), ("metrics", f"{HOST}:{metrics_port}/metrics"))
+    own = ("--host", host, "--port", str(port), "--metrics-port", str(metrics_port), "--instance-id", name)
+    address = f"{host}:{port}"
+    listens = (("grpc", address), ("metrics", f"{host}:{metrics_port}/metrics"))
     more, env = _without_passwords(args)
     return ProcessSpec(name, f"baton_{role}.main", (*own, *more), address, role, listens, env)
 
@@ -224,10 +245,12 @@ def own_flags(role: str) -> frozenset[str]:
 
 
 def _reasons(role: str) -> dict[str, str]:
-    instead = {"port": "port", "grpc_port": "grpc-port"} if role == "router" else {}
-    text = "is set by baton up itself"
-    names = [flag.replace("-", "_") for flag in _OWNED[role]]
-    return {name: f"{text}; give {instead[name]} at the top of the file" if name in instead else text for name in names}
+    reasons = {}
+    for flag in _OWNED[role]:
+        instead = _INSTEAD[role].get(flag, "").removeprefix("--")
+        told = f"; give {instead} at the top of the file" if instead else ""
+        reasons[flag.replace("-", "_")] = f"is set by baton up itself{told}"
+    return reasons
 
 
 def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> DeploymentPlan:
@@ -236,9 +259,9 @@ def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Deployme
     Raises:
         ConfigError: A value is invalid.
     """
-    port = _port(args, file, "port", DEFAULT_PORT)
-    grpc_port = _port(args, file, "grpc_port", DEFAULT_GRPC_PORT)
+    listen = listen_config(args, file)
     workers = worker_config(args, file)
+    router = _router_config(args, file, listen)
     engines = {role: _engine(args, file, role) for role in ROLES}
     model = engines["decode"].model if engines["decode"].model != EngineConfig.model else default_model()
     if not model:
@@ -249,16 +272,16 @@ def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Deployme
         _engine(args, file, pool.name)
     return make_plan(
         ratio=_ratio(args, file),
-        port=port,
-        grpc_port=grpc_port,
+        listen=listen,
+        router_metrics_port=router.metrics_port,
         pipes=args.pipe or "",
         kvstore=bool(_setting(args.kvstore, file, "kvstore.enabled", default=False)),
         access=_access_flags(workers),
         extra=ExtraArgs(
             worker=("--model", model, *engine_flags(args)),
-            prefill=(*rank_flags(args, engines["prefill"], "prefill"), *_role_args(args, "prefill")),
-            decode=(*rank_flags(args, engines["decode"], "decode"), *_role_args(args, "decode")),
-            router=_role_args(args, "router"),
+            prefill=(*rank_flags(args, "prefill"), *_role_args(args, "prefill")),
+            decode=(*rank_flags(args, "decode"), *_role_args(args, "decode")),
+            router=(*_router_flags(args, listen), *_role_args(args, "router")),
             config=args.config,
             pools=further,
         ),
@@ -286,11 +309,54 @@ def _setting(given: Any, file: ClusterFile, name: str, *, default: Any) -> Any:
     return given if given is not None else default if placed is None else placed.value
 
 
-def _port(args: argparse.Namespace, file: ClusterFile, field: str, default: int) -> int:
-    port: int = _setting(getattr(args, field), file, field.replace("_", "-"), default=default)
-    if not 0 <= port < 65536:
-        raise ConfigError(f"--{field.replace('_', '-')} must be between 0 and 65535, got {port}", field=field)
-    return port
+def listen_config(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> ListenConfig:
+    """Return the addresses and ports of the deployment.
+
+    Raises:
+        ConfigError: A flag, a variable or a value of the file is invalid.
+    """
+    return from_flags(ListenConfig, args, file=file.listen_values())
+
+
+def _router_config(args: argparse.Namespace, file: ClusterFile, listen: ListenConfig) -> RouterConfig:
+    """Check the router's configuration before anything starts.
+
+    Raises:
+        ConfigError: A flag, a variable or a value of the file is invalid, or other machines could use the router
+            without an API key.
+    """
+    known = _router_namespace(args)
+    for name in ("host", "port", "grpc_port"):
+        setattr(known, name, getattr(listen, name))
+    if listen.metrics_port and not hasattr(known, "metrics_port"):
+        known.metrics_port = listen.metrics_port
+    access = worker_config(args, file)
+    for flag in _ACCESS:
+        setattr(known, flag.replace("-", "_"), getattr(access, flag.replace("-", "_")))
+    config = from_flags(RouterConfig, known, file=file.values("router"))
+    if not (config.api_keys or config.open_http or is_loopback(listen.host)):
+        raise ConfigError(
+            f"others can reach {listen.host}: give --api-keys FILE, or --open-http to serve without keys", field="host"
+        )
+    return config
+
+
+def _router_namespace(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the router's flags as parsed: those of ``--router-args``, then ``--api-keys`` and ``--open-http``."""
+    known = _parse_role_args(args, "router")
+    for name in ("api_keys", "open_http"):
+        if getattr(args, name) is not None and not hasattr(known, name):
+            setattr(known, name, getattr(args, name))
+    return known
+
+
+def _router_flags(args: argparse.Namespace, listen: ListenConfig) -> list[str]:
+    """Return the router's command line as far as flags of ``baton up`` ask for it."""
+    flags = ["--metrics-port", str(listen.metrics_port)] if listen.metrics_port else []
+    flags += ["--api-keys", args.api_keys] if args.api_keys is not None else []
+    if args.open_http is not None:
+        flags += ["--open-http" if args.open_http else "--no-open-http"]
+    return flags
 
 
 def _ratio(args: argparse.Namespace, file: ClusterFile) -> Ratio:
@@ -314,43 +380,88 @@ def _placed(placed: Placed, make: Callable[[], T]) -> T:
 
 
 def _engine(args: argparse.Namespace, file: ClusterFile, pool: str) -> EngineConfig:
-    return from_flags(EngineConfig, args, file=file.values(pool))
+    """Return the engine's configuration of a pool's instances, as those will read it."""
+    role = file.pool(pool).role
+    known = argparse.Namespace(**vars(args))
+    for size in ("tp", "pp"):
+        if (count := getattr(args, f"{role}_{size}")) is not None:
+            setattr(known, size, count)
+    own = _parse_role_args(args, role)
+    try:
+        config = from_flags(EngineConfig, argparse.Namespace(**vars(known) | vars(own)), file=file.values(pool))
+        from_flags(
+            WorkerConfig, argparse.Namespace(**vars(_worker_namespace(args, file)) | vars(own)), file=file.values(pool)
+        )
+    except ConfigError as error:
+        field = error.field or ""
+        if getattr(args, f"{role}_{field}", None) is not None:
+            raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{field}") from None
+        if hasattr(own, field):
+            raise ConfigError(f"--{role}-args: {error.message}", field=f"{role}_args") from None
+        raise
+    return config
+
+
+def _joined(first: argparse.Namespace, second: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of both; of one that both have the second's value."""
+    return argparse.Namespace(**vars(first) | vars(second))
 
 
 @contextlib.contextmanager
-def own_token(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Iterator[None]:
-    """Give the services a new token if the router requires API keys and no token file is set.
+def own_token(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Iterator[str]:
+    """Give the services a new token if they need one and no token file is set.
 
-    Without a token, API keys would protect only the router's calls: other users of this machine could read tenants' KV
-    and register instances. The file is readable by this user only, and is removed at the end.
+    They need one off loopback, unless certificates protect them, and where the router requires API keys: without it,
+    keys would protect only the router's calls, and other users of this machine could read tenants' KV and register
+    instances. The file is readable by this user only, and is removed at the end.
+
+    Yields:
+        Path of the new token file; empty: there is none.
     """
-    keys = any(word.partition("=")[0] == "--api-keys" for word in _role_args(args, "router"))
-    keys = keys or bool(os.environ.get("BATON_API_KEYS")) or "api_keys" in file.values("router")
-    if worker_config(args, file).token_file or not keys:
-        yield
+    listen = listen_config(args, file)
+    workers = worker_config(args, file)
+    keys = resolve(RouterConfig, _router_namespace(args), file=file.values("router"))["api_keys"].value
+    reachable = not (is_loopback(listen.host) and is_loopback(listen.instance_host))
+    if workers.token_file or not (keys or (reachable and not workers.tls_cert)):
+        yield ""
         return
     with tempfile.TemporaryDirectory(prefix="baton-up-") as folder:
         path = Path(folder, "token")
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as token:
             token.write(secrets.token_hex(32))
         args.token_file = str(path)
-        yield
+        yield args.token_file
 
 
 def _role_args(args: argparse.Namespace, role: str) -> tuple[str, ...]:
-    field = f"{role}_args"
+    """Return the words of ``--router-args``, ``--prefill-args`` or ``--decode-args``."""
     try:
-        words = tuple(shlex.split(getattr(args, field)))
+        return tuple(shlex.split(getattr(args, f"{role}_args")))
     except ValueError as error:
-        raise ConfigError(f"--{role}-args: {error}", field=field) from None
-    parser = argparse.ArgumentParser(add_help=False)
+        raise ConfigError(f"--{role}-args: {error}", field=f"{role}_args") from None
+
+
+def _parse_role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
+    """Parse the flags of ``--router-args``, ``--prefill-args`` or ``--decode-args`` as the service will.
+
+    Raises:
+        ConfigError: A flag is unknown, has no usable value, or is one that ``baton up`` sets.
+    """
+    field = f"{role}_args"
+    words = _role_args(args, role)
+    owned = argparse.ArgumentParser(add_help=False)
     for flag in _OWNED[role]:
-        parser.add_argument(f"--{flag}", nargs="?", const="", default=argparse.SUPPRESS)
-    for name in vars(parser.parse_known_args(words)[0]):
-        flag = f"--{name.replace('_', '-')}"
-        instead = "; give it to baton up" if hasattr(args, name) else ""
-        raise ConfigError(f"--{role}-args: {flag} is set by baton up itself{instead}", field=field)
-    return words
+        owned.add_argument(f"--{flag}", nargs="?", const="", default=argparse.SUPPRESS)
+    for name in vars(owned.parse_known_args(words)[0]):
+        flag = name.replace("_", "-")
+        instead = _INSTEAD[role].get(flag, f"--{flag}" if flag in _ACCESS else "")
+        told = f"; give {instead} to baton up" if instead else ""
+        raise ConfigError(f"--{role}-args: --{flag} is set by baton up itself{told}", field=field)
+    parser = RoleArgsParser(prog=f"--{role}-args", add_help=False, allow_abbrev=True)
+    add_config_flags(parser, role)
+    for config in service_configs()["router" if role == "router" else "worker"]:
+        add_flags(parser, config)
+    return cast(argparse.Namespace, parser.parse_args(words))
 
 
 def worker_config(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> WorkerConfig:
@@ -359,14 +470,20 @@ def worker_config(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Work
     Raises:
         ConfigError: A flag, a variable or a value of the file is invalid.
     """
-    known = argparse.Namespace()
+    known = _worker_namespace(args, file)
+    configs = [from_flags(WorkerConfig, known, file=file.values(pool.name)) for pool in file.pools]
+    return configs[0]
+
+
+def _worker_namespace(args: argparse.Namespace, file: ClusterFile) -> argparse.Namespace:
+    """Return the flags of all instances that ``baton up`` gives them."""
+    known = argparse.Namespace(host=listen_config(args, file).instance_host)
     if args.pipe is not None:
         known.pipes = tuple(args.pipe.split(","))
     for name in (flag.replace("-", "_") for flag in _ACCESS):
         if getattr(args, name) is not None:
             setattr(known, name, getattr(args, name))
-    configs = [from_flags(WorkerConfig, known, file=file.values(pool.name)) for pool in file.pools]
-    return configs[0]
+    return known
 
 
 def _access_flags(config: WorkerConfig) -> list[str]:
@@ -378,19 +495,10 @@ def _access_flags(config: WorkerConfig) -> list[str]:
     return flags
 
 
-def rank_flags(args: argparse.Namespace, engine: EngineConfig, role: str) -> list[str]:
-    """Return the parallelism flags of a role's instances, if they are given for this role.
-
-    Raises:
-        ConfigError: A size is invalid.
-    """
+def rank_flags(args: argparse.Namespace, role: str) -> list[str]:
+    """Return the parallelism flags of a role's instances, if they are given for this role."""
     given = {size: getattr(args, f"{role}_{size}") for size in ("tp", "pp")}
-    sizes = {size: count for size, count in given.items() if count is not None}
-    try:
-        dataclasses.replace(engine, **sizes)
-    except ConfigError as error:
-        raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{error.field}") from None
-    return [word for size, count in sizes.items() for word in (f"--{size}", str(count))]
+    return [word for size, count in given.items() if count is not None for word in (f"--{size}", str(count))]
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:

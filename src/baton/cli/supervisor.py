@@ -66,6 +66,8 @@ class DeploymentPlan:
     grpc_address: str
     scheme: str = "http"
     """Scheme of the OpenAI API: ``http`` or ``https``."""
+    scaling_metrics_port: int = 0
+    """Port for the metrics of an autoscaler beside the processes."""
     worker: Callable[[str, str, ProcessSpec | None], ProcessSpec] | None = None
     """Returns the specification of a further instance by role and name; it reuses the ports of the one it replaces."""
 

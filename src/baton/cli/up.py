@@ -20,17 +20,18 @@ from rich.table import Table
 from baton.autoscale.controller import AutoscaleMetrics, Controller
 from baton.background import keep_running
 from baton.cli.autoscale import ProcessFleet, serving_metrics
-from baton.cli.plan import HOST, autoscale_config, own_token, plan_from, read_file, restarts, worker_config
+from baton.cli.plan import autoscale_config, own_token, plan_from, read_file, restarts, worker_config
 from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
 from baton.client import AsyncClient
 from baton.config import EngineConfig, add_flags
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ClusterFile
+from baton.config.deployment import LOOPBACK, ListenConfig
 from baton.config.flags import CLEAR_KV_HELP, AccessConfig
 from baton.config.pipes import AUTO, PIPES_HELP
+from baton.config.router import RouterConfig
 from baton.config.secrets import flags_with_passwords
 from baton.config.worker import WorkerConfig
-from baton.rpc.server import free_ports
 from baton.rpc.service_token import read_token
 from baton.rpc.tls import read_tls
 
@@ -156,8 +157,12 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe a deployment."""
     parser.add_argument("--config", "-f", default="", metavar="FILE", help=_FILE_HELP)
     parser.add_argument("--ratio", default=None, metavar="xPyD", help="instances, e.g. 2P3D (default: 1P1D)")
-    parser.add_argument("--port", type=int, default=None, help="HTTP port (default: 8000; 0: a free one)")
-    parser.add_argument("--grpc-port", type=int, default=None, help="gRPC port (default: 8001; 0: a free one)")
+    add_flags(parser, ListenConfig)
+    router_help = {item.name: item.metadata["help"] for item in dataclasses.fields(RouterConfig)}
+    parser.add_argument("--api-keys", default=None, metavar="FILE", help=f"router: {router_help['api_keys']}")
+    parser.add_argument(
+        "--open-http", action=argparse.BooleanOptionalAction, default=None, help=f"router: {router_help['open_http']}"
+    )
     parser.add_argument("--pipe", default=None, help=f"{PIPES_HELP} (default: {AUTO})")
     text = "run a KV store too, which instances load from and save to and the router follows"
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -185,11 +190,11 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the deployment until interrupted; returns the exit status."""
     file = read_file(args)
-    with own_token(args, file):
-        return asyncio.run(_up(args, file))
+    with own_token(args, file) as token_file:
+        return asyncio.run(_up(args, file, token_file))
 
 
-async def _up(args: argparse.Namespace, file: ClusterFile) -> int:
+async def _up(args: argparse.Namespace, file: ClusterFile, token_file: str) -> int:
     plan = plan_from(args, file)
     workers = worker_config(args, file)
     scaling = autoscale_config(args, file)
@@ -224,6 +229,8 @@ async def _up(args: argparse.Namespace, file: ClusterFile) -> int:
             return 130
         starting.result()
         async with autoscaled(scaling, supervisor, workers, output) as own:
+            if token_file:
+                output.show_event("token", f"Token of the services, as baton scale --token-file wants it: {token_file}")
             output.up(plan, supervisor.processes, own)
             ended = asyncio.ensure_future(supervisor.wait())
             await asyncio.wait([ended, interrupted], return_when=asyncio.FIRST_COMPLETED)
@@ -260,9 +267,9 @@ async def autoscaled(
         return
     plan = supervisor.plan
     metrics = AutoscaleMetrics()
-    (port,) = free_ports(1)
+    port = plan.scaling_metrics_port
     async with (
-        serving_metrics(HOST, port, metrics),
+        serving_metrics(LOOPBACK, port, metrics),
         AsyncClient(
             plan.grpc_address, token_file=access.token_file, tls=read_tls(access), timeout=_CALL_TIMEOUT_S
         ) as client,
@@ -271,7 +278,7 @@ async def autoscaled(
         controller = Controller(config, client, fleet, lambda text: output.line(AUTOSCALE, text), metrics=metrics)
         running = keep_running(controller.run, "autoscale")
         try:
-            yield {"metrics": f"{HOST}:{port}/metrics"}
+            yield {"metrics": f"{LOOPBACK}:{port}/metrics"}
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

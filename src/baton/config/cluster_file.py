@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.config.deployment import ListenConfig
 from baton.config.document import Node, check, read_document
 from baton.config.flags import Placed, base_type, flag_fields
 from baton.errors import ConfigError
@@ -103,13 +104,13 @@ def cluster_schema(configs: Mapping[str, Sequence[type]]) -> dict[str, Any]:
     replicas = {"type": "integer", "minimum": 0, "maximum": 64, "description": "instances"}
     roles = {"enum": list(ROLES), "description": "what its instances do"}
     port = {"type": "integer", "minimum": 0, "maximum": 65535}
+    listen = flag_schema((ListenConfig,))["properties"]
     milliseconds = {"type": "number", "minimum": 0, "description": "milliseconds"}
     pool = mapping("instances with flags of their own", role=roles, replicas=replicas, flags=flags("worker"))
     properties = {
         "model": {"type": "string", "description": "a directory, or a name on the Hugging Face hub"},
         "ratio": {"type": "string", "pattern": r"^\d+[pP]\d+[dD]$", "example": "2P3D", "description": "xPyD"},
-        "port": {**port, "description": "HTTP port of the router; 0: a free one"},
-        "grpc-port": {**port, "description": "gRPC port of the router; 0: a free one"},
+        **{name: {**kind, **(port if name.endswith("port") else {})} for name, kind in listen.items()},
         "restart": {"type": "boolean", "description": "start again what dies"},
         "security": mapping(
             "token and certificates, of all services",
@@ -177,7 +178,11 @@ class ClusterFile:
             targets = {f"scale_{metric}_ms": self.setting(f"slo.{metric}-ms") for metric in ("ttft", "itl")}
             return {name: each for name, each in targets.items() if each is not None} | self._flags(service)
         values = self._placed(self._node("security"))
-        if service in ("router", "kvstore"):
+        if service == "router":
+            listen = self.listen_values()
+            listen.pop("instance_host", None)
+            return listen | values | self._flags(service)
+        if service == "kvstore":
             return values | self._flags(service)
         if (model := self.setting("model")) is not None:
             values["model"] = model
@@ -186,6 +191,11 @@ class ClusterFile:
             values["itl_slo_ms"] = itl
         own = (pool.name,) if pool.name in ROLES else ("pools", pool.name)
         return values | self._flags("worker") | self._flags(*own)
+
+    def listen_values(self) -> dict[str, Placed]:
+        """Return the addresses and ports at the top of the file, by field of :class:`ListenConfig`."""
+        placed = {item.name: self.setting(item.name.replace("_", "-")) for item in flag_fields(ListenConfig)}
+        return {name: each for name, each in placed.items() if each is not None}
 
     def pool(self, name: str) -> Pool:
         """Return a pool by its name.

@@ -53,7 +53,7 @@ async def deployment(model, starter):
     # What is stopped on purpose is not to be taken for lost before its test is over, however slow the machine is.
     router = ("--probe-failures", "40")
     extra = ExtraArgs(worker=worker, prefill=("--lease-s", f"{LEASE_S:g}"), decode=decode, router=router)
-    plan = make_plan(ratio=Ratio(2, 3), port=0, extra=extra)
+    plan = make_plan(ratio=Ratio(2, 3), extra=extra)
     async with supervised(plan, starter) as supervisor:
         yield supervisor
 

@@ -86,7 +86,7 @@ def expected(model, jobs) -> list[list[int]]:
 async def deployment(model, starter):
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1200", "--prefill-chunk", "128")
     decode = ("--remote-prefill-threshold", "32", "--prefill-stall-s", "4")
-    plan = make_plan(ratio=Ratio(2, 2), port=0, extra=ExtraArgs(worker=worker, decode=decode))
+    plan = make_plan(ratio=Ratio(2, 2), extra=ExtraArgs(worker=worker, decode=decode))
     async with supervised(plan, starter) as supervisor:
         yield supervisor
 

@@ -68,7 +68,7 @@ async def test_a_stopped_prefill_instance_holds_up_those_alone_that_wait_for_it(
         "64",
     )
     extra = ExtraArgs(worker=worker, decode=(*decode, "--prefill-wait-s", "600"), router=router)
-    supervisor = Supervisor(make_plan(ratio=Ratio(2, 2), port=0, extra=extra), lambda name, line: None)
+    supervisor = Supervisor(make_plan(ratio=Ratio(2, 2), extra=extra), lambda name, line: None)
     supervisor.spawn = starter.spawn
     async with supervisor, AsyncClient(supervisor.plan.grpc_address, timeout=LIMIT_S) as client:
 

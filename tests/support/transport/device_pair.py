@@ -25,7 +25,7 @@ async def device_pair(path: Path, device: str, *flags: str, pipes: str = "cuda_i
     """
     worker = ("--model", str(path), "--dtype", "float32", "--device", device, *flags)
     router = ("--remote-prefill-threshold", "1", "--policy-seed", "3")
-    plan = make_plan(ratio=Ratio(1, 1), port=0, pipes=pipes, extra=ExtraArgs(worker=worker, router=router))
+    plan = make_plan(ratio=Ratio(1, 1), pipes=pipes, extra=ExtraArgs(worker=worker, router=router))
     lines: list[str] = []
     supervisor = Supervisor(dataclasses.replace(plan), lambda name, line: lines.append(f"{name} | {line}"))
     try:

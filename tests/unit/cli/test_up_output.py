@@ -21,7 +21,7 @@ class Process:
 
 
 def play(output: Output) -> DeploymentPlan:
-    plan = make_plan(ratio=Ratio(1, 1), port=0)
+    plan = make_plan(ratio=Ratio(1, 1))
     with output.starting(plan):
         output.state("router", "starts")
         output.line("router", "serving [all] of it")

@@ -70,7 +70,7 @@ def test_certificates_are_those_of_all_services(tmp_path: Path, monkeypatch: pyt
     plan = plan_from(parsed("--router-args=--no-http-tls"))
     assert plan.scheme == "http"
     assert "--tls-cert other.pem" in " ".join(plan.router.args)
-    with pytest.raises(ConfigError, match="--tls-cert is set by baton up itself; give it to baton up"):
+    with pytest.raises(ConfigError, match="--tls-cert is set by baton up itself; give --tls-cert to baton up"):
         plan_from(parsed("--router-args=--tls-cert c.pem"))
 
 

@@ -164,7 +164,7 @@ def test_values_of_each_service(tmp_path):
     assert plain("prefill") == shared
     assert plain("decode") == shared | {"kv_blocks": 300, "load_share": 0.5, "itl_slo_ms": 40}
     assert plain("big") == shared | {"tp": 2, "dtype": "bfloat16", "itl_slo_ms": 40}
-    assert plain("router") == {"token_file": "t", "policy": "session"}
+    assert plain("router") == {"token_file": "t", "policy": "session", "port": 0}
     assert plain("kvstore") == {"token_file": "t"}
     assert file.slos() == {"itl": 40.0}
     assert file.values("big")["tp"].where.endswith("cluster.yaml:18")

@@ -115,7 +115,7 @@ def plan() -> DeploymentPlan:
         worker=("--model", MODEL, "--kv-blocks", "200", "--remote-prefill-threshold", "16"),
         router=("--policy", "random", "--policy-seed", "1"),
     )
-    made = make_plan(ratio=Ratio(2, 3), port=0, extra=extra)
+    made = make_plan(ratio=Ratio(2, 3), extra=extra)
     workers = tuple(
         dataclasses.replace(x, args=(*x.args, "--dtype", WORKERS[x.name][0], *WORKERS[x.name][1:]))
         for x in made.workers

@@ -31,7 +31,7 @@ KNOWN_S = 240.0
 def plan() -> DeploymentPlan:
     worker = ("--model", MODEL, "--dtype", "float32", "--kv-blocks", "500")
     extra = ExtraArgs(worker=worker, decode=("--remote-prefill-threshold", "16"), router=("--policy-seed", "3"))
-    made = make_plan(ratio=Ratio(1, 2), port=0, extra=extra)
+    made = make_plan(ratio=Ratio(1, 2), extra=extra)
     workers = tuple(
         dataclasses.replace(x, args=(*x.args, "--block-size", str(BLOCK_SIZES[x.name]))) for x in made.workers
     )
