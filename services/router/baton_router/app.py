@@ -168,6 +168,11 @@ class _Pipeline:
     tickets: TicketDesk
 
 
+def text_models(config: RouterConfig) -> TextModelCache:
+    """Return what loads the tokenizers and templates of models, and their sampling defaults."""
+    return TextModelCache(config.model, generation_config=config.generation_config == "auto")
+
+
 def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMetrics) -> _Pipeline:
     spans = open_span_exporter(
         config.otlp_traces_endpoint, "router", replica_name(config), metrics, config.trace_sample_rate
@@ -175,7 +180,7 @@ def _build_pipeline(config: RouterConfig, cluster: _Cluster, metrics: ServiceMet
     turns = TurnBatcher()
     decisions = DecisionLog()
     dispatcher = PlacingDispatcher(config, cluster.registry, metrics, decisions, turns)
-    tokenizers = TextModelCache(config.model)
+    tokenizers = text_models(config)
     GaugeFunction(
         "baton_router_slow_tokenizers",
         "Loaded tokenizers that run on the library that is ten times slower",

@@ -74,6 +74,12 @@ class RouterConfig(ServiceConfig):
     max_request_sequences: int = option(
         1024, "sequences that one completion request may ask for: prompts times n; more are refused with 400"
     )
+    generation_config: str = option(
+        "auto",
+        "auto: requests get what they do not set of temperature, top_p, top_k, min_p, repetition_penalty and "
+        "max_new_tokens from the model's generation_config.json; off: they do not",
+        choices=("auto", "off"),
+    )
     allow_special_tokens: bool = option(
         False,
         "read names of special tokens in chat messages as those tokens; default: as text; the "

@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from baton.errors import ConfigError, InvalidRequestError
 from baton.token_ids import TokenIds
 from baton.tokenizer.chat_template import ChatTemplate
 from baton.tokenizer.control_tokens import ControlTokens, Hidden
+from baton.tokenizer.generation_config import sampling_defaults
 from baton.tokenizer.model_files import (
     ByteScheme,
     byte_scheme,
@@ -368,11 +369,13 @@ class TextModel:
         tokenizer: The model's tokenizer.
         chat_template: The model's chat template; ``None``: it has none.
         config: Content of ``tokenizer_config.json``; empty without one.
+        sampling_defaults: Sampling parameters of requests that do not set them, from ``generation_config.json``.
     """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _control: ControlTokens = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -389,7 +392,8 @@ class TextModel:
         directory = model_directory(path)
         tokenizer = Tokenizer.load(directory)
         template = ChatTemplate.load(directory, tokenizer.special_tokens)
-        return cls(tokenizer, template, read_json(directory / "tokenizer_config.json"))
+        config = read_json(directory / "tokenizer_config.json")
+        return cls(tokenizer, template, config, sampling_defaults(directory))
 
     def prompt_text(self, text: str, *, allow_special_tokens: bool = True) -> PromptText:
         """Return a prompt of a text.
@@ -460,14 +464,16 @@ class TextModel:
 class TextModelCache:
     """Loads text models once, off the event loop. For one event loop."""
 
-    def __init__(self, override: str = "", *, capacity: int = 4) -> None:
+    def __init__(self, override: str = "", *, capacity: int = 4, generation_config: bool = True) -> None:
         """Begin empty.
 
         Args:
             override: Load from here, whatever path is asked for: for a router that sees the model's files elsewhere.
             capacity: Models kept; the one not used for longest goes first.
+            generation_config: Whether requests get the sampling defaults of models' ``generation_config.json``.
         """
         self._override = override
+        self._generation_config = generation_config
         self._capacity = capacity
         self._models: OrderedDict[str, TextModel] = OrderedDict()
         self._loading: dict[str, asyncio.Task[TextModel]] = {}
@@ -490,7 +496,13 @@ class TextModelCache:
 
     async def _load(self, key: str) -> TextModel:
         try:
-            model = self._models[key] = await asyncio.to_thread(TextModel.load, key)
+            model = await asyncio.to_thread(TextModel.load, key)
+            if not self._generation_config:
+                model = replace(model, sampling_defaults={})
+            elif model.sampling_defaults:
+                said = ", ".join(f"{name} {value}" for name, value in model.sampling_defaults.items())
+                log.info("%s: requests that set none get the model's own %s (--generation-config)", key, said)
+            self._models[key] = model
         finally:
             del self._loading[key]
         while len(self._models) > self._capacity:

@@ -9,7 +9,7 @@ import secrets
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -346,7 +346,7 @@ class InputProcessor:
         fallback_id: str,
         arrived: float,
     ) -> PreparedRequest:
-        sampling = _complete(request, info, len(ids))
+        sampling = _complete(request, info, len(ids), text_model.sampling_defaults)
         if request.answer_grammar is not None:
             sampling.grammar = request.answer_grammar
         routed = RoutedRequest(
@@ -509,8 +509,15 @@ def _no_room(request: TextRequest, limit: int, prompt_tokens: int) -> ContextLen
     )
 
 
-def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> SamplingParams:
-    """Return the sampling parameters with all defaults filled in, checked against the model."""
+def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters with all defaults filled in, checked against the model.
+
+    Args:
+        request: The request.
+        info: The served model.
+        prompt_tokens: Tokens of the prompt.
+        defaults: Sampling parameters of requests that do not set them.
+    """
     sampling = request.sampling
     limit = info.max_model_len
     if prompt_tokens == 0:
@@ -526,8 +533,15 @@ def _complete(request: TextRequest, info: ModelInfo, prompt_tokens: int) -> Samp
             field=f"{request.field_prefix}{request.max_tokens_field}",
         )
     if max_tokens is None:
-        max_tokens = room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+        usual = request.default_max_tokens
+        if usual is None and "max_tokens" in request.unset:
+            usual = defaults.get("max_tokens")
+        max_tokens = room if usual is None else min(room, usual)
     complete = sampling.copy()
+    if defaults:
+        for name in request.unset:
+            if name in defaults:
+                setattr(complete, name, defaults[name])
     complete.max_tokens = max_tokens
     if sampling.seed is None:
         complete.seed = secrets.randbits(63)  # unguessable: with the seed the answer can be generated again

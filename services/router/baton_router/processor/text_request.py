@@ -66,6 +66,7 @@ class TextRequest(msgspec.Struct):
     Attributes:
         prompt: Text, token ids or a conversation.
         sampling: Sampling parameters; ``max_tokens`` and ``seed`` may be missing.
+        unset: Fields of ``sampling`` that get the defaults of the model's ``generation_config.json``, if it has some.
         request_id: Identifier from the caller; instances get a unique one that starts with it.
         model: Name of the model; empty: the served one.
         default_max_tokens: Value of ``max_tokens`` if ``sampling`` has none; ``None``: the rest of the context.
@@ -105,6 +106,7 @@ class TextRequest(msgspec.Struct):
 
     prompt: Prompt
     sampling: SamplingParams
+    unset: tuple[str, ...] = ()
     request_id: str = ""
     model: str = ""
     default_max_tokens: int | None = None

@@ -39,6 +39,8 @@ from baton_router.types import Account
 DEFAULT_COMPLETION_TOKENS = 16
 _READ = frozenset({"max_tokens", "logprobs", "stop", "stop_token_ids", "logit_bias"})
 """Sampling fields whose values in a body are not yet those of :class:`SamplingParams`."""
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields that a model's ``generation_config.json`` may have defaults for, beside ``max_tokens``."""
 _COPIED = {field.name for field in fields(SamplingParams)} & {*GenerationBody.__struct_fields__} - _READ
 """Sampling fields that are taken from a body as they are: all others that both sides have."""
 
@@ -199,8 +201,10 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 
 def _text_request(body: GenerationBody, sampling: SamplingParams, **more: Any) -> TextRequest:
+    unset = [name for name in _DEFAULTED if getattr(body, name) is None]
     return TextRequest(
         sampling=sampling,
+        unset=("max_tokens", *unset),
         model=body.model or "",
         allow_special_tokens=body.allow_special_tokens,
         skip_special_tokens=body.skip_special_tokens is not False,
