@@ -40,7 +40,7 @@ def up(models: tuple[Path, Path]) -> Iterator[Running]:
 def test_answers_over_http_are_the_dequantized_models(up: Running, models: tuple[Path, Path]) -> None:
     plain = TextModel.load(models[1])
     with openai.OpenAI(base_url=f"{up.url}/v1", api_key="unused", max_retries=0, timeout=240) as client:
-        assert [item.id for item in client.models.list()] == ["tiny-q8_0"]
+        assert [item.id for item in client.models.list()] == ["tiny-q8_0", str(models[0])]
         answer = client.completions.with_raw_response.create(
             model="tiny-q8_0", prompt=PROMPT, temperature=0, max_tokens=32, extra_body={"return_token_ids": True}
         )

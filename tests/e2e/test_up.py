@@ -46,9 +46,11 @@ CHAT = [{"role": "user", "content": "Write a function `main` that prints its arg
 LONG = "import os\n\n\ndef main():\n    print(os.environ)\n" * 8
 
 
-def test_models(client):
-    assert [item.id for item in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).id == NAME
+def test_models(client, model):
+    assert [item.id for item in client.models.list()] == [NAME, model]
+    for name in (NAME, model):
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="a", max_tokens=1).model == name
 
 
 def test_chat_streams_what_it_answers_at_once(client):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -77,7 +77,13 @@ def salt_of(key: bytes, cache_salt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The model that the instances serve; ``grammars``: whether one of them accepts requests with a grammar."""
+    """The model that the instances serve.
+
+    Attributes:
+        name: Name in answers: the one that the request has, else the first of the names.
+        grammars: Whether an instance accepts requests with a grammar.
+        names: All names that requests may have; empty: ``name`` alone.
+    """
 
     name: str
     path: str
@@ -85,6 +91,16 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     grammars: bool = False
+    names: tuple[str, ...] = ()
+
+    def under(self, name: str) -> ModelInfo:
+        """Return the same model with another of its names."""
+        return replace(self, name=name)
+
+    @property
+    def aliases(self) -> list[ModelInfo]:
+        """The model under each of its names."""
+        return [self.under(name) for name in self.names] or [self]
 
 
 class RoutedRequest(msgspec.Struct):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from baton.config.flags import CLEAR_KV_HELP, ServiceConfig, option, require, require_at_least, require_ports
@@ -13,6 +14,8 @@ from baton.types import MAX_SPECULATIVE_TOKENS, MAX_SPECULATIVE_WIDTH
 
 _CHAINS = {"none", "ngram", "draft"}
 """Methods of ``speculative`` that draft a single continuation, not a tree."""
+_SNAPSHOT = re.compile(r"(?:^|/)models--([^/]+)--([^/]+)/snapshots/[^/]+$")
+"""Folder of a model in the Hugging Face hub's cache."""
 MAX_RANKS = 64
 """Largest number of processes of one engine; all of them run on one host."""
 
@@ -22,7 +25,11 @@ class EngineConfig:
     """Configuration of one engine: the model, its KV pool and its scheduler."""
 
     model: str = option("models/baton-tiny", "model: a directory, a GGUF file, or a hub name")
-    served_model_name: str = option("", "name clients use for the model; default: the last part of --model")
+    served_model_name: str = option(
+        "",
+        "names clients use for the model, separated by commas; answers have the one that was asked for; default: the "
+        "last part of --model, its name on the hub, and --model",
+    )
     dtype: str = option("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = option(
         "none",
@@ -183,6 +190,11 @@ class EngineConfig:
         if self.tp * self.pp > MAX_RANKS:
             raise ConfigError(f"tp * pp must be at most {MAX_RANKS}, got {self.tp * self.pp}", field="tp")
         self._check_devices()
+        if self.served_model_name and not all(name.strip() for name in self.served_model_name.split(",")):
+            raise ConfigError(
+                f"served_model_name must be names separated by commas, got {self.served_model_name!r}",
+                field="served_model_name",
+            )
         require(self, ["tenant_cache_share"], lambda x: 0.0 <= x <= 1.0, "be in [0, 1]")
         require(self, ["load_share"], lambda x: 0.0 < x <= 1.0, "be in (0, 1]")
         _check_graphs(self.cuda_graphs)
@@ -232,8 +244,18 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """Model name that clients use."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+        """Model name that clients use, of several the first."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All model names that clients may use; a snapshot in the hub's cache has its hub name, too."""
+        if self.served_model_name:
+            return tuple(dict.fromkeys(name.strip() for name in self.served_model_name.split(",")))
+        path = self.model.rstrip("/")
+        snapshot = _SNAPSHOT.search(path)
+        name = f"{snapshot[1]}/{snapshot[2]}" if snapshot else path
+        return tuple(dict.fromkeys((name.rsplit("/", 1)[-1].removesuffix(".gguf"), name, path)))
 
 
 def _check_graphs(values: tuple[str, ...]) -> None:

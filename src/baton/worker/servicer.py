@@ -149,6 +149,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             max_num_seqs=base.engine_config.max_num_seqs,
             endpoints=[common_pb2.KvEndpoint(kind=e.kind, address=e.address) for e in worker.block_server.endpoints],
             served_model_name=base.engine_config.model_name,
+            model_names=base.engine_config.model_names,
             version=__version__,
             attention_backend=executor.attention_backend,
             device=base.engine_config.device,

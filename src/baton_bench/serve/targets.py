@@ -270,7 +270,7 @@ class OpenAITarget:
         try:
             self.model = orjson.loads(answer.body)["data"][0]["id"]
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            text = bytes(answer.body[:200]).decode(errors="replace")
+            text = " ".join(bytes(answer.body[:200]).decode(errors="replace").split())
             message = f"{self._options.url}/v1/models lists no model: {text}; give --model"
             raise ConfigError(message, field="model") from error
 

@@ -269,7 +269,7 @@ def _info(name: str, role: Role, kv_bytes_per_token: float, max_num_seqs: int) -
         fingerprint=fingerprint,
         num_blocks=2**31,
         max_model_len=2**31,
-        model_name="replay",
+        model_names=("replay",),
         model_path="",
         vocab_size=2**32,
         eos_token_ids=frozenset(),

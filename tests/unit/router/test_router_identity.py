@@ -25,7 +25,7 @@ def info(role: Role = Role.DECODE, tokenizer: str = "", **fingerprint: Any) -> I
         fingerprint=replace(FINGERPRINT, **fingerprint),
         num_blocks=1,
         max_model_len=1,
-        model_name="m",
+        model_names=("m",),
         model_path="",
         vocab_size=1,
         eos_token_ids=frozenset(),

@@ -186,7 +186,7 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(self._processor.model_info())]})
+        return json_response({"object": "list", "data": [*map(self._model, self._processor.model_info().aliases)]})
 
     async def get(self, request: Request) -> Response:
         """Serve ``GET /v1/models/{id}``; without an id it is the list."""

@@ -175,9 +175,13 @@ class InputProcessor:
             UnavailableError: No instance is ready.
         """
         info = self._dispatcher.model_info()
-        if model and model != info.name:
-            raise NotFoundError(f"the model {shown(model)} is not served here; {info.name!r} is", field="model")
-        return info
+        if not model or model == info.name:
+            return info
+        if model not in info.names:
+            names = ", ".join(map(repr, info.names or (info.name,)))
+            verb = "are" if len(info.names) > 1 else "is"
+            raise NotFoundError(f"the model {shown(model)} is not served here; {names} {verb}", field="model")
+        return info.under(model)
 
     async def text_model(self, info: ModelInfo) -> TextModel:
         """Return the tokenizer and chat template of a model.

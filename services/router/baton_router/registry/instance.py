@@ -54,7 +54,7 @@ class InstanceInfo:
     fingerprint: Fingerprint
     num_blocks: int
     max_model_len: int
-    model_name: str
+    model_names: tuple[str, ...]
     model_path: str
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -85,7 +85,7 @@ class InstanceInfo:
             fingerprint=fingerprint_from_pb(message.fingerprint),
             num_blocks=message.num_blocks,
             max_model_len=message.max_model_len,
-            model_name=message.served_model_name,
+            model_names=tuple(message.model_names) or (message.served_model_name,),
             model_path=message.model_path,
             vocab_size=message.vocab_size,
             eos_token_ids=frozenset(message.eos_token_ids),

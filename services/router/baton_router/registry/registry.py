@@ -232,7 +232,8 @@ class Registry:
         if not infos:
             raise UnavailableError("no instance is ready", retry_after_s=1.0)
         self._model = ModelInfo(
-            name=infos[0].model_name,
+            name=infos[0].model_names[0],
+            names=tuple(dict.fromkeys(name for info in infos for name in info.model_names)),
             path=infos[0].model_path,
             max_model_len=min(info.max_model_len for info in infos),
             vocab_size=infos[0].vocab_size,

@@ -954,6 +954,7 @@ class GetInfoResponse(_message.Message):
     OPERATORS_FIELD_NUMBER: _builtins.int
     QUALITY_KL_FIELD_NUMBER: _builtins.int
     QUALITY_TOP1_FIELD_NUMBER: _builtins.int
+    MODEL_NAMES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     role: _common_pb2.Role.ValueType
     epoch: _builtins.bytes
@@ -989,6 +990,10 @@ class GetInfoResponse(_message.Message):
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvEndpoint]: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all names of the model, served_model_name first; empty: that one alone"""
+
     def __init__(
         self,
         *,
@@ -1014,10 +1019,11 @@ class GetInfoResponse(_message.Message):
         operators: _builtins.str = ...,
         quality_kl: _builtins.float | None = ...,
         quality_top1: _builtins.float | None = ...,
+        model_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl", "_quality_top1", b"_quality_top1", "fingerprint", b"fingerprint", "quality_kl", b"quality_kl", "quality_top1", b"quality_top1"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl", "_quality_top1", b"_quality_top1", "attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_path", b"model_path", "num_blocks", b"num_blocks", "operators", b"operators", "quality_kl", b"quality_kl", "quality_top1", b"quality_top1", "role", b"role", "sampler", b"sampler", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl", "_quality_top1", b"_quality_top1", "attention_backend", b"attention_backend", "device", b"device", "endpoints", b"endpoints", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "grammars", b"grammars", "instance_id", b"instance_id", "kvstore", b"kvstore", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model_names", b"model_names", "model_path", b"model_path", "num_blocks", b"num_blocks", "operators", b"operators", "quality_kl", b"quality_kl", "quality_top1", b"quality_top1", "role", b"role", "sampler", b"sampler", "served_model_name", b"served_model_name", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__quality_kl: _TypeAlias = _typing.Literal["quality_kl"]  # noqa: Y015
     _WhichOneofArgType__quality_kl: _TypeAlias = _typing.Literal["_quality_kl", b"_quality_kl"]  # noqa: Y015

@@ -239,7 +239,7 @@ class DebugEndpoints:
             "version": __version__,
             "time": time.time(),
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "model": infos[0].model_name if infos else None,
+            "model": infos[0].model_names[0] if infos else None,
             "policy": self._policy,
             "running": self._decisions.num_running,
             "seen": self._decisions.num_begun,

@@ -131,14 +131,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.NoteDirectResponse(known=self._tickets.note(request))
 
     async def ListModels(self, request: router_pb2.ListModelsRequest, context: Any) -> router_pb2.ListModelsResponse:
-        info = self._processor.model_info()
-        model = router_pb2.ModelDescription(
-            name=info.name,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=sorted(info.eos_token_ids),
-        )
-        return router_pb2.ListModelsResponse(models=[model])
+        models = [
+            router_pb2.ModelDescription(
+                name=info.name,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                eos_token_ids=sorted(info.eos_token_ids),
+            )
+            for info in self._processor.model_info().aliases
+        ]
+        return router_pb2.ListModelsResponse(models=models)
 
     async def Register(self, request: router_pb2.RegisterRequest, context: Any) -> router_pb2.RegisterResponse:
         return self._registry.register(request)
