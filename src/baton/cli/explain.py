@@ -9,11 +9,12 @@ import urllib.parse
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from baton.cli.router import HTTP_HINT, NOTHING, add_http_flags, http_asker, plain
+from baton.cli.tables import Column, FittedTable, open_console
 from baton.errors import ConfigError
 
 
@@ -40,30 +41,37 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2))
         return 0
     if args.request_id:
-        print_explanation(Console(highlight=False), answer)
+        print_explanation(open_console(), answer)
     else:
-        print_list(answer)
+        print_list(open_console(), answer)
     return 0
 
 
 # --- printing ---
 
 
-def print_list(answer: dict[str, Any]) -> None:
-    """Print one line per request, however narrow the terminal: the last column is for copying."""
+def print_list(console: Console, answer: dict[str, Any]) -> None:
+    """Print one line per request, the request's name last: for copying."""
     if not answer["decisions"]:
         print("no requests yet")
         return
-    rows = [["time", "prefill", "decode", "path", "match", "TTFT", "KV", "outcome", "request"]]
+    columns = [
+        Column("time", "left", rank=3),
+        *(Column(name, "left") for name in ("prefill", "decode")),
+        Column("path", "left", rank=4),
+        Column("match", rank=5),
+        Column("TTFT", rank=2),
+        Column("KV", rank=6),
+        Column("outcome", "left", rank=1),
+        Column("request", "left"),
+    ]
+    rows = []
     for x in answer["decisions"]:
         arrived = datetime.fromtimestamp(x["time"]).strftime("%H:%M:%S")
         numbers = (_percent(x["match_rate"]), _ms(x["ttft_ms"]), _bytes(x["kv_bytes"]))
-        rows.append(
-            [plain(v) for v in (arrived, x["prefill"], x["decode"], x["path"], *numbers, x["outcome"], _name(x["id"]))]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        texts = (arrived, x["prefill"], x["decode"], x["path"], *numbers, x["outcome"], _name(x["id"]))
+        rows.append([_cell(text) for text in texts])
+    console.print(FittedTable(columns, rows))
 
 
 def _name(request_id: str) -> str:
@@ -90,30 +98,48 @@ def print_explanation(console: Console, x: dict[str, Any]) -> None:
         console.print(f"\n{len(x['others'])} more of this name: ", _cell(", ".join(x["others"])))
 
 
-def _candidates(at: int, placement: dict[str, Any], role: str, rows: list[dict[str, Any]]) -> Table:
-    which = f"{at}. placement, after {_ms(placement['at_ms'])}: " if at > 1 else ""
-    title = f"{which}{role}, index {plain(placement['index_state'])}"
-    table = Table(caption=Text(title), caption_justify="left")
-    terms = list(dict.fromkeys(name for row in rows for name in row["terms"]))
-    table.add_column("instance")
-    for name in ("match", "load x mean", *(f"+ {term}" for term in terms), "= score"):
-        table.add_column(_cell(name), justify="right")
-    table.add_column("")
+def _candidates(at: int, placement: dict[str, Any], role: str, rows: list[dict[str, Any]]) -> Group:
+    """Return a table whose numbers add up from left to right: own terms, their sum, the partner's, the score."""
+    rows = [{"own": row["terms"], "partner": None, "partner_terms": {}, "pair_terms": {}, **row} for row in rows]
+    terms = list(dict.fromkeys(name for row in rows for name in row["own"]))
+    pairs = any(row["partner"] for row in rows)
+    columns = [
+        Column("instance", "left"),
+        Column("match rate", rank=2),
+        Column("load x mean", rank=6),
+        *(Column(plain(term if position == 0 else f"+ {term}"), rank=5) for position, term in enumerate(terms)),
+    ]
+    if pairs:
+        columns += [Column("= own", rank=3), Column("with", "left", rank=1), Column("+ partner", rank=3)]
+        columns += [Column("+ pair", rank=4)] if any(row["pair_terms"] for row in rows) else []
+    columns += [Column("= pair score" if pairs else "= score"), Column("", "left")]
+    cells = []
     for row in rows:
-        values = (row["load"], *(row["terms"].get(name) for name in terms), row["score"])
-        table.add_row(
-            _cell(row["instance"]),
-            _percent(row["match_rate"]),
-            *(_number(value) for value in values),
-            "chosen" if row["winner"] else "",
-            style="bold" if row["winner"] else None,
-        )
-    return table
+        texts = [plain(row["instance"]), _percent(row["match_rate"]), _number(row["load"])]
+        texts += [_number(row["own"].get(term)) for term in terms]
+        if pairs:
+            texts += [_number(_sum(row["own"])), plain(row["partner"]), _number(_sum(row["partner_terms"]))]
+            texts += [_number(_sum(row["pair_terms"]))] if any(x["pair_terms"] for x in rows) else []
+        texts += [_number(row["score"]), "chosen" if row["winner"] else ""]
+        cells.append([Text(text) for text in texts])
+    which = f"{at}. placement, after {_ms(placement['at_ms'])}: " if at > 1 else ""
+    partner = "each with its best partner, " if role == "decode" else "each with the chosen decode instance, "
+    title = f"{which}{role} candidates, {partner if pairs else ''}index {plain(placement['index_state'])}"
+    styles = ["bold" if row["winner"] else "" for row in rows]
+    return Group(Text(title, style="bold"), FittedTable(columns, cells, styles))
+
+
+def _sum(terms: dict[str, float | None]) -> float | None:
+    """Return the sum of terms; ``None``: one is infinite, the mark of what is impossible."""
+    known = [value for value in terms.values() if value is not None]
+    return sum(known) if len(known) == len(terms) else None
 
 
 def _facts(x: dict[str, Any]) -> Table:
     trace = x["trace"] or {}
-    table = Table(show_header=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for _ in range(2):
+        table.add_column(overflow="fold")
     sources = f"{trace.get('cached_tokens', 0)} cached, {trace.get('transferred_tokens', 0)} transferred, "
     moved = f"{_bytes(trace['kv_bytes'])} in {_ms(trace['transfer_ms'])}" if trace.get("kv_bytes") else "none"
     for name, value in (
@@ -129,7 +155,7 @@ def _facts(x: dict[str, Any]) -> Table:
         ("migrations / preemptions", f"{trace.get('migrations', 0)} / {trace.get('preemptions', 0)}"),
         ("failed prefill candidates", ", ".join(trace.get("failed_prefills", ())) or "none"),
     ):
-        table.add_row(name, _cell(value))
+        table.add_row(Text(name, style="dim"), _cell(value))
     return table
 
 

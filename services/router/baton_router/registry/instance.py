@@ -113,6 +113,7 @@ class Instance:
     Attributes:
         admitted: Whether a session is open and the instance's identity was accepted.
         silent: Whether it has not answered a probe in time: it may hang, and gets new requests only if all do.
+        drained: Whether its last session ended while it was draining, as when it is shut down.
         generation: Number of sessions so far.
     """
 
@@ -131,6 +132,7 @@ class Instance:
         self.reason = ""
         self.admitted = False
         self.silent = False
+        self.drained = False
         self.generation = 0
         self._running: set[Lost] = set()
         self._idle = asyncio.Event()
@@ -145,6 +147,11 @@ class Instance:
     def ready(self) -> bool:
         """Whether it may get new requests."""
         return self.status is Status.READY and not self.load.draining
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it said that it takes no more requests, so that its end is no loss."""
+        return self.load.draining or self.drained
 
     @property
     def identity(self) -> tuple[str, int]:

@@ -30,11 +30,12 @@ from baton.errors import BatonError
 from baton.rpc.channel import Backoff
 from baton.rpc.errors import call_unary, from_rpc_error
 from baton.rpc.http2.message_stream import ServerStream, StreamEnded
-from baton.types import Epoch
+from baton.types import Epoch, Role
 from baton_router.indexer.events import GATHER_BEATS, EventSubscriber, IndexMetrics
 from baton_router.metrics import Counter, GaugeFunction
 from baton_router.registry.instance import Instance, InstanceInfo, Status
 from baton_router.registry.load import NO_LIMIT, Waiters
+from baton_router.registry.lost_instances import LostInstances
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class RegistryMetrics(Collector):
     Args:
         registry: Registry to add the metrics to.
         instances: Returns the known instances.
+        lost: Instances that were lost lately.
         waiters: Requests that wait for one.
 
     Attributes:
@@ -63,12 +65,22 @@ class RegistryMetrics(Collector):
     """
 
     def __init__(
-        self, registry: CollectorRegistry, instances: Callable[[], Iterable[Instance]], waiters: Waiters
+        self,
+        registry: CollectorRegistry,
+        instances: Callable[[], Iterable[Instance]],
+        lost: LostInstances,
+        waiters: Waiters,
     ) -> None:
         self._instances = instances
+        self._lost_instances = lost
         self.index = IndexMetrics(registry)
         self.registrations = Counter(_NAME + "registrations", "Changes of registrations", ["change"], registry)
         self.changes = Counter(_NAME + "instance_changes", "Changes of instances' state", ["role", "status"], registry)
+        self.lost = Counter(
+            _NAME + "instances_lost", "Instances that went away without draining or deregistering", ["role"], registry
+        )
+        for role in Role:
+            self.lost.labels(role.value)  # an increase from nothing would be none
         self.refusals = Counter(
             _NAME + "instance_refusals", "Instances refused, by the field that does not fit", ["field"], registry
         )
@@ -85,7 +97,11 @@ class RegistryMetrics(Collector):
         """Yield one family per value, one sample per instance."""
         labels = ["instance", "role"]
         gauges: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
-            ("instance_healthy", "1: connected and what it should be", lambda x: x.status is Status.READY),
+            (
+                "instance_healthy",
+                "1: connected, answers, and is what it should be; 0 also for lost instances",
+                lambda x: x.status is Status.READY and not x.silent,
+            ),
             ("instance_draining", "1: takes no new requests", lambda x: x.load.draining),
             ("instance_in_flight", "Sequences this router has placed there", lambda x: x.load.requests),
             ("instance_work_tokens", "Work in flight as the policy counts it, in tokens", lambda x: x.load.work),
@@ -106,6 +122,9 @@ class RegistryMetrics(Collector):
             family = GaugeMetricFamily(_NAME + name, text, labels=labels)
             for x in instances:
                 family.add_metric([x.instance_id, x.role.value], float(read(x)))
+            if name == "instance_healthy":
+                for lost in self._lost_instances.recent():
+                    family.add_metric([lost.instance_id, lost.role.value], 0.0)
             yield family
         state = GaugeMetricFamily(
             _NAME + "index_state", "1 for the state that holds: exact, stale or off", labels=[*labels, "state"]
@@ -204,6 +223,7 @@ class InstanceMonitor:
             log.info("instance %s restarted", info.instance_id)
         instance.info = info
         instance.admitted = True
+        instance.drained = False
         instance.generation += 1
         events = keep_running(partial(self._follow_events, info.epoch), "events", detail=instance.address)
         watchers = [
@@ -212,12 +232,15 @@ class InstanceMonitor:
         ]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            if instance.status is Status.READY and not instance.leaving:
+                self._metrics.lost.labels(instance.role.value).inc()
             self._set(Status.DOWN, "; ".join(_reason(None if task.cancelled() else task.exception()) for task in done))
         finally:
             instance.admitted = instance.silent = False
             for task in (events, *watchers):
                 task.cancel()
             await asyncio.gather(events, *watchers, return_exceptions=True)
+            instance.drained = instance.load.draining
             instance.load.forget_reports()
 
     def _refuse(self, error: BatonError) -> None:

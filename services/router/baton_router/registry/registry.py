@@ -30,6 +30,7 @@ from baton_router.indexer.stores import Stores
 from baton_router.registry.instance import IdentityCheck, Instance, InstanceInfo, Status
 from baton_router.registry.instance_monitor import InstanceMonitor, RegistryMetrics
 from baton_router.registry.load import Waiters
+from baton_router.registry.lost_instances import LostInstances
 from baton_router.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Registry:
         index: Prefix index of all instances and stores.
         waiters: Requests that wait for an instance.
         stores: The KV stores.
+        lost: Instances that were lost lately.
         leases: Leases of registered instances.
         on_silent: Called with :attr:`silent_prefills` whenever they have changed.
     """
@@ -155,7 +157,8 @@ class Registry:
         self.index = PrefixIndex(config.index_max_blocks)
         self.waiters = Waiters() if waiters is None else waiters
         self._limit = limit
-        self._metrics = RegistryMetrics(metrics, self.instances, self.waiters)
+        self.lost = LostInstances(self.instances, now)
+        self._metrics = RegistryMetrics(metrics, self.instances, self.lost, self.waiters)
         refused = self._metrics.redis_refused.labels("kvstore").inc
         self.stores = Stores(config, self.index, self._metrics.index, self._open, now, token, refused)
         metrics.register(self.stores)
@@ -286,7 +289,9 @@ class Registry:
             log.info("%s instance at %s found by %s", role, address, source)
             self._add(address, role)
         for address in before.difference(instances):
-            self._drop_registered(address, f"{source} names it no more")
+            known = self._instances.get(address)
+            lost = known is not None and (known.silent or known.status is Status.DOWN)
+            self._drop_registered(address, f"{source} names it no more", lost=lost)
 
     def discovery_failed(self, source: str) -> None:
         """Count a failed attempt to find instances in Redis or Kubernetes."""
@@ -384,13 +389,29 @@ class Registry:
         """Remove the instances whose lease ran out."""
         for address in self.leases.remove_expired():
             self._metrics.registrations.labels("expired").inc()
-            self._drop_registered(address, "its lease ran out", silent=True)
+            self._drop_registered(address, "its lease ran out", lost=True)
 
-    def _drop_registered(self, address: str, why: str, *, silent: bool = False) -> None:
+    def _drop_registered(self, address: str, why: str, *, lost: bool = False) -> None:
+        """Remove an instance that nothing names any more.
+
+        Args:
+            address: Address of the instance.
+            why: What named it last, and why no more.
+            lost: Whether it did not announce that it leaves.
+        """
         instance = self._instances.get(address)
-        if instance is not None and not self._is_named(address):
-            log.info("%s instance %s is forgotten: %s", instance.role, instance.instance_id, why)
-            self._remove(address, silent=silent)
+        if instance is None or self._is_named(address):
+            return
+        silent = lost
+        lost = lost and not instance.leaving and instance.info is not None
+        level, gone = (logging.WARNING, "lost") if lost else (logging.INFO, "forgotten")
+        log.log(level, "%s instance %s is %s: %s", instance.role, instance.instance_id, gone, why)
+        if lost and instance.status is Status.READY:
+            self._metrics.lost.labels(instance.role.value).inc()
+        reason = f"{why}; {instance.reason}" if instance.reason else why
+        self._remove(address, silent=silent)
+        if lost:
+            self.lost.add(instance, reason)
 
     # --- inside ---
 

@@ -49,6 +49,10 @@ class DecisionCandidate(NamedTuple):
         load: Load relative to the mean of the role.
         score: Score of the instance, or of the best pair with it where the policy rates pairs.
         terms: Terms that add up to the score.
+        partner: Where the policy rates pairs, the other instance of that pair, or ``local`` or ``store``; else empty.
+        own: Terms of the instance itself.
+        partner_terms: Terms of the partner; with those of the instance and the pair they are ``terms``.
+        pair_terms: Terms of the pair.
     """
 
     instance_id: str
@@ -58,6 +62,10 @@ class DecisionCandidate(NamedTuple):
     load: float
     score: float
     terms: list[Term]
+    partner: str
+    own: list[Term]
+    partner_terms: list[Term]
+    pair_terms: list[Term]
 
 
 class Decision(msgspec.Struct, eq=False):
@@ -112,19 +120,35 @@ class Decision(msgspec.Struct, eq=False):
     @property
     def candidates(self) -> list[DecisionCandidate]:
         """All instances that were scored, prefill instances first."""
-        return [
-            DecisionCandidate(
-                instance_id=name,
-                role=role_to_pb(side.role),
-                match_rate=float(side.match_rates[at]),
-                tiers={} if side.tiers is None else side.tiers[at],
-                load=float(self.loads(side.role)[at]),
-                score=self.score_of(side.role, at),
-                terms=self.terms_of(side.role, at),
-            )
-            for side in (self.prefill, self.decode)
-            for at, name in enumerate(side.ids)
-        ]
+        return [self._candidate(side, at) for side in (self.prefill, self.decode) for at in range(len(side.ids))]
+
+    def _candidate(self, side: Side, at: int) -> DecisionCandidate:
+        partner, own, others, pair = self._parts_of(side.role, at)
+        return DecisionCandidate(
+            instance_id=side.ids[at],
+            role=role_to_pb(side.role),
+            match_rate=float(side.match_rates[at]),
+            tiers={} if side.tiers is None else side.tiers[at],
+            load=float(self.loads(side.role)[at]),
+            score=self.score_of(side.role, at),
+            terms=self.terms_of(side.role, at),
+            partner=partner,
+            own=_named(own),
+            partner_terms=_named(others),
+            pair_terms=_named(pair),
+        )
+
+    def _parts_of(self, role: Role, at: int) -> tuple[str, dict[str, float], dict[str, float], dict[str, float]]:
+        """Return a candidate's partner, and the terms of itself, of the partner and of the pair."""
+        if not self.ratings.couples:
+            scores = self.ratings.prefill if role is Role.PREFILL else self.ratings.decode
+            return "", scores.explain(at), {}, {}
+        if role is Role.PREFILL:
+            partner, own, pair = self._option_parts(self.choice.decode, at, PrefillPath.REMOTE)
+            return self.decode_instance, own, partner, pair
+        prefill, path, _ = best_option(self.ratings, at)
+        own, others, pair = self._option_parts(at, prefill, path)
+        return (path.value if path else "") if prefill is None else self.prefill.ids[prefill], own, others, pair
 
     def match_rate_of(self, instance_id: str) -> float:
         """Return the match rate of a candidate; 0 for other instances."""
@@ -162,21 +186,26 @@ class Decision(msgspec.Struct, eq=False):
         return _named(self._option_terms(at, prefill, path))
 
     def _option_terms(self, d: int, p: int | None, path: PrefillPath | None) -> dict[str, float]:
-        ratings = self.ratings
-        parts = [ratings.decode.explain(d)]
-        if p is not None:
-            parts.append(ratings.prefill.explain(p))
-            if ratings.pairs is not None:
-                parts.append(ratings.pairs.explain(p, d))
-        elif path is PrefillPath.LOCAL and ratings.local is not None:
-            parts.append(ratings.local.explain(d))
-        elif path is PrefillPath.STORE and ratings.store is not None:
-            parts.append(ratings.store.explain(d))
         terms: dict[str, float] = {}
-        for part in parts:
+        for part in self._option_parts(d, p, path):
             for name, value in part.items():
                 terms[name] = terms.get(name, 0.0) + value
         return terms
+
+    def _option_parts(
+        self, d: int, p: int | None, path: PrefillPath | None
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Return the terms of a decode instance, of where the prompt is computed, and of the pair."""
+        ratings = self.ratings
+        decode = ratings.decode.explain(d)
+        if p is not None:
+            pair = ratings.pairs.explain(p, d) if ratings.pairs is not None else {}
+            return decode, ratings.prefill.explain(p), pair
+        if path is PrefillPath.LOCAL and ratings.local is not None:
+            return decode, ratings.local.explain(d), {}
+        if path is PrefillPath.STORE and ratings.store is not None:
+            return decode, ratings.store.explain(d), {}
+        return decode, {}, {}
 
     def to_pb(self) -> router_pb2.RouteDecision:
         message = router_pb2.RouteDecision(

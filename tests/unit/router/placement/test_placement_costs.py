@@ -210,6 +210,10 @@ async def test_every_decision_can_be_written_out_and_its_terms_add_up(cluster: C
         assert message.policy == name
         for scored in (message, *message.candidates):
             assert sum(term.value for term in scored.terms) == pytest.approx(scored.score), name
+        for candidate in placement.decision.candidates:
+            parts = (*candidate.own, *candidate.partner_terms, *candidate.pair_terms)
+            assert sum(term.value for term in parts) == pytest.approx(candidate.score), name
+            assert bool(candidate.partner) == placement.decision.ratings.couples, name
 
 
 # --- one prefix that everybody shares ---

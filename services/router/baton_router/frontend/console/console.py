@@ -31,6 +31,7 @@ from baton_router.frontend.http.errors import json_response
 from baton_router.frontend.http.middleware import audit_admin, require_admin, tenant_alone
 from baton_router.indexer.stores import Store
 from baton_router.registry.instance import Instance
+from baton_router.registry.lost_instances import LostInstance
 from baton_router.registry.registry import Registry
 from baton_router.scheduler.decision import DecisionLog
 
@@ -104,6 +105,8 @@ def describe(x: Instance) -> dict[str, Any]:
         "status": x.status.value,
         "reason": x.reason or None,
         "draining": x.load.draining,
+        "silent": x.silent,
+        "lost_s": None,
         "in_flight": x.load.requests,
         "work": round(x.load.work),
         "running": report.num_running,
@@ -123,6 +126,24 @@ def describe(x: Instance) -> dict[str, Any]:
             "block_size": info.fingerprint.block_size if info is not None else None,
             "gaps": events.num_gaps,
         },
+    }
+
+
+def describe_lost(x: LostInstance, age_s: float) -> dict[str, Any]:
+    """Return the console's data of an instance that was lost, with the fields of :func:`describe`."""
+    counts = ("in_flight", "work", "running", "waiting", "loading", "blocks_total", "blocks_active", "blocks_cached")
+    index = dict.fromkeys(("age_s", "blocks", "decided", "sequence", "gaps"), 0)
+    return {
+        "id": x.instance_id,
+        "address": x.address,
+        "role": x.role.value,
+        "status": "lost",
+        "reason": x.reason,
+        "draining": False,
+        "silent": False,
+        "lost_s": round(age_s, 1),
+        **dict.fromkeys(counts, 0),
+        "index": {**index, "state": "off", "epoch": None, "group": None, "block_size": None},
     }
 
 
@@ -246,7 +267,10 @@ class DebugEndpoints:
             "queued": len(self._queue),
             "now": self._stats.window(),
             "history": self._stats.history(),
-            "instances": [describe(x) for x in instances],
+            "instances": [
+                *(describe(x) for x in instances),
+                *(describe_lost(x, age_s) for x, age_s in self._registry.lost.ages()),
+            ],
             "flows": self._recent_flows(),
             "decisions": [summary(record) for record in self._decisions.recent(_DECISIONS)],
         }

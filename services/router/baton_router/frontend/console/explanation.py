@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 from baton.api.v1 import common_pb2
 from baton.rpc.convert import path_from_pb
 from baton.types import PrefillPath
-from baton_router.scheduler.decision import RUNNING, Decision, DecisionRecord
+from baton_router.scheduler.decision import RUNNING, Decision, DecisionCandidate, DecisionRecord, Term
 
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 _LOCAL_REASONS = {
@@ -102,7 +103,11 @@ def _placement(at: float, decision: Decision) -> dict[str, Any]:
                 "tiers": candidate.tiers,
                 "load": _number(candidate.load),
                 "score": _number(candidate.score),
-                "terms": {name: _number(value) for name, value in candidate.terms},
+                "terms": _terms(candidate.terms),
+                "partner": candidate.partner or None,
+                "own": _terms(candidate.own),
+                "partner_terms": _terms(candidate.partner_terms),
+                "pair_terms": _terms(candidate.pair_terms),
                 "winner": candidate.instance_id == winner,
             }
         )
@@ -116,9 +121,13 @@ def _placement(at: float, decision: Decision) -> dict[str, Any]:
         "prefill_order": list(decision.prefill_addresses),
         "path": decision.path.value if decision.path is not None else None,
         "score": _number(decision.score),
-        "terms": {name: _number(value) for name, value in decision.terms},
+        "terms": _terms(decision.terms),
         "candidates": rows,
     }
+
+
+def _terms(terms: Iterable[Term]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in terms}
 
 
 def _trace(trace: common_pb2.RequestTrace) -> dict[str, Any]:
@@ -198,10 +207,18 @@ def _choice(decision: Decision, role: str) -> str:
     if not others:
         return f"{said}; the only candidate"
     best = max(others, key=lambda x: x.score)
+    score = f"{said}; {'pair score' if chosen.partner else 'score'} {chosen.score:.3f}{_with(chosen)}"
     if math.isclose(best.score, chosen.score, rel_tol=1e-9, abs_tol=1e-12):
-        return f"{said}; score {chosen.score:.3f}, a tie with {best.instance_id}"
+        return f"{score}, a tie with {best.instance_id}"
     relation = "before" if chosen.score > best.score else "though the score is below that of"
-    return f"{said}; score {chosen.score:.3f}, {relation} {best.instance_id} ({best.score:.3f})"
+    return f"{score}, {relation} {best.instance_id} ({best.score:.3f}{_with(best)})"
+
+
+def _with(candidate: DecisionCandidate) -> str:
+    """Return with whom a candidate has its score."""
+    if candidate.partner in (PrefillPath.LOCAL, PrefillPath.STORE):
+        return f" by path {candidate.partner}"
+    return f" with {candidate.partner}" if candidate.partner else ""
 
 
 def _way(trace: common_pb2.RequestTrace) -> str:

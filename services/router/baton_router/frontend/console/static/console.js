@@ -86,7 +86,9 @@ function show(data) {
 
 function showFacts(data) {
   const ready = (role) => data.instances.filter((x) => x.role === role && x.status === "ready").length;
-  const facts = [["model", data.model ?? "none yet"], ["ratio", `${ready("prefill")}P${ready("decode")}D`], ["policy", data.policy], ["up", span(data.uptime_s)]];
+  const lost = data.instances.filter((x) => x.status === "lost").length;
+  const ratio = `${ready("prefill")}P${ready("decode")}D${lost ? `, ${lost} lost` : ""}`;
+  const facts = [["model", data.model ?? "none yet"], ["ratio", ratio], ["policy", data.policy], ["up", span(data.uptime_s)]];
   const list = $("facts");
   if (!list.children.length) list.append(...facts.map(([name]) => h("div", {}, h("dt", {}, name), h("dd"))));
   facts.forEach(([, value], at) => setText(list.children[at].lastElementChild, value));

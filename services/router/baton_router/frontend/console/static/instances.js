@@ -13,10 +13,12 @@ export const order = (a, b) => a.id.localeCompare(b.id, "en", { numeric: true })
 
 // How an instance is, in one word, and how bad that is.
 export function condition(x) {
+  if (x.status === "lost") return ["Lost", "bad"];
   if (x.status === "down") return ["Down", "bad"];
   if (x.status === "refused") return ["Refused", "bad"];
   if (x.status === "connecting") return ["Connecting", "warn"];
   if (x.draining) return ["Draining", "warn"];
+  if (x.silent) return ["Silent", "bad"];
   return ["Ready", "good"];
 }
 
@@ -67,9 +69,10 @@ function updateCard(node, x, busiest, own) {
   local.hidden = !own || out;
   local.title = "prompts that it computed by itself in the last seconds";
   setText(local, own ? `${count(own)} local` : "");
+  node.classList.toggle("lost", x.status === "lost");
   const reason = part(node, "reason");
   reason.hidden = !x.reason;
-  setText(reason, x.reason ?? "");
+  setText(reason, x.status === "lost" ? `${span(x.lost_s)} ago: ${x.reason}` : x.reason ?? "");
   const waiting = x.waiting ? `, ${count(x.waiting)} waiting` : "";
   setMeter(node, "load", [busiest > 0 ? x.work / busiest : 0], `${count(x.in_flight)} in flight${waiting}`, `Load of ${x.id}, relative to the busiest`);
   const total = x.blocks_total || 1;
@@ -86,7 +89,9 @@ export function showCards(role, data) {
     if (flow.path === "local") own.set(flow.target, (own.get(flow.target) ?? 0) + flow.requests);
   }
   keyed($(role), instances, (x) => x.address, makeCard, (node, x) => updateCard(node, x, busiest, own.get(x.id)));
-  setText($(`${role}-count`), `${instances.filter((x) => x.status === "ready").length} of ${instances.length} ready`);
+  const lost = instances.filter((x) => x.status === "lost").length;
+  const ready = instances.filter((x) => condition(x)[0] === "Ready" || condition(x)[0] === "Draining").length;
+  setText($(`${role}-count`), `${ready} of ${instances.length} ready${lost ? `, ${lost} lost` : ""}`);
   return instances;
 }
 
@@ -99,7 +104,7 @@ function makeRow() {
 }
 
 export function showIndex(data) {
-  const instances = [...data.instances].sort(order);
+  const instances = data.instances.filter((x) => x.status !== "lost").sort(order);
   keyed($("index"), instances, (x) => x.address, makeRow, (node, x) => {
     const [state, mood, meaning] = STATES[x.index.state] ?? [x.index.state, "warn", ""];
     setText(part(node, "name"), x.id);
