@@ -8,16 +8,19 @@ from typing import Any
 
 UNSUPPORTED: dict[str, Any] = {
     "not": {"type": "null"},
-    "if": {"type": "object"},
     "uniqueItems": True,
     "contains": {"type": "integer"},
+    "$dynamicRef": "#a",
+}
+REWRITTEN: dict[str, Any] = {
     "dependentRequired": {"a": ["b"]},
     "propertyNames": {"maxLength": 3},
     "unevaluatedProperties": False,
-    "dependentSchemas": {"a": {}},
+    "dependentSchemas": {"a": {"required": ["b"]}},
+    "minProperties": 2,
     "nullable": True,
-    "$dynamicRef": "#a",
 }
+"""Taken where other keywords can say the same."""
 NAMES = ["id", "name", "kind", "tags", "price", "é", "a b", "next", "x-y", "0"]
 PATTERNS = ["^[a-z]{2,5}$", "^(ab|cd)+$", r"^\d{3}-\d{2}$", "^[A-F0-9]{4}$", "^x?y*z$"]
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "email", "duration", "hostname"]
@@ -47,9 +50,10 @@ class Maker:
             }
             found = {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2, "$defs": {"node": node}}
         if rng.random() < 0.15:
-            keyword = rng.choice(sorted(UNSUPPORTED))
+            more = UNSUPPORTED | REWRITTEN
+            keyword = rng.choice(sorted(more))
             typed = [part for part in _schemas_in(found) if isinstance(part.get("type"), str)]
-            rng.choice(typed or [found])[keyword] = UNSUPPORTED[keyword]
+            rng.choice(typed or [found])[keyword] = more[keyword]
         if rng.random() < 0.3:
             found = {
                 "title": "T",
@@ -199,7 +203,7 @@ class Maker:
             "multipleOf",
         ]
         more = ["additionalProperties", "minimum", "maxProperties", "$ref", "$id", "$defs", "prefixItems", "x-guidance"]
-        return self.rng.choice([*known, *more, *UNSUPPORTED, "", "\u0000"])
+        return self.rng.choice([*known, *more, *UNSUPPORTED, *REWRITTEN, "", "\u0000"])
 
     def _junk(self) -> Any:
         rng = self.rng

@@ -81,16 +81,32 @@ class AnswerGrammar:
             InvalidRequestError: The schema of a tool is wrong, not supported or too costly; names its place.
         """
         # Checked with literals alone, as special tokens are known with a tokenizer only.
-        check_grammar(Grammar(self.kind, _Writer(self, {}).write()), self.place)
-        grammar = Grammar(self.kind, _Writer(self, self.special_tokens).write())
+        writer = _Writer(self, {})
+        free = frozenset[str]()
+        try:
+            check_grammar(Grammar(self.kind, writer.write()), self.place)
+        except InvalidRequestError:
+            free = writer.uncompilable()
+            if not free:
+                raise
+            check_grammar(Grammar(self.kind, _Writer(self, {}, free).write()), self.place)
+        grammar = Grammar(self.kind, _Writer(self, self.special_tokens, free).write())
         grammar.validate(field=self.place)
         return grammar
 
 
 class _Writer:
-    """Writes one grammar."""
+    """Writes one grammar.
 
-    def __init__(self, answer: AnswerGrammar, special_tokens: Mapping[str, int]) -> None:
+    Args:
+        answer: What it is made of.
+        special_tokens: The tokenizer's, by their names.
+        free: Fields of schemas that cannot be kept to: any value is allowed there.
+    """
+
+    def __init__(
+        self, answer: AnswerGrammar, special_tokens: Mapping[str, int], free: frozenset[str] = frozenset()
+    ) -> None:
         self._answer = answer
         self._use = answer.use
         self._special = special_tokens
@@ -105,6 +121,25 @@ class _Writer:
             for tool, place in zip(self._use.tools, self._use.places, strict=True)
         }
         self._size = 0
+        self._free = free
+        self._schemas: dict[str, tuple[str, bool]] = {}
+        """By field the rule of a schema that is kept to, and whether it must be."""
+
+    def uncompilable(self) -> frozenset[str]:
+        """Return the fields of the written schemas that cannot be compiled and need not be kept to.
+
+        Raises:
+            InvalidRequestError: A schema that must be kept to cannot be compiled; names its field.
+        """
+        found = set[str]()
+        for place, (rule, needed) in self._schemas.items():
+            try:
+                check_grammar(Grammar(self._answer.kind, f"start: {rule}"), place)
+            except InvalidRequestError:
+                if needed:
+                    raise
+                found.add(place)
+        return frozenset(found)
 
     def write(self) -> str:
         tools = self._answer.dialects.tools
@@ -294,7 +329,7 @@ class _Writer:
         line = "\n" if tags.lines else ""
         head = self._literal(f"{tags.begin}{key}{tags.name_end}{flag}{line}")
         if not text:
-            return f"{head} {self._json(schema, root, name, key)} {self._literal(line + tags.end)}"
+            return f"{head} {self._value(schema, name, key)} {self._literal(line + tags.end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         texts = [item for item in values if isinstance(item, str)] if isinstance(values, list) else []
         if texts:
@@ -305,7 +340,7 @@ class _Writer:
     def _python(self, name: str) -> str:
         root = self._schema(name)
         values = [
-            (f"{lark_string(f'{key}=')} {self._json(root['properties'][key], root, name, key)}", required)
+            (f"{lark_string(f'{key}=')} {self._value(root['properties'][key], name, key)}", required)
             for key, required in self._keys(name)
         ]
         free = next((at for at, (_, required) in enumerate(values) if required), len(values))
@@ -345,21 +380,26 @@ class _Writer:
         return {**schema, "type": "object"}
 
     def _arguments(self, name: str) -> str:
-        return self._rule_of(self._schema(name), name, self._places[name], _ANY_OBJECT)
+        return self._value(self._schema(name), name)
 
-    def _json(self, schema: Any, root: Mapping[str, Any], name: str, key: str) -> str:
-        place = f"{self._places[name]}.properties.{key}"
-        if not isinstance(schema, Mapping):
-            schema = {}
-        shared = {part: root[part] for part in ("$defs", "definitions") if part in root}
-        return self._rule_of({**schema, **shared}, name, place, {})
+    def _value(self, schema: Any, name: str, key: str = "") -> str:
+        """Return the rule of a tool's arguments, or of one of them; where its schema cannot be kept to, a free value's.
 
-    def _rule_of(self, schema: Mapping[str, Any], name: str, place: str, free: Mapping[str, Any]) -> str:
-        """Return a schema's rule; where it cannot be kept to and need not be, that of a free value."""
+        Args:
+            schema: The schema.
+            name: Name of the tool.
+            key: The argument; empty: all of them.
+        """
+        free: Mapping[str, Any] = {} if key else _ANY_OBJECT
+        field = self._places[name]
+        place = f"{field}.properties.{key}" if key else field
+        needed = self._use.mode == "required" or name in self._use.strict
         try:
-            rule = json_rule(schema, place)
+            schema = schema if isinstance(schema, Mapping) and place not in self._free else free
+            rule = json_rule(schema, place, root=(self._schema(name), field))
+            self._schemas[place] = rule, needed
         except InvalidRequestError:
-            if self._use.mode == "required" or name in self._use.strict:
+            if needed:
                 raise
             rule = json_rule(free, place)
         self._count(len(rule), place)

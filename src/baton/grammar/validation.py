@@ -81,6 +81,8 @@ TRIAL_BYTES = 12
 _PART = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*+|/(?P<regex>(?:\\.|[^/\\\n])++)/?')
 """A string, a comment or a regular expression of a Lark grammar."""
 _EOS = 256
+_ONE_OF = re.compile("oneOf constraints are not supported.*")
+"""What the compiler says of alternatives that may overlap; it goes on with an option that requests do not have."""
 _TOKEN_IDS = "<["
 _UNKNOWN_TOKEN = "unknown special token"
 _SPECIAL = "can't validate <special_token>"
@@ -153,6 +155,7 @@ def _try(matcher: LLMatcher, field: str, started: float) -> None:
 def plain_error(message: str) -> str:
     """Return a compiler's message in few lines, without its state."""
     message = message.partition("<state>")[0].partition("<non-verbose/>")[0]
+    message = _ONE_OF.sub("only alternatives of oneOf that visibly exclude each other are supported", message)
     return message.strip().replace("\n", " | ")[:400]
 
 

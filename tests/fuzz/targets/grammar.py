@@ -25,11 +25,11 @@ from baton.dialects.response_template import read_response_template
 from baton.dialects.tool_use import read_tools
 from baton.errors import ConfigError, InvalidRequestError
 from baton.grammar import StructuredOutputs, regex_grammar
-from baton.grammar.json_schema import ANNOTATIONS, FORMATS, SUPPORTED
+from baton.grammar.json_schema import FORMATS, REFUSED, SUPPORTED
 from baton.types import Grammar
 
 _TYPES = ["object", "array", "string", "number", "integer", "boolean", "null", ["string", "null"], "any"]
-_KEYWORDS = sorted(SUPPORTED | ANNOTATIONS)
+_KEYWORDS = sorted(SUPPORTED | REFUSED | {"$id", "$anchor", "$defs", "definitions", "title", "x-guidance"})
 _PATTERNS = [*("a", "[a-z]", "(", ")", "[", "]", "{3}", "{2,}", "{9999}", "*", "+", "?", "|", "^", "$", "\\d", "\\")]
 _KINDS = ["json", "json_object", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern"]
 _RULES = [*("start: ", "root ::= ", "A: ", "a b ", '"x" ', "/[a-z]+/ ", "| ", "( ", ") ", "* ", "\n", "%json ", "{} ")]

@@ -296,7 +296,10 @@ def test_a_response_format_stands_behind_reasoning_and_beside_calls(guided: Serv
 
 def test_what_cannot_be_kept_to_is_refused(api: Served) -> None:
     strict = [
-        {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}
+        {
+            "type": "function",
+            "function": {"name": "f", "strict": True, "parameters": {"type": "object", "if": {}, "then": {}}},
+        }
     ]
     for fields, param in (
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
@@ -309,7 +312,7 @@ def test_what_cannot_be_kept_to_is_refused(api: Served) -> None:
     api.dispatcher.info = dataclasses.replace(api.dispatcher.info, grammars=True)
     with pytest.raises(openai.BadRequestError, match="is not supported") as caught:
         api.chat(tools=strict)
-    assert caught.value.param == "tools[0].function.parameters.not"
+    assert caught.value.param == "tools[0].function.parameters.if"
     assert api.dispatcher.requests == []
     api.chat(tools=[{**strict[0], "function": {**strict[0]["function"], "strict": False}}], max_tokens=500)
     assert grammar(api).kind == "tools"

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from baton.errors import InvalidRequestError
@@ -19,7 +21,6 @@ from baton.grammar import (
     regex_grammar,
     structural_tag_grammar,
 )
-from baton.grammar.json_schema import ANNOTATIONS
 from baton.grammar.validation import LIMITS, MAX_PARTS, _bytes_tokenizer, count_parts
 from baton.types import MAX_GRAMMAR_BYTES, Grammar
 
@@ -35,9 +36,7 @@ PERSON = {
 def accepts(grammar: Grammar, text: str) -> bool:
     """Whether a text is a whole answer, byte by byte."""
     matcher = LLMatcher(_bytes_tokenizer(), grammar.text, log_level=0, limits=LIMITS)
-    return all(matcher.validate_tokens([byte]) == 1 and matcher.consume_token(byte) for byte in text.encode()) and (
-        matcher.is_accepting()
-    )
+    return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -117,25 +116,38 @@ def test_dates_are_those_that_every_validator_takes(kind: str, right: list[str],
 @pytest.mark.parametrize(
     ("schema", "place"),
     [
-        ({"type": "object", "properties": {"a": {"not": {}}}}, "s.properties.a.not"),
+        ({"type": "object", "properties": {"a": {"not": {"type": "null"}}}}, "s.properties.a.not"),
         ({"if": {}, "then": {}}, "s.if"),
         ({"type": "array", "uniqueItems": True}, "s.uniqueItems"),
         ({"type": "array", "prefixItems": [{}, {"contains": {}}]}, "s.prefixItems[1].contains"),
-        ({"anyOf": [{"unevaluatedProperties": False}]}, "s.anyOf[0].unevaluatedProperties"),
-        ({"$defs": {"x": {"dependentRequired": {}}}}, "s.$defs.x.dependentRequired"),
-        ({"patternProperties": {"^a": {"propertyNames": {}}}}, "s.patternProperties.^a.propertyNames"),
-        ({"type": "string", "format": "iri"}, "s.format"),
+        ({"anyOf": [{"unevaluatedProperties": False, "allOf": [{}]}]}, "s.anyOf[0].unevaluatedProperties"),
+        ({"unevaluatedItems": False, "contains": {}}, "s.unevaluatedItems"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"dependentRequired": {"a": 5}}}}, "s.$defs.x.dependentRequired.a"),
+        ({"patternProperties": {"^a": {}}, "propertyNames": {"enum": ["a"]}}, "s.propertyNames"),
+        ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, "s.propertyNames"),
+        ({"properties": {"a": {}}, "propertyNames": {"pattern": "^a"}}, "s.propertyNames"),
+        ({"type": "object", "minProperties": 2}, "s.minProperties"),
+        ({"minProperties": 3, "required": ["a"], "patternProperties": {"^b": {}}}, "s.minProperties"),
+        ({"properties": {"a": {}}, "additionalProperties": {"enum": ["\x01"]}}, "s.additionalProperties.enum"),
         ({"$ref": "https://example.org/schema"}, "s.$ref"),
+        ({"$ref": "#/$defs/nowhere"}, "s.$ref"),
+        ({"$ref": "#nowhere", "$defs": {"a": {"$anchor": "somewhere"}}}, "s.$ref"),
         ({"$dynamicRef": "#a"}, "s.$dynamicRef"),
-        ({"type": "string", "nullable": True}, "s.nullable"),
-        ({"type": "string", "x-guidance": {"lenient": True}}, "s.x-guidance"),
-        ({"items": [{}]}, "s.items"),
+        ({"properties": {"a": {"type": "str"}}}, "s.properties.a.type"),
+        ({"type": ["string", 5]}, "s.type"),
+        ({"required": True}, "s.required"),
+        ({"maxItems": 2.5}, "s.maxItems"),
+        ({"minLength": -1}, "s.minLength"),
+        ({"minimum": "1"}, "s.minimum"),
+        ({"enum": "a"}, "s.enum"),
+        ({"pattern": 5}, "s.pattern"),
         ({"items": 5}, "s.items"),
         ({"properties": []}, "s.properties"),
         ({"anyOf": {}}, "s.anyOf"),
         ({"type": "string", "pattern": "((ab){100}){200}"}, "s.pattern"),
         ({"type": "string", "pattern": "(?=a)b"}, "s"),
-        ({"type": "nothing"}, "s"),
+        ({"not": {}}, "s.not"),
+        ({"type": "nothing"}, "s.type"),
         ({"enum": []}, "s"),
         ({"$ref": "#"}, "s"),
         ({"minLength": 5, "maxLength": 2, "type": "string"}, "s"),
@@ -153,12 +165,155 @@ def test_a_schema_is_refused_with_its_place(schema: Any, place: str) -> None:
     assert "s" in raised.value.message
 
 
-def test_annotations_are_no_reason_to_refuse() -> None:
-    values: dict[str, Any] = {"examples": ["q"], "deprecated": True, "readOnly": True, "writeOnly": True}
-    schema = {"enum": ["q"], **{name: values.get(name, "text") for name in ANNOTATIONS}}
-    grammar = json_schema_grammar(schema)
+def test_annotations_and_unknown_keywords_are_no_reason_to_refuse() -> None:
+    known = ["title", "description", "default", "examples", "deprecated", "readOnly", "$comment", "contentEncoding"]
+    unknown = ["example", "nullable", "x-kubernetes-list-type", "enumNames", "markdownDescription", "xml", "strict"]
+    ignored = {keyword: {"not": {}} for keyword in (*known, *unknown)}
+    idle: dict[str, Any] = {
+        "propertyNames": {"type": "string"}, "uniqueItems": False, "not": False, "if": {}, "minContains": 3,
+        "dependentRequired": {}, "unevaluatedProperties": True, "format": "color", "additionalItems": False,
+    }  # fmt: skip
+    options = {"x-guidance": {"lenient": True, "json_allow_general_unicode_escapes": True}, "": 5}
+    grammar = json_schema_grammar({"enum": ["q"], **ignored, **idle, **options})
     assert accepts(grammar, '"q"')
     assert not accepts(grammar, '"text"')
+    assert not accepts(grammar, '"\\u0071"')
+    assert "lenient" not in grammar.text
+
+
+_REFERRED = {
+    "type": "array",
+    "items": {"$ref": "#/components/schemas/a~1b"},
+    "components": {"schemas": {"a/b": {"anyOf": [{"type": "null"}, {"$ref": "#there"}, {"$ref": "list.json"}]}}},
+    "$defs": {"x": {"$anchor": "there", "const": 7}, "y": {"$id": "list.json", "$ref": "#/$defs/z",
+                                                           "$defs": {"z": {"enum": ["z"]}}}},
+}  # fmt: skip
+_UNION = {
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
+    "$defs": {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": name.lower()}, "friend": {"$ref": "#/$defs/Friend"}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        }
+        for name in ("Cat", "Dog")
+    } | {"Friend": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/Cat"}]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {"type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}},
+            ["[1]", "[1,2,2]"],
+            ["[2]", "[1,1]"],
+        ),
+        ({"type": "array", "maxItems": 2.0}, ["[]", "[1,1]"], ["[1,1,1]"]),
+        ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
+        ({"type": "integer", "maximum": 3, "exclusiveMaximum": False}, ["3"], ["4"]),
+        ({"dependentRequired": {"a": ["b"]}}, ['{"b":1}', '{"a":1,"b":1}', "{}", "5"], ['{"a":1}', '{"a":1,"c":1}']),
+        ({"dependencies": {"a": {"properties": {"b": False}}}}, ['{"b":1}', '{"a":1}'], ['{"a":1,"b":1}']),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}}, ["{}", '{"x1":[]}'], ['{"y":1}', '{"x":1,"y":1}']),
+        ({"type": "object", "propertyNames": {"maxLength": 2}}, ['{"ab":1}'], ['{"abc":1}']),
+        (
+            {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
+            ["{}", '{"a":1,"b":2}'],
+            ['{"c":1}', '{"a":"x"}'],
+        ),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, ['{"a":1}'], ['{"a":1,"b":1}', '{"b":1}']),
+        ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, ["[1]"], ["[1,1]"]),
+        ({"properties": {"a": {"not": {}}}, "additionalProperties": {"const": 1}}, ['{"b":1}'], ['{"a":1}', '{"b":2}']),
+        (_REFERRED, ["[]", '[7,null,"z"]'], ["[8]", '["y"]']),
+        (_UNION, ['{"kind":"cat"}', '{"kind":"dog","friend":{"kind":"cat","friend":null}}'], ['{"kind":"cow"}']),
+        ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"const": 1}}}, ["1", "null"], ["2"]),
+        ({"type": "integer", "format": "int32"}, ["2147483647", "-2147483648"], ["2147483648", "-2147483649"]),
+        (
+            {"type": "integer", "format": "int64"},
+            ["9223372036854774784"],
+            ["9223372036854775808", "-9223372036854775809"],
+        ),
+        ({"type": "number", "format": "double"}, ["1.5e3", "-0.25"], ['"1"']),
+        (
+            {"type": "string", "format": "hostname"},
+            [f'"{name}"' for name in ("a", "a-b.c3", "ab-c", "a--b", "x" * 63, ".".join(["y" * 62] * 4))],
+            [
+                f'"{name}"'
+                for name in (
+                    "",
+                    "-a",
+                    "a-",
+                    "abc-",
+                    "a--",
+                    "a.",
+                    "a..b",
+                    "xn--4dbc5h",
+                    "ab--c",
+                    "x" * 64,
+                    ".".join(["y" * 63] * 4),
+                )
+            ],
+        ),
+        (
+            {"type": "string", "format": "uri-reference"},
+            ['"/a?b#c"', '""', '"a/b:c"', '"//h:8/"', '"http://u@h/x"', '"mailto:a@b"', '"%20"'],
+            ['"a b"', '"a:b:c d"', '"\\\\x"', '"//h:p"', '"//a@b@c/"', '"#a#b"', '":a"'],
+        ),
+        ({"type": "string", "format": "json-pointer"}, ['""', '"/a/~0~1"'], ['"a"', '"/~"', '"/~2"']),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_other_drafts_and_keywords_say_is_kept_to(schema: Any, right: list[str], wrong: list[str]) -> None:
+    grammar = json_schema_grammar(schema)
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
+
+
+def test_an_error_names_no_option_of_the_compiler() -> None:
+    with pytest.raises(InvalidRequestError, match="exclude each other") as caught:
+        json_schema_grammar({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "s")
+    assert "coerce_one_of" not in caught.value.message
+
+
+def spellings(char: str) -> st.SearchStrategy[str]:
+    """Ways to write a character in a JSON string."""
+    code = f"\\u{ord(char):04x}"
+    return st.sampled_from([json.dumps(char, ensure_ascii=False)[1:-1], code, code.upper().replace("U", "u")])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.data(), st.text(st.sampled_from('aé"\\\n\x01/<'), min_size=1, max_size=3))
+@example(None, "a")
+def test_a_key_has_one_spelling_and_comes_once(data: st.DataObject | None, name: str) -> None:
+    spelled = "\\u0061" if data is None else "".join(data.draw(spellings(char)) for char in name)
+    key = f'"{spelled}"'
+    assert json.loads(key) == name
+    plain = json.dumps(name, ensure_ascii=False)
+    named = {"properties": {name: {"type": "integer"}}}
+    for schema in (
+        {"type": "object", **named},
+        {"type": "object", **named, "additionalProperties": {"type": "string"}},
+        {"type": "object", **named, "required": [name]},
+        {"allOf": [{"type": "object"}, named]},
+        {"items": {"type": "object", "patternProperties": {"^[^b]": {"type": "integer"}}}},
+    ):
+        grammar = json_schema_grammar(schema)
+        begin, end = ("[", "]") if "items" in schema else ("", "")
+        if "items" not in schema or "\x01" not in name:  # which a free key cannot have
+            assert accepts(grammar, f"{begin}{{{plain}:1}}{end}")
+        assert not accepts(grammar, f'{begin}{{{key}:"x"}}{end}')
+        if "items" not in schema:
+            assert not accepts(grammar, f'{{{plain}:1,{key}:"x"}}')
+            assert not accepts(grammar, f"{{{plain}:1,{key}:1}}")
+
+
+def test_as_many_properties_as_must_be_there_are_different_ones() -> None:
+    one_free = json_schema_grammar({"type": "object", "minProperties": 2, "required": ["a"]})
+    assert accepts(one_free, '{"a":1,"b":2}')
+    assert not accepts(one_free, '{"a":1}')
+    assert not accepts(one_free, '{"a":1,"a":2}')
 
 
 @pytest.mark.parametrize(
@@ -186,7 +341,7 @@ def test_annotations_are_no_reason_to_refuse() -> None:
         (structural_tag_grammar, {}),
         (structural_tag_grammar, "["),
         (structural_tag_grammar, {"structures": [{"begin": "<b>"}], "triggers": ["<a>"]}),
-        (structural_tag_grammar, {"structures": [{"begin": "<a>", "schema": {"not": {}}}], "triggers": ["<a>"]}),
+        (structural_tag_grammar, {"structures": [{"begin": "<a>", "schema": {"not": 5}}], "triggers": ["<a>"]}),
         (structural_tag_grammar, {"structures": [], "triggers": ["<a>"]}),
         (structural_tag_grammar, {"format": {}}),
         (lark_grammar, "x" * (MAX_GRAMMAR_BYTES + 1)),
@@ -312,7 +467,7 @@ def test_response_format_is_read() -> None:
         with pytest.raises(InvalidRequestError) as raised:
             read(value)
         assert raised.value.field == field
-    wrong = read({"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}})
+    wrong = read({"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {"type": "null"}}}}}})
     assert wrong is not None
     with pytest.raises(InvalidRequestError) as raised:
         wrong.to_grammar()

@@ -95,7 +95,7 @@ def test_what_is_asked_for_comes_over_whole(processes: GrammarProcesses) -> None
 
 
 def test_an_error_names_field_and_place_as_here(processes: GrammarProcesses) -> None:
-    asked = StructuredOutputs(json={"type": "object", "propertyNames": {}}, field="guided_json")
+    asked = StructuredOutputs(json={"type": "object", "uniqueItems": True}, field="guided_json")
     with pytest.raises(InvalidRequestError) as here:
         asked.to_grammar()
     with pytest.raises(InvalidRequestError) as there:
