@@ -81,6 +81,26 @@ def _interpreter(least: tuple[int, int]) -> str:
     pytest.skip(f"there is no Python {least[0]}.{least[1]} or newer here")
 
 
+def sdist(name: str, version: str) -> Path:
+    """Return the unpacked source distribution of a Python package; skips the test where it cannot be downloaded."""
+    folder = HOME / f"{name}-{version}"
+    if not folder.exists():
+        scratch = HOME / f"{name}-{version}.part"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        pip = (sys.executable, "-m", "pip", "download", "-q", "--no-binary", ":all:", "--no-deps", "-d", str(scratch))
+        # pip reads the metadata by the package's own build, which need not work here: what it unpacked is kept.
+        command = (*pip, "--no-build-isolation", "--no-clean", f"{name}=={version}")
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False, env=environment)
+        found = sorted(scratch.glob(f"*/{name}*/PKG-INFO"))
+        if not found:
+            pytest.skip(f"{name} {version} does not download here: {(done.stderr.splitlines() or ['?'])[-1]}")
+        found[0].parent.rename(folder)
+        shutil.rmtree(scratch)
+    return folder
+
+
 def npm(name: str, *packages: str) -> Program:
     """Return a folder with packages of npm; skips the test where they do not install."""
     folder = _folder(name, *packages)

@@ -21,6 +21,15 @@ _KINDS: Mapping[type, tuple[str, ...]] = {
     list: ("array",),
     type(None): ("null",),
 }
+_PYTHON_TYPES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "boolean",
+    "list": "array",
+    "dict": "object",
+}
+"""What some clients write for types, which are none of JSON schema."""
 
 
 def parameter_schemas(parameters: Any) -> Mapping[str, Any]:
@@ -52,10 +61,9 @@ def schema_types(schema: Any, root: Any) -> frozenset[str]:
             continue
         declared = part.get("type")
         values = [part["const"]] if "const" in part else part.get("enum")
-        if isinstance(declared, str):
-            types.add(declared)
-        elif isinstance(declared, list):
-            types.update(item for item in declared[:_MOST_SCHEMAS] if isinstance(item, str))
+        if isinstance(declared, str | list):
+            names = [declared] if isinstance(declared, str) else declared[:_MOST_SCHEMAS]
+            types.update(_PYTHON_TYPES.get(item, item) for item in names if isinstance(item, str))
         else:
             if isinstance(values, list):
                 types.update(kind for value in values[:_MOST_SCHEMAS] for kind in _KINDS.get(type(value), ()))

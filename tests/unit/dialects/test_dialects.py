@@ -161,6 +161,19 @@ def test_brackets_that_are_not_closed_swallow_nothing_behind_their_call(name: st
     assert _merged(_parse(Sample(name, quoted), dialects, quoted))[2][1] == ("get_weather", json.dumps({"city": text}))
 
 
+def test_pythons_names_of_types_are_understood() -> None:
+    values = {"float": 3.5, "int": 3, "bool": True, "dict": {"a": 1}, "list": [1], "str": "3"}
+    schema = {"properties": {name: {"type": name} for name in values}}
+    written = "".join(
+        f"<parameter={name}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for name, value in values.items()
+    )
+    parser = DialectParser(TOOL_DIALECTS["qwen3_coder"], schemas={"f": schema})
+    events = parser.feed(f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>")
+    ((_, arguments),) = _merged([*events, *parser.finish()])[2]
+    assert json.loads(arguments) == values
+
+
 def test_a_call_that_is_cut_gives_what_it_has() -> None:
     sample = Sample("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "San')
     dialects = choose_dialects("hermes", "none")

@@ -1,0 +1,1 @@
+"""What vLLM's own tests, unmodified, need to run against Baton: ``adapter`` is a pytest plugin of theirs."""
