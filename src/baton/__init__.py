@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baton.types import SamplingParams
 from baton.version import __version__
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
+    from baton.types import SamplingParams
 
 __all__ = ["AsyncClient", "Client", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the SDK when it is asked for."""
+    if name == "SamplingParams":
+        from baton.types import SamplingParams
+
+        return SamplingParams
     if name in {"Client", "AsyncClient"}:
         import baton.client
 

@@ -7,16 +7,13 @@ the parser. The benchmarks, ``profile``, ``plan`` and ``tune`` come from ``baton
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-
-from baton.cli import autoscale, chat, completion, config, demo, explain, instances, kvstore, status, up
-from baton.cli.parser import CommandParser
-from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.plugins import installed_plugins
-from baton.quantize import command as quantize
-from baton.version import __version__
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +22,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a command raises becomes a message on standard error and a status: 2 for a ``ConfigError``, 1 for other errors
     of Baton and for a reader of the output that has gone, 130 for an interrupt.
     """
-    parser: argparse.ArgumentParser = CommandParser(
-        prog="baton", description="Serve LLMs with prefill and decode apart."
-    )
+    with _ended_by_interrupt():  # imports take seconds, and turn an interrupt into an error of their own
+        parser = _build_parser()
+        from baton.errors import BatonError, ConfigError, UnavailableError
+    try:
+        args = parser.parse_args(argv)
+        name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"{name}: error: {error.message}", file=sys.stderr)
+        return 2
+    except BatonError as error:
+        hint = getattr(args, "hint", "") if isinstance(error, UnavailableError) else ""
+        print(f"{name}: {error.message}" + (f" ({hint})" if hint else ""), file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """End this process with status 130 at SIGINT while the context is open: it has started nothing yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    from baton.cli import autoscale, chat, completion, config, demo, explain, instances, kvstore, status, up
+    from baton.cli.foreign_names import find_command
+    from baton.cli.parser import CommandParser
+    from baton.quantize import command as quantize
+    from baton.version import __version__
+
+    own = CommandParser(prog="baton", description="Serve LLMs with prefill and decode apart.")
+    own.find_hint = find_command
+    parser: argparse.ArgumentParser = own
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     up.add_parser(commands)
@@ -45,25 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     _add_installed_commands(commands)
     completion.add_parser(commands, parser)
-    args = parser.parse_args(argv)
-    name = " ".join(["baton", args.command, *([args.benchmark] if args.command == "bench" else [])])
-    try:
-        return int(args.run(args))
-    except ConfigError as error:
-        print(f"{name}: error: {error.message}", file=sys.stderr)
-        return 2
-    except BatonError as error:
-        hint = getattr(args, "hint", "") if isinstance(error, UnavailableError) else ""
-        print(f"{name}: {error.message}" + (f" ({hint})" if hint else ""), file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return parser
 
 
 def _add_installed_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from baton.plugins import installed_plugins
+
     for _, point in sorted(installed_plugins("baton.commands").items()):
         try:
             add_parsers = point.load()

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from baton.cli.model_check import check_engine
 from baton.cli.parser import RoleArgsParser
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec
 from baton.config import EngineConfig, add_flags, from_flags
@@ -262,14 +263,10 @@ def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Deployme
     listen = listen_config(args, file)
     workers = worker_config(args, file)
     router = _router_config(args, file, listen)
-    engines = {role: _engine(args, file, role) for role in ROLES}
-    model = engines["decode"].model if engines["decode"].model != EngineConfig.model else default_model()
-    if not model:
-        raise ConfigError("--model must not be empty", field="model")
-    check_model_path(model)
-    further = tuple(pool for pool in file.pools if pool.name not in ROLES)
-    for pool in further:
+    model = _model(from_flags(EngineConfig, args, file=file.values("decode")))
+    for pool in file.pools:
         _engine(args, file, pool.name)
+    further = tuple(pool for pool in file.pools if pool.name not in ROLES)
     return make_plan(
         ratio=_ratio(args, file),
         listen=listen,
@@ -388,18 +385,27 @@ def _engine(args: argparse.Namespace, file: ClusterFile, pool: str) -> EngineCon
             setattr(known, size, count)
     own = _parse_role_args(args, role)
     try:
-        config = from_flags(EngineConfig, argparse.Namespace(**vars(known) | vars(own)), file=file.values(pool))
-        from_flags(
-            WorkerConfig, argparse.Namespace(**vars(_worker_namespace(args, file)) | vars(own)), file=file.values(pool)
-        )
+        from_flags(WorkerConfig, _joined(_worker_namespace(args, file), own), file=file.values(pool))
+        config = from_flags(EngineConfig, _joined(known, own), file=file.values(pool))
+        config = dataclasses.replace(config, model=_model(config))
+        check_engine(config)
     except ConfigError as error:
         field = error.field or ""
-        if getattr(args, f"{role}_{field}", None) is not None:
-            raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{field}") from None
         if hasattr(own, field):
             raise ConfigError(f"--{role}-args: {error.message}", field=f"{role}_args") from None
+        if getattr(args, f"{role}_{field}", None) is not None:
+            raise ConfigError(f"{role} instances: {error.message}", field=f"{role}_{field}") from None
         raise
     return config
+
+
+def _model(config: EngineConfig) -> str:
+    """Return the model of an engine's configuration, which is the demo model if none is given."""
+    model = config.model if config.model != EngineConfig.model else default_model()
+    if not model:
+        raise ConfigError("--model must not be empty", field="model")
+    check_model_path(model)
+    return model
 
 
 def _joined(first: argparse.Namespace, second: argparse.Namespace) -> argparse.Namespace:

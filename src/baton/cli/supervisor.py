@@ -30,6 +30,8 @@ LAST_BACKOFF_S = 15.0
 STABLE_S = 60.0
 """Seconds after which a running process is stable: its next restart waits only ``FIRST_BACKOFF_S``."""
 HEALTH_INTERVAL_S = 0.05
+_INVALID_CONFIGURATION = 2
+"""Exit status of a service whose configuration cannot work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class Supervisor:
         """Start every group after the one before it is ready, then wait until the router sees all instances.
 
         Raises:
-            ConfigError: A port is in use.
+            ConfigError: A port is in use, or a process ended because its configuration cannot work (status 2).
             UnavailableError: A process ended or was not ready in time, the router refuses an instance, or the model's
                 tokenizer cannot be loaded.
         """
@@ -224,6 +226,10 @@ class Supervisor:
             waits = [asyncio.ensure_future(self._wait_ready(spec.name)) for spec in group]
             try:
                 await asyncio.gather(*waits)
+            except UnavailableError as error:
+                if any(self.processes[spec.name].returncode == _INVALID_CONFIGURATION for spec in group):
+                    raise ConfigError(error.message) from error
+                raise
             finally:
                 for wait in waits:
                     wait.cancel()
@@ -367,4 +373,6 @@ def _require_free_ports(plan: DeploymentPlan) -> None:
             try:
                 require_free_port(host, int(port))
             except ConfigError as error:
-                raise ConfigError(f"{spec.name} {error.message}", field=error.field) from error
+                hint = "; is another baton up running? --port and --grpc-port take others, 0 free ones"
+                told = f"{spec.name} {error.message}{hint if spec is plan.router else ''}"
+                raise ConfigError(told, field=error.field) from error

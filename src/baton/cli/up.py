@@ -20,6 +20,8 @@ from rich.table import Table
 from baton.autoscale.controller import AutoscaleMetrics, Controller
 from baton.background import keep_running
 from baton.cli.autoscale import ProcessFleet, serving_metrics
+from baton.cli.foreign_names import find_up_flag
+from baton.cli.parser import CommandParser
 from baton.cli.plan import autoscale_config, own_token, plan_from, read_file, restarts, worker_config
 from baton.cli.supervisor import DeploymentPlan, ManagedProcess, Supervisor
 from baton.client import AsyncClient
@@ -150,6 +152,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("up", help="run router, prefill and decode instances and a KV store here")
     parser.add_argument("--json", action="store_true", help="a JSON object per line instead of text")
     add_deployment_flags(parser)
+    if isinstance(parser, CommandParser):
+        parser.find_hint = find_up_flag
     parser.set_defaults(run=run)
 
 

@@ -13,13 +13,14 @@ from typing import Any, BinaryIO, Self
 import torch
 from transformers import AutoConfig
 
-from baton.engine.models.checkpoint import INDEX_NAME, TensorFiles, weight_files
+from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.models.loader import HUB_PATTERNS, TORCH_DTYPES
 from baton.errors import ConfigError
 from baton.quantize.calibration import Folding, LayeredModel, fold_scales, observe, run_layer
 from baton.quantize.schemes import SCHEMES, Scheme, check_columns, quantization_config, quantize, stored_tensors
 from baton.tokenizer import Tokenizer
 from baton.tokenizer.model_files import model_directory, read_file, read_json
+from baton.tokenizer.weight_files import INDEX_NAME, weight_files
 from baton_kernels.quantization import QuantizedWeight
 
 MAX_FILE_BYTES = 4 << 30

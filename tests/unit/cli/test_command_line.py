@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 from baton.cli import completion
-from baton.cli.main import CommandParser, main
+from baton.cli.main import main
+from baton.cli.parser import CommandParser
 from baton.cli.status import render
 from baton.errors import QueueFullError
 from baton.testing import Asked, FakeRouter
@@ -22,6 +23,22 @@ from baton.testing import Asked, FakeRouter
         (["up", "--ratoi", "2P"], "baton up: error: there is no flag --ratoi; did you mean --ratio? (see baton up"
          " --help)\n"),
         (["bench", "serv"], "baton bench: error: there is no 'serv'; did you mean serve? (see baton bench --help)\n"),
+        (["up", "--log-format", "json"], "baton up: error: there is no flag --log-format: give it in --router-args or"
+         " --prefill-args or --decode-args, as '--log-format ...' (see baton up --help)\n"),
+        (["up", "--beta=1"], "baton up: error: there is no flag --beta: give it in --router-args, as '--beta ...' (see"
+         " baton up --help)\n"),
+        (["up", "--tensor-parallel-size", "2"], "baton up: error: there is no flag --tensor-parallel-size: give --tp"
+         " (see baton up --help)\n"),
+        (["up", "-tp", "2"], "baton up: error: there is no flag -tp: give --tp (see baton up --help)\n"),
+        (["up", "Qwen/Qwen3-0.6B"], "baton up: error: there is no argument Qwen/Qwen3-0.6B: give --model"
+         " Qwen/Qwen3-0.6B (see baton up --help)\n"),
+        (["up", "--hots", "x"], "baton up: error: there is no flag --hots; did you mean --host? (see baton up"
+         " --help)\n"),
+        (["up", "--frobnicate"], "baton up: error: there is no flag --frobnicate (see baton up --help)\n"),
+        (["serve", "Qwen/Qwen3-0.6B"], "baton: error: there is no 'serve': baton up --model MODEL serves a model (see"
+         " baton --help)\n"),
+        (["completion", "fish"], "baton completion: error: there is no 'fish'; there are bash, zsh (see baton"
+         " completion --help)\n"),
         (["chat", "more"], "baton chat: error: there is no argument more (see baton chat --help)\n"),
         (["drain"], "baton drain: error: the following arguments are required: INSTANCE (see baton drain --help)\n"),
     ],

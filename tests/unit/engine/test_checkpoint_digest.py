@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.models import checkpoint
-from baton.engine.models.checkpoint import DIGESTS_NAME, WHOLE_BYTES, model_digest, weight_files
+from baton.engine.models.checkpoint import DIGESTS_NAME, WHOLE_BYTES, model_digest
+from baton.tokenizer.weight_files import weight_files
 
 LARGE = 4 * 3 * WHOLE_BYTES // 4
 TENSORS = {

@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 
 from baton.config import EngineConfig
-from baton.engine.models.checkpoint import WeightFile
 from baton.engine.models.loader import LoadedModel
 from baton.errors import ConfigError
 from baton.kv_cache.layout import SCALED, is_quantized, type_name
+from baton.tokenizer.weight_files import WeightFile
 from baton_kernels.paged_attention import AttentionSpec
 
 _SCALE_NAME = re.compile(r"\.(\d+)\.(?:self_attn|attention|attn)\.(?:attn\.)?([kv])_scale$")

@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 
 from baton.config import EngineConfig
 from baton.engine.device import ComputeDevice, rank_device
-from baton.engine.models.checkpoint import TensorFiles, WeightFile, weight_files
+from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.models.layer_operators import gated_activation, knows_experts
 from baton.engine.models.quirks import DRAFT_MODELS, LATENT_PROJECTION, has_interleaved_experts, unserved_layers
 from baton.engine.quantization.base import StoredWeight, TensorSource, need_shape, tensor_error
@@ -57,6 +57,7 @@ from baton.engine.quantization.modules import (
 from baton.errors import ConfigError
 from baton.logs import quiet_imports
 from baton.tokenizer.model_files import model_directory, read_json
+from baton.tokenizer.weight_files import WeightFile, weight_files
 from baton_kernels.quantization import ActivationScheme, QuantizedWeight, join_weights
 
 log = logging.getLogger(__name__)

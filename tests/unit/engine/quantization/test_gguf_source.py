@@ -10,9 +10,10 @@ import torch
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.gguf_files import HALVES, finish, write_gguf, write_sizes
 
-from baton.engine.models.checkpoint import model_digest, weight_files
+from baton.engine.models.checkpoint import model_digest
 from baton.engine.quantization.formats.gguf import GgufSource
 from baton.errors import ConfigError
+from baton.tokenizer.weight_files import weight_files
 from baton_kernels.quantization import Int4Weight, Int8Weight
 
 KINDS = {"llama": "Q8_0", "qwen2": "Q4_0", "qwen3": "Q4_1", "gemma2": "Q5_0", "gemma3": "Q5_1"}

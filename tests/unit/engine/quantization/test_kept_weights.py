@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from tests.support.models.quantized import FORMS, make
 
-from baton.engine.models.checkpoint import MAPPED_BYTES, TensorFiles, read_header
+from baton.engine.models.checkpoint import MAPPED_BYTES, TensorFiles
 from baton.engine.quantization.modules import CompactWeight
 from baton.errors import ConfigError
+from baton.tokenizer.weight_files import read_header
 from baton_kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight
 
 ROWS, COLUMNS, GROUP = 96, 512, 32

@@ -30,11 +30,12 @@ from tests.support.models.quantized_checkpoints import (
     into_mxfp4,
 )
 
-from baton.engine.models.checkpoint import TensorFiles, read_header
+from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.quantization.base import StoredWeight
 from baton.engine.quantization.checkpoint import quantization_config, stored_weights
 from baton.engine.quantization.modules import ReloadableWeight
 from baton.errors import ConfigError
+from baton.tokenizer.weight_files import read_header
 from baton_kernels.quantization import QuantizedWeight
 
 MODULE = "model.layers.0.mlp.up_proj"

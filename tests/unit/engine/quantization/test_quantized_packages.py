@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from tests.support.models.quantized_checkpoints import ct, ct_weights
 
-from baton.engine.models.checkpoint import TensorFiles, read_header
+from baton.engine.models.checkpoint import TensorFiles
 from baton.engine.quantization.checkpoint import stored_weights
+from baton.tokenizer.weight_files import read_header
 from baton_kernels.quantization import EXACT, INT8_PER_TOKEN, ActivationScheme
 
 MODULE = "model.layers.0.self_attn.q_proj"
