@@ -10,20 +10,31 @@ from collections.abc import Callable
 class CircuitBreaker:
     """Closed (calls go through) until ``failures`` in a row, then open for ``cooldown_s`` seconds.
 
-    After that one call goes through per cooldown, until one succeeds. Thread safe.
+    After that one call goes through per cooldown, until one succeeds; the cooldown doubles with each that fails, up to
+    ``longest_s``. Thread safe.
 
     Args:
         failures: Number of failures in a row that open the breaker, at least 1.
         cooldown_s: Seconds for which it stays open, and between two trial calls.
         clock: Monotonic clock in seconds.
+        longest_s: Longest cooldown, in seconds; ``None``: it does not grow.
 
     Attributes:
         num_opened: Number of times the breaker opened.
     """
 
-    def __init__(self, failures: int, cooldown_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        failures: int,
+        cooldown_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        longest_s: float | None = None,
+    ) -> None:
         self._limit = failures
         self._cooldown_s = cooldown_s
+        self._longest_s = cooldown_s if longest_s is None else max(cooldown_s, longest_s)
+        self._num_trials = 0
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
@@ -48,22 +59,31 @@ class CircuitBreaker:
             now = self._clock()
             if now < self._closed_again_at:
                 return False
-            self._closed_again_at = now + self._cooldown_s
+            self._num_trials += 1
+            self._closed_again_at = now + self._current_cooldown_s()
             return True
 
     def succeeded(self) -> bool:
         """Record a success; ``True``: the first one since the breaker tripped, worth a line in the log."""
         with self._lock:
             was_tripped = self._failures >= self._limit
-            self._failures = 0
+            self._failures = self._num_trials = 0
             return was_tripped
 
-    def failed(self) -> bool:
-        """Record a failure or a time-out; ``True``: this one tripped the breaker."""
+    def failed(self, *, at_once: bool = False) -> bool:
+        """Record a failure or a time-out; ``True``: this one tripped the breaker.
+
+        Args:
+            at_once: Trip the breaker, however few failures came before: for failures that cost a long wait.
+        """
         with self._lock:
-            self._failures += 1
+            was_tripped = self._failures >= self._limit
+            self._failures = max(self._failures + 1, self._limit if at_once else 0)
             if self._failures >= self._limit:
-                self._closed_again_at = self._clock() + self._cooldown_s
-            trips = self._failures == self._limit
+                self._closed_again_at = self._clock() + self._current_cooldown_s()
+            trips = self._failures >= self._limit and not was_tripped
             self.num_opened += trips
             return trips
+
+    def _current_cooldown_s(self) -> float:
+        return min(self._cooldown_s * 2.0 ** min(self._num_trials, 32), self._longest_s)

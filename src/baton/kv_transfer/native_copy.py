@@ -154,6 +154,7 @@ class BlockReader:
         for at in range(0, count, batch):
             part = reads.select(slice(at, at + batch))
             parts.append(self._copy(local, part, len(part) * each))
+            wait.record_progress()
             wait.check("copying blocks")
         return np.concatenate(parts)
 
@@ -229,6 +230,7 @@ def read_casting(
     sides = tuple(ctypes.byref(_Side(address_of(pool), pool.shape[1])) for pool in (local, remote))
     batch = max(1, COPY_BATCH_BYTES // max(1, reads.bytes_per_block(remote.shape[1])))
     for at in range(0, len(reads), batch):
+        wait.record_progress()
         wait.check("converting blocks")
         some = reads.select(slice(at, at + batch))
         ids = [np.ascontiguousarray(x) for x in (some.remote_ids, some.generations, some.local_ids)]
@@ -381,6 +383,8 @@ def _until_done(
                 raise stream.end_error(what)
             if code.value not in (0, errno.EAGAIN):
                 raise stream.end_error(what, OSError(code.value, os.strerror(code.value)))
+            if moved:
+                wait.record_progress()
             if stall_s is not None and moved:
                 wait = Wait(time.monotonic() + stall_s, wait.cancelled)
             elif int(state[2]):

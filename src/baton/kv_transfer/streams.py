@@ -64,18 +64,56 @@ class EitherFlag:
         self._mine.set()
 
 
+class PipeStalledError(PipeClosedError):
+    """Nothing came over a pipe although its peer could send."""
+
+
+class StallLimit:
+    """Ends a read over which nothing comes although its source could send; one per read, thread safe.
+
+    Args:
+        seconds: Longest time without a byte, in seconds.
+        source_ready: Whether the source can send everything now; else from :meth:`expect` on.
+    """
+
+    def __init__(self, seconds: float, *, source_ready: bool) -> None:
+        self._seconds = seconds
+        self._ends_at = time.monotonic() + seconds if source_ready else math.inf
+
+    def expect(self) -> None:
+        """Record that the source can send everything from now on."""
+        if self._ends_at == math.inf:
+            self._ends_at = time.monotonic() + self._seconds
+
+    def record_progress(self) -> None:
+        """Record that something came, or that this side was not ready for it."""
+        if self._ends_at != math.inf:
+            self._ends_at = time.monotonic() + self._seconds
+
+    def check(self, what: str) -> None:
+        """Raise if nothing has come for too long.
+
+        Raises:
+            PipeStalledError: Nothing has.
+        """
+        if time.monotonic() >= self._ends_at:
+            raise PipeStalledError(f"nothing came for {self._seconds:g} s while {what}")
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A deadline and a cancel flag.
+    """A deadline, a cancel flag, and a limit of silence.
 
     Attributes:
         deadline: ``time.monotonic()`` seconds; ``None``: no limit, for servers that wait for their
             peer's next word.
         cancelled: Set by another thread to end the wait.
+        stall: Ends the wait when the peer sends nothing for too long; ``None``: silence does not end it.
     """
 
     deadline: float | None = None
     cancelled: Flag | None = None
+    stall: StallLimit | None = None
 
     def check(self, what: str) -> None:
         """Raise if the wait is over.
@@ -83,11 +121,19 @@ class Wait:
         Raises:
             DeadlineError: The deadline has passed.
             CancelledError: The flag is set.
+            PipeStalledError: The peer sent nothing for too long.
         """
         if self.cancelled is not None and self.cancelled.is_set():
             raise CancelledError(f"cancelled while {what}")
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise DeadlineError(f"deadline passed while {what}")
+        if self.stall is not None:
+            self.stall.check(what)
+
+    def record_progress(self) -> None:
+        """Record that something came, or that this side was not ready for it."""
+        if self.stall is not None:
+            self.stall.record_progress()
 
     def remaining(self) -> float | None:
         """Seconds to the deadline, at least 0; ``None`` without one."""
@@ -255,6 +301,7 @@ class Stream:
                     raise self.end_error(what, error) from error
                 if got == 0:
                     raise self.end_error(what)
+                wait.record_progress()
                 todo.advance(got)
                 if not todo.done:
                     wait.check(what)
@@ -441,6 +488,7 @@ class TlsStream(Stream):
                 got = self._call_when_ready(lambda part=part: self._tls.recv_into(part), wait, what)  # type: ignore[misc]
                 if not got:
                     raise self.end_error(what)
+                wait.record_progress()
                 at += got
 
     def send_all(self, buffers: Sequence[Buffer], wait: Wait, what: str, *, stall_s: float | None = None) -> None:

@@ -52,6 +52,7 @@ class InstanceConnectors:
             max_threads=context.config.fetch_threads,
             links=context.links,
         )
+        context.metrics.watch_pipes(self.fetcher.rests)
         self._store: StoreConnector | None = None
         if context.config.kvstore:
             self._store = open_connector(

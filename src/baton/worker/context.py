@@ -260,6 +260,10 @@ class InstanceRole:
     def set_silent_prefills(self, router: object, addresses: frozenset[str]) -> None:
         """Set the addresses of prefill instances that do not answer a router now; replaces that router's last set."""
 
+    def unreadable_prefills(self) -> list[str]:
+        """Return the addresses of prefill instances whose KV cannot be read now, for routers."""
+        return []
+
     def num_kept(self) -> int:
         """Return the number of prompts whose blocks are kept for other instances."""
         return 0

@@ -87,6 +87,10 @@ class DecodeRole(InstanceRole):
         """Set the prefill instances that do not answer a router; requests that wait for them go on elsewhere."""
         self.connector.watch.set_silent(router, addresses)
 
+    def unreadable_prefills(self) -> list[str]:
+        """Return the prefill instances over whose pipes nothing came lately."""
+        return self.connector.unreadable()
+
     async def close(self) -> None:
         """Close the connections to prefill instances."""
         await self._dialer.close()

@@ -12,6 +12,7 @@ from baton.api.v1 import common_pb2
 from baton.engine.executor.base import Quality
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
+from baton.kv_transfer.blocks.rests import PipeRests
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.rpc.convert import path_from_pb
 from baton.worker.engine_thread import EngineThread
@@ -91,6 +92,10 @@ class WorkerMetrics:
         ):
             self.registry.register(collector)
 
+    def watch_pipes(self, rests: PipeRests) -> None:
+        """Export how many reads ended because nothing came over their pipe."""
+        self.registry.register(_PipeCollector(rests))
+
     def count_trace(self, trace: common_pb2.RequestTrace) -> None:
         """Count a request's trace; call it once per request, at the first token."""
         path = path_from_pb(trace.path)
@@ -148,6 +153,23 @@ class _FieldCollector(Collector):
                 for value, item in objects.items():
                     family.add_metric([value] if labels else [], getattr(item, name))
                 yield family
+
+
+class _PipeCollector(Collector):
+    """Reads that stalled.
+
+    Args:
+        rests: Pipes that are left alone for it.
+    """
+
+    def __init__(self, rests: PipeRests) -> None:
+        self._rests = rests
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily("baton_kv_pipe_stalls", "Reads over which nothing came", labels=["pipe"])
+        for kind, count in self._rests.num_stalls().items():
+            family.add_metric([kind], count)
+        yield family
 
 
 class _OperatorCollector(Collector):

@@ -195,6 +195,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while self.role is role:
             now = time.monotonic()
             report = self._load.report(worker.engine.stats, draining=worker.admission.draining)
+            report.unreadable_prefills.extend(role.unreadable_prefills())
             if is_urgent(report, last, role.role) or (now >= slow_at and report != last):
                 yield worker_pb2.StreamLoadResponse(load=report)
                 last = report
@@ -294,7 +295,9 @@ class LoadReporter:
 
 def is_urgent(report: common_pb2.LoadReport, last: common_pb2.LoadReport, role: Role) -> bool:
     """Whether a number that routers decide by differs by more than a threshold from the last report."""
-    if report.draining != last.draining or _changed(_num_requests(report), _num_requests(last), _REQUESTS_THRESHOLD):
+    if report.unreadable_prefills != last.unreadable_prefills or report.draining != last.draining:
+        return True
+    if _changed(_num_requests(report), _num_requests(last), _REQUESTS_THRESHOLD):
         return True
     fields = _THRESHOLDS if role is Role.PREFILL else _DECODE_THRESHOLDS
     return any(_changed(getattr(report, name), getattr(last, name), threshold) for name, threshold in fields.items())

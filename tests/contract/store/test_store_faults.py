@@ -90,6 +90,17 @@ def test_a_deaf_store_costs_no_more_than_its_time_out(host: Host) -> None:
         assert one.connector.use.save_failures == 1
 
 
+def test_a_key_value_service_that_says_nothing_holds_up_one_request(host: Host) -> None:
+    """The master of a Mooncake Store was killed, say: what the next requests would wait for does not come either."""
+    request = prompt(4 * BS)
+    with deaf_store() as address, engine(host, f"redis://{address}/0", stall_s=0.2) as one:
+        update = one.load(request)
+        assert update.num_valid_tokens == 0
+        assert update.error
+        assert one.connector.plan_load(request, 0) is None, "it is left alone at once"
+        assert one.connector.use.times_left_alone == 1
+
+
 @pytest.mark.parametrize("wait_for_start", [False, True])
 def test_a_cancelled_load_reports_soon(host: Host, wait_for_start: bool) -> None:
     request = prompt(4 * BS)
@@ -228,4 +239,24 @@ def test_breaker() -> None:
     assert not breaker.allows()  # one ask per cooldown
     breaker.succeeded()
     assert breaker.allows()
+    assert breaker.num_opened == 1
+
+
+def test_a_breakers_cooldown_doubles_while_trials_fail() -> None:
+    now = [0.0]
+    breaker = CircuitBreaker(3, 5.0, lambda: now[0], longest_s=60.0)
+    assert breaker.failed(at_once=True)
+    assert not breaker.failed(at_once=True), "it was open already"
+    lengths = []
+    for _ in range(6):
+        began = now[0]
+        while breaker.open:
+            now[0] += 5.0
+        lengths.append(now[0] - began)
+        assert breaker.allows()
+        breaker.failed()
+    assert lengths == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.allows(), "three in a row again"
     assert breaker.num_opened == 1

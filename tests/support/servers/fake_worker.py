@@ -189,7 +189,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def set_load(self, **fields: Any) -> None:
         """Change fields of the load report and send it."""
         for name, value in fields.items():
-            setattr(self.state.load, name, value)
+            if isinstance(value, list):
+                getattr(self.state.load, name)[:] = value
+            else:
+                setattr(self.state.load, name, value)
         self.changed()
 
     # --- cache ---

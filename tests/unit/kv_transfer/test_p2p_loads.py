@@ -19,6 +19,7 @@ from baton.kv_cache.layout import KVLayout, LayerShape
 from baton.kv_transfer.blocks import BlockServer, SequenceBlocks
 from baton.kv_transfer.connector.p2p.consumer import OwnPool, P2PConsumer
 from baton.kv_transfer.connector.p2p.prefill_stream import Accepted, Offer, PrefillEvent
+from baton.kv_transfer.streams import StallLimit
 from baton.kv_transfer.types import FetchResult
 from baton.types import BlockId, InstanceId, RequestId, SamplingParams
 
@@ -36,8 +37,23 @@ class Fetcher:
     def __init__(self) -> None:
         self.running = self.begun = 0
 
+    def stall_limit(self, *, source_ready: bool) -> StallLimit:
+        return StallLimit(WAIT_S, source_ready=source_ready)
+
+    def admits(self, source: object) -> bool:
+        return True
+
+    def is_resting(self, source: object) -> bool:
+        return False
+
     async def fetch_async(
-        self, source: object, blocks: SequenceBlocks, *, deadline: float, cancelled: threading.Event
+        self,
+        source: object,
+        blocks: SequenceBlocks,
+        *,
+        deadline: float,
+        cancelled: threading.Event,
+        stall: StallLimit | None = None,
     ) -> FetchResult:
         self.running += 1
         self.begun += 1
@@ -87,6 +103,7 @@ async def test_no_copy_runs_any_more_when_a_load_has_ended(events: Sequence[Offe
         while not ended:
             await asyncio.sleep(0.001)
             ended += loader.poll_loads()
+    assert fetcher.begun
     assert fetcher.running == 0
     server.close()
     arena.close()

@@ -277,6 +277,7 @@ class InstanceMonitor:
         try:
             async for answer in stream:
                 before = load.draining
+                unreadable = load.unreadable
                 load.observe(answer.load, info.fingerprint.block_size)
                 if self._instance.status is not Status.READY:
                     backoff.reset()
@@ -284,6 +285,14 @@ class InstanceMonitor:
                 elif load.draining != before:
                     log.info(
                         "instance %s is %s", info.instance_id, "draining" if load.draining else "taking requests again"
+                    )
+                    self._changed()
+                elif load.unreadable != unreadable:
+                    log.log(
+                        logging.WARNING if load.unreadable else logging.INFO,
+                        "instance %s cannot read KV of: %s",
+                        info.instance_id,
+                        ", ".join(sorted(load.unreadable)) or "none, it can again",
                     )
                     self._changed()
         finally:

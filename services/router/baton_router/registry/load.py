@@ -64,6 +64,7 @@ class LoadTracker:
         freed: Called when a reservation is released.
         report: Last report of the instance.
         draining: Whether the instance reported that it accepts no new requests.
+        unreadable: Addresses of prefill instances whose KV the instance cannot read now, from its last report.
         prompts_reported: Prompt tokens that it has yet to compute, from its last report.
         ended: Sequences of this router that have ended since that report.
         now: Monotonic clock, in seconds.
@@ -89,6 +90,7 @@ class LoadTracker:
         "shared_requests",
         "shared_tokens",
         "tokens",
+        "unreadable",
     )
 
     def __init__(self, role: Role, *, limit: int = NO_LIMIT) -> None:
@@ -100,6 +102,7 @@ class LoadTracker:
         self.freed: Callable[[], None] | None = None
         self.report = common_pb2.LoadReport()
         self.draining = False
+        self.unreadable: frozenset[str] = frozenset()
         self.prompts_reported = self.ended = 0
         self.now: Callable[[], float] = time.monotonic
         self._done = self._done_at = 0.0
@@ -155,6 +158,8 @@ class LoadTracker:
         self.report = report
         self.ended = 0
         self.draining = report.draining
+        if self.unreadable or report.unreadable_prefills:
+            self.unreadable = frozenset(report.unreadable_prefills)
         self.prompts_reported = report.waiting_prompt_tokens
         if self.role is Role.PREFILL:
             tokens = float(report.waiting_prompt_tokens)
@@ -179,6 +184,7 @@ class LoadTracker:
         self.report = common_pb2.LoadReport()
         self.foreign = 0.0
         self.draining = False
+        self.unreadable = frozenset()
         self.prompts_reported = 0
         self._done = 0.0
         self.changed()

@@ -27,7 +27,7 @@ KvCompat = npt.NDArray[np.bool_]
 """``compat[d, p]``: whether decode instance ``d`` can use the KV of prefill instance ``p``."""
 _MAX_PARTS = 8
 REFUSED = {"kv_dtype": -np.inf}
-"""The term of a pair whose KV dtypes do not fit."""
+"""The term of a pair that cannot exchange KV: dtypes do not fit, or nothing came over the pipes lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,12 @@ def knows_grammars(instance: Instance) -> bool:
 def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCompat | None:
     """Return which decode instance can use the KV of which prefill instance; ``None``: each can use each.
 
-    All instances must be ready.
+    It cannot where the formats do not fit, or where nothing came over the pipes between them lately. All instances must
+    be ready.
     """
-    if len({info.kind for x in (*prefills, *decodes) if (info := x.info) is not None}) == 1:
+    if len({info.kind for x in (*prefills, *decodes) if (info := x.info) is not None}) == 1 and not any(
+        x.load.unreadable for x in decodes
+    ):
         return None
     rows: dict[str, list[bool]] = {}
     compat = []
@@ -244,6 +247,9 @@ def kv_compat(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> KvCo
         if row is None:
             own = decode.info.fingerprint
             row = rows[decode.info.kind] = [x.info is not None and own.takes(x.info.fingerprint) for x in prefills]
+        unreadable = decode.load.unreadable
+        if unreadable:
+            row = [fits and x.address not in unreadable for fits, x in zip(row, prefills, strict=True)]
         compat.append(row)
     return np.array(compat, bool).reshape(len(decodes), len(prefills))
 

@@ -657,6 +657,7 @@ class LoadReport(_message.Message):
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    UNREADABLE_PREFILLS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests in the running batch"""
     num_waiting: _builtins.int
@@ -678,6 +679,10 @@ class LoadReport(_message.Message):
     """since start"""
     draining: _builtins.bool
     """takes no new requests"""
+    @_builtins.property
+    def unreadable_prefills(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """addresses of prefill instances over whose pipes nothing came lately"""
+
     def __init__(
         self,
         *,
@@ -692,10 +697,11 @@ class LoadReport(_message.Message):
         decode_tokens_per_s: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        unreadable_prefills: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "decode_tokens_per_s", b"decode_tokens_per_s", "draining", b"draining", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "unreadable_prefills", b"unreadable_prefills", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,11 +30,12 @@ from baton.kv_cache.reshard import ReshardPlan
 from baton.kv_cache.shards import KVShards
 from baton.kv_transfer.blocks.lanes import Job, Lane, ProgressWait, Steps
 from baton.kv_transfer.blocks.plan import Part, SequenceBlocks, followed_parts, parts_of
+from baton.kv_transfer.blocks.rests import PipeRests
 from baton.kv_transfer.blocks.server import check_shards
 from baton.kv_transfer.blocks.staging import StagedReader, Staging
 from baton.kv_transfer.pipes.base import FollowingReadPipe, LayerRead, PipeOptions, ReadPipe
 from baton.kv_transfer.pipes.registry import load_kind, resolve_kinds
-from baton.kv_transfer.streams import EitherFlag, Flag, Wait
+from baton.kv_transfer.streams import EitherFlag, Flag, PipeStalledError, StallLimit, Wait
 from baton.kv_transfer.types import BlockSource, FetchResult, Valid, bounds, require_below
 from baton.kv_transfer.wire import Facts
 
@@ -49,19 +50,25 @@ class LinkOptions(PipeOptions):
 
     Attributes:
         idle_s: Seconds after which an unused connection is closed.
+        stall_s: Seconds without a byte after which a read ends, if its source could send.
     """
 
     idle_s: float = 60.0
+    stall_s: float = 3.0
 
 
 class PipeDialer:
-    """Opens read pipes: the first kind in the order of preference that reaches the source.
+    """Opens read pipes: the first kind in the order of preference that reaches the source and does not rest.
+
+    Attributes:
+        rests: Pipes that are left alone.
 
     Raises:
         ConfigError: A kind cannot work here; says why.
     """
 
     def __init__(self, kinds: Sequence[str], options: PipeOptions) -> None:
+        self.rests = PipeRests()
         wanted = [kind for kind in kinds if kind != "memory" or options.memory is not None]
         self._kinds = {kind: load_kind(kind)(options) for kind in wanted}
 
@@ -80,12 +87,20 @@ class PipeDialer:
         addresses = {endpoint.kind: endpoint.address for endpoint in source.endpoints}
         reasons: list[str] = []
         for name, kind in self._kinds.items():
+            if self.rests.is_resting(source.instance_id, name):
+                reasons.append(f"{name}: left alone, since nothing came over it")
+                continue
             if name not in addresses:
                 if name != "memory":
                     reasons.append(f"{name}: not offered")
                 continue
             try:
+                wait.record_progress()
                 pipe = kind.connect(addresses[name], facts, wait)
+            except PipeStalledError as error:
+                self.rests.record_stall(source.instance_id, name)
+                reasons.append(f"{name}: {error}")
+                continue
             except (PipeClosedError, ConfigError) as error:  # not there, or a pipe that cannot work on this machine
                 reasons.append(f"{name}: {error}")
                 continue
@@ -93,6 +108,10 @@ class PipeDialer:
                 log.warning("%s is reached over %s (%s)", source.instance_id, name, "; ".join(reasons))
             return pipe, "; ".join(reasons)
         raise PipeClosedError(f"no pipe reaches {source.instance_id}: {'; '.join(reasons) or 'no kind in common'}")
+
+    def kinds_to(self, source: BlockSource) -> list[str]:
+        """Return the kinds of pipe that this side and a source have in common."""
+        return [endpoint.kind for endpoint in source.endpoints if endpoint.kind in self._kinds]
 
 
 @dataclass(eq=False, slots=True)
@@ -243,6 +262,7 @@ class BlockFetcher:
 
     Attributes:
         pool: Arenas that all copies go to.
+        rests: Pipes that are left alone because nothing came over them.
     """
 
     def __init__(
@@ -266,7 +286,10 @@ class BlockFetcher:
         self._staging = Staging()
         self._device_staging = Staging()
         self._mapped = all(arena.mapped for arena in self.pool.arenas)
-        self._links = LinkCache(PipeDialer(wanted, options), idle_s=options.idle_s)
+        self._dialer = PipeDialer(wanted, options)
+        self.rests = self._dialer.rests
+        self._stall_s = options.stall_s
+        self._links = LinkCache(self._dialer, idle_s=options.idle_s)
         self._closing = threading.Event()
         self._max_threads = max_threads
         self._lanes_lock = threading.Lock()
@@ -325,7 +348,8 @@ class BlockFetcher:
             PipeClosedError: No pipe reaches the source, or it went away meanwhile.
             DeadlineError, CancelledError: As their names say.
         """
-        steps = self._steps(source, blocks, Wait(deadline, EitherFlag(cancelled, self._closing)))
+        stall = self.stall_limit(source_ready=blocks.ready is None)
+        steps = self._steps(source, blocks, Wait(deadline, EitherFlag(cancelled, self._closing), stall))
         try:
             asked = next(steps)
             while True:
@@ -346,8 +370,11 @@ class BlockFetcher:
         *,
         deadline: float,
         cancelled: threading.Event | None = None,
+        stall: StallLimit | None = None,
     ) -> FetchResult:
         """Run :meth:`fetch_sequence` in the source's threads; waiting for the source's computation occupies none.
+
+        ``stall`` is the read's own limit of silence, for a caller who learns when the source can send.
 
         If the task is cancelled, this still returns only once nothing writes into the local blocks any more; it sets
         ``cancelled``.
@@ -356,7 +383,8 @@ class BlockFetcher:
             QueueFullError: Too many fetches from that source wait.
         """
         flag = cancelled or threading.Event()
-        wait = Wait(deadline, EitherFlag(flag, self._closing))
+        stall = stall or self.stall_limit(source_ready=blocks.ready is None)
+        wait = Wait(deadline, EitherFlag(flag, self._closing), stall)
         lane, job = self._submit(source, self._steps(source, blocks, wait), wait)
         future = asyncio.wrap_future(job.future)
         try:
@@ -366,6 +394,19 @@ class BlockFetcher:
             if not lane.withdraw(job):
                 await settle([future])
             raise
+
+    def stall_limit(self, *, source_ready: bool) -> StallLimit:
+        """Return a new limit of silence, for one read."""
+        return StallLimit(self._stall_s, source_ready=source_ready)
+
+    def is_resting(self, source: BlockSource) -> bool:
+        """Whether all pipes to a source are left alone now, so that no read could begin."""
+        kinds = self._dialer.kinds_to(source)
+        return bool(kinds) and all(self.rests.is_resting(source.instance_id, kind) for kind in kinds)
+
+    def admits(self, source: BlockSource) -> bool:
+        """Whether a caller may read from a source; while its pipes may be tried again, only one caller may."""
+        return any([self.rests.admits(source.instance_id, kind) for kind in self._dialer.kinds_to(source)] or [True])
 
     def lanes(self) -> list[Lane]:
         """Return the sources that :meth:`fetch_async` has threads for."""
@@ -401,6 +442,7 @@ class BlockFetcher:
         source_plan = self._plan_for(source.fingerprint)
         if self._closing.is_set():
             raise PipeClosedError("the fetcher was closed")
+        wait.record_progress()  # it may have waited for a thread
         wait.check("starting a fetch")
         if len(blocks) == 0:
             return FetchResult("", 0, time.perf_counter() - start, np.zeros(0, dtype=np.bool_))
@@ -436,7 +478,12 @@ class BlockFetcher:
             link, fresh = self._links.acquire(source, facts, wait)
             try:
                 yield None
-                return link, (yield from self._copy(link.pipe, source_plan, blocks, wait))
+                fetched = yield from self._copy(link.pipe, source_plan, blocks, wait)
+                self.rests.record_success(source.instance_id, link.pipe.kind)
+                return link, fetched
+            except PipeStalledError:
+                self._links.drop(link)
+                self.rests.record_stall(source.instance_id, link.pipe.kind)  # on over another kind, if there is one
             except PipeClosedError as error:
                 self._links.drop(link)
                 if fresh:
@@ -504,6 +551,7 @@ class BlockFetcher:
                 valid = cast.valid
                 fetched.out_of_range.update(part.blocks[cast.out_of_range].tolist())
             fetched.add_part(part, valid, target.block_bytes)
+            wait.record_progress()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -544,6 +592,7 @@ def _await_progress(
     start = time.perf_counter()
     now = yield ProgressWait(pipe, value, wait)
     fetched.waited_s += time.perf_counter() - start
+    wait.record_progress()
     wait.check("waiting for the computation")
     return now
 

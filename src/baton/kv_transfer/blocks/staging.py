@@ -80,6 +80,7 @@ class Staging:
     def _acquire_area(self, wait: Wait, owner: object) -> Bytes:
         with self._changed:
             while not (self._may_acquire(owner) and (self._free or self.num_areas < self._max)):
+                wait.record_progress()
                 wait.check("waiting for a staging area")
                 self._changed.wait(wait.nap())
             self._lent[owner] += 1

@@ -83,6 +83,7 @@ class CudaIpcReadPipe(PooledReadPipe[Connection], DeviceReadPipe):
             each = int(segments[:, 2].sum())
             batch = max(1, _STAGED_BYTES // max(1, each))
             for at in range(0, len(part), batch):
+                wait.record_progress()
                 wait.check("copying blocks")
                 ids, rows = part.remote_ids[at : at + batch], part.local_ids[at : at + batch]
                 buffer = np.empty((len(ids), each), np.uint8)

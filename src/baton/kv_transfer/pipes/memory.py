@@ -48,6 +48,7 @@ class MemoryReadPipe(ReadPipe):
         valid = current(self.shards.primary, reads)
         buffer = np.empty(int(segments[:, 2].sum()), np.uint8)
         for at in np.flatnonzero(valid).tolist():
+            wait.record_progress()
             wait.check("copying blocks")
             arena.read_into(buffer, block_spans(reads.remote_ids[at : at + 1], segments[:, 0], segments[:, 2]))
             row = local[reads.local_ids[at]]

@@ -44,6 +44,8 @@ MAX_NAME = 64
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 _BACKEND = "UCX"
 _SPINS = 200
+_SLOWEST_BYTES_PER_S = 32 << 20
+"""Speed of the slowest network that a read has time for before its silence counts."""
 _PAUSE_S = (20e-6, 500e-6)
 """Shortest and longest pause between two looks at a read under way, after the first ``_SPINS`` looks without any."""
 
@@ -212,7 +214,7 @@ class NixlAgent:
         wait.check("reading a peer's memory")
         handle, state = self._start(peer, rows, (target.kind, source))
         try:
-            self._await(handle, state, line, wait)
+            self._await(handle, state, line, wait, patience_s=float(rows[0][:, 1].sum()) / _SLOWEST_BYTES_PER_S)
         except BaseException as error:
             if isinstance(error, PipeClosedError):
                 self._failed.add(peer)
@@ -244,12 +246,15 @@ class NixlAgent:
                 self._failed.add(peer)
                 raise PipeClosedError(f"{peer} cannot be read from: {error}") from error
 
-    def _await(self, handle: Any, state: str, line: Stream, wait: Wait) -> None:
+    def _await(self, handle: Any, state: str, line: Stream, wait: Wait, patience_s: float) -> None:
         looks = 0
+        patient_until = time.monotonic() + patience_s  # NIXL does not tell how far a read has come
         while state == "PROC":
             looks += 1
             if looks > _SPINS:
                 time.sleep(min(_PAUSE_S[1], _PAUSE_S[0] * (looks / _SPINS)))
+                if time.monotonic() < patient_until:
+                    wait.record_progress()
                 wait.check("reading a peer's memory")
                 if line.peer_gone():
                     raise PipeClosedError(f"{line.peer} went away during a read")

@@ -133,6 +133,7 @@ class PooledReadPipe(ReadPipe, Generic[C]):
                 if len(self._open) + self._dialling < self._max_connections:
                     self._dialling += 1
                     break
+                wait.record_progress()  # others use them: no fault of the peer
                 wait.check("waiting for a connection")
                 self._changed.wait(wait.nap())
         return self._dial_one(wait)

@@ -171,7 +171,7 @@ class TcpReadPipe(PooledReadPipe[Connection], FollowingReadPipe):
         if self._pool is None:
             raise InternalError("a read over several connections without threads for them")
         siblings = EitherFlag(wait.cancelled)
-        each = Wait(wait.deadline, siblings)
+        each = Wait(wait.deadline, siblings, wait.stall)
         others = [self._pool.submit(one, i, each) for i in range(1, parts)]
         return run_together(lambda: one(0, each), others, siblings)
 

@@ -251,6 +251,7 @@ class Group:
             if failure:
                 wait.check("moving bytes through gloo")
                 raise PipeClosedError(f"gloo lost {self._stream.peer}: {failure}")
+            wait.record_progress()
             return
 
     def _wait_for_work(self) -> None:

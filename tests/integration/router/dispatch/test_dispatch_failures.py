@@ -180,6 +180,35 @@ async def test_decode_instances_hear_which_prefill_instances_are_silent(world: W
     router.assert_nothing_held()
 
 
+async def test_prompts_go_to_prefill_instances_whose_kv_can_be_read(world: World) -> None:
+    decodes, prefills = await world.decodes(2), await world.prefills(2)
+    router = await world.cluster(prefills, decodes, remote_prefill_threshold=1)
+    for decode in decodes:
+        decode.set_load(unreadable_prefills=[prefills[0].address])
+    await router.until(lambda: all(router.instance(x).load.unreadable for x in decodes))
+    for at in range(8):
+        request = make_request(f"r{at}", prompt=[*range(40 * at, 40 * at + 40)])
+        assert_right(await run(router, request), request)
+    asked = [list(request.prefill_candidates) for decode in decodes for request in decode.state.requests]
+    assert asked == [[prefills[1].address]] * 8
+    # One that can read from nobody gets prompts without a prefill instance, if it gets any.
+    everything = [x.address for x in prefills]
+    for decode in decodes:
+        decode.set_load(unreadable_prefills=everything)
+    await router.until(lambda: all(len(router.instance(x).load.unreadable) == 2 for x in decodes))
+    request = make_request("local", prompt=[*range(700, 740)])
+    assert_right(await run(router, request), request)
+    assert not any(x.prefill_candidates for y in decodes for x in y.state.requests if x.request_id == "local")
+    for decode in decodes:
+        decode.set_load(unreadable_prefills=[])
+    await router.until(lambda: not any(router.instance(x).load.unreadable for x in decodes))
+    request = make_request("back", prompt=[*range(800, 840)])
+    assert_right(await run(router, request), request)
+    (sent,) = (x for y in decodes for x in y.state.requests if x.request_id.endswith("back"))
+    assert set(sent.prefill_candidates) == set(everything)
+    router.assert_nothing_held()
+
+
 @pytest.mark.parametrize("error", [InternalError("engine failed"), UnavailableError("shutting down")])
 async def test_an_instance_that_gives_up_a_stream_is_replaced(world: World, error: Exception) -> None:
     decodes = await world.decodes(2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.support.servers.fake_worker import FINGERPRINT
 
+from baton.api.v1 import common_pb2
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.native import address_of
 from baton.rpc.http2.message_stream import Dialer
@@ -77,6 +78,17 @@ def test_a_part_keeps_who_takes_whose_kv() -> None:
             assert compat is not None
             assert compat.tolist() == expected[np.ix_(ds, ps)].tolist()
     assert candidates.compat_of(prefill.part([]), decode.whole) is None
+
+
+def test_a_pair_over_whose_pipes_nothing_comes_is_no_pair() -> None:
+    prefills, decodes = [instance("p0"), instance("p1")], [instance("d0"), instance("d1")]
+    assert Candidates(prefills, decodes).compat is None
+    decodes[0].load.observe(common_pb2.LoadReport(unreadable_prefills=["p1", "gone"]), 16)
+    compat = Candidates(prefills, decodes).compat
+    assert compat is not None
+    assert compat.tolist() == [[True, False], [True, True]]
+    decodes[0].load.observe(common_pb2.LoadReport(), 16)
+    assert Candidates(prefills, decodes).compat is None
 
 
 def test_what_travels_is_the_sources_kv() -> None:

@@ -19,6 +19,7 @@ _LOCAL_REASONS = {
     "no_candidates": "the router named no prefill instance",
     "adapter": "the request names an adapter, which the call to prefill cannot",
     "prefill_failed": "every prefill candidate failed",
+    "unreadable": "nothing came over the pipes of any prefill candidate lately, so they are left alone for a while",
     "prefill_busy": "the prefill instances' queues were too long",
     "prompt_logprobs": "log probabilities of the prompt need every token computed there",
     "store_miss": "the KV store had nothing and no prefill instance was asked",

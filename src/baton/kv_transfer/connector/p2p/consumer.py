@@ -38,6 +38,7 @@ from baton.kv_transfer.connector.p2p.prefill_stream import (
     PrefillEvent,
     Queued,
 )
+from baton.kv_transfer.streams import StallLimit
 from baton.kv_transfer.types import Valid
 from baton.types import BlockId, PrefillPath, RequestId, TokenLogprob
 
@@ -47,6 +48,7 @@ GRACE_S = 2.0
 ACKNOWLEDGE_S = 1.0
 """Seconds after which a call that is not acknowledged goes to another instance: a live one acknowledges within
 milliseconds, whatever its engine does."""
+_MAX_SOURCES = 1024
 REST_S = 5.0
 """Seconds for which an instance that did not acknowledge a call is asked last."""
 
@@ -210,8 +212,8 @@ class _Events:
     """The fetches that one candidate's stream led to."""
 
     fetches: list[asyncio.Task[None]] = field(default_factory=list)
-    early: dict[object, asyncio.Task[FetchResult]] = field(default_factory=dict)
-    """Fetches of blocks that are being computed, by their offer's key, until it is repeated."""
+    early: dict[object, tuple[asyncio.Task[FetchResult], StallLimit]] = field(default_factory=dict)
+    """Fetches of blocks that are being computed, by their offer's key, until it is repeated, and their limits."""
     copies: list[asyncio.Task[FetchResult]] = field(default_factory=list)
     """All of these since the stream began."""
     num_ready_tokens: int = 0
@@ -275,6 +277,7 @@ class P2PConsumer(LoadingConnector):
         self.watch = CandidateWatch(stall_s)
         self._loads: BackgroundLoads[str | None] = BackgroundLoads(loop, wake)
         self._local_reasons: dict[RequestId, str] = {}
+        self._sources: dict[str, BlockSource] = {}
 
     def plan_load(self, request: LoadRequest, num_local_tokens: int) -> LoadPlan | None:
         """Plan a remote prefill of everything that is missing, if that is enough to pay."""
@@ -290,6 +293,9 @@ class P2PConsumer(LoadingConnector):
             return None
         if missing < threshold:
             self._local_reasons.setdefault(request.request_id, "short" if num_local_tokens == 0 else "cached")
+            return None
+        if all(map(self._is_unreadable, request.candidates)):
+            self._local_reasons.setdefault(request.request_id, "unreadable")
             return None
         return LoadPlan(num_tokens=len(request.token_ids), with_first_token=True)
 
@@ -325,7 +331,7 @@ class P2PConsumer(LoadingConnector):
             candidates = tuple(address for address in candidates if address != prefilled.address)
         left = list(candidates)
         while left:
-            address = min(left, key=self.watch.is_last_choice)  # of equals the first
+            address = min(left, key=self._is_last_choice)  # of equals the first
             left.remove(address)
             if await self._failure(load, address, others=left) is None:
                 return None
@@ -338,7 +344,10 @@ class P2PConsumer(LoadingConnector):
         try:
             if self.watch.is_silent(address):
                 raise UnavailableError("it does not answer a router")
-            hurried = not all(map(self.watch.is_last_choice, others))
+            source = self._sources.get(address)
+            if claim is None and source is not None and not self._fetcher.admits(source):
+                raise UnavailableError("nothing came over its pipes: they are left alone for a while")
+            hurried = not all(map(self._is_last_choice, others))
             await self._try(load, address, claim, hurried=hurried)
             return None
         except BatonError as failure:
@@ -352,6 +361,9 @@ class P2PConsumer(LoadingConnector):
                 extra={"request_id": load.request.request_id},
             )
             return failure
+
+    def _is_last_choice(self, address: str) -> bool:
+        return self.watch.is_last_choice(address) or self._is_unreadable(address)
 
     def _report(self, load: _Load, ended: Outcome[str | None]) -> LoadUpdate:
         return self._update(load, ended.value if ended.error is None else ended.error)
@@ -379,6 +391,7 @@ class P2PConsumer(LoadingConnector):
                         self._require_soon(event, state)
                     elif isinstance(event, Accepted):
                         attempt = _Attempt(load, event.source, self._block_size)
+                        self._record_source(address, event.source)
                     elif isinstance(event, Offer):
                         if attempt is None:
                             raise StaleBlockError("an offer came before its source")
@@ -413,15 +426,34 @@ class P2PConsumer(LoadingConnector):
                 raise StaleBlockError("blocks were offered early twice")
             if wanted:
                 blocks = attempt.blocks(offer, wanted)
-                state.early[offer.key] = self._loop.create_task(self._fetch(load, attempt.source, blocks))
-                state.copies.append(state.early[offer.key])
+                stall = self._fetcher.stall_limit(source_ready=False)
+                copy = self._loop.create_task(self._fetch(load, attempt.source, blocks, stall))
+                state.early[offer.key] = copy, stall
+                state.copies.append(copy)
             return
         if offer.num_tokens > state.num_ready_tokens:
             state.num_ready_tokens = offer.num_tokens
             state.ready_at = time.perf_counter()
         if wanted:
-            early = state.early.pop(offer.key, None)
+            early: asyncio.Task[FetchResult] | None = None
+            if offer.key in state.early:
+                early, stall = state.early.pop(offer.key)
+                stall.expect()  # from now on the source can send all of it
             state.fetches.append(self._loop.create_task(self._complete(load, attempt, offer, wanted, early)))
+
+    def unreadable(self) -> list[str]:
+        """Return the addresses of prefill instances whose KV cannot be read now: nothing came over their pipes."""
+        return [address for address, source in list(self._sources.items()) if self._fetcher.is_resting(source)]
+
+    def _record_source(self, address: str, source: BlockSource) -> None:
+        self._sources.pop(address, None)
+        self._sources[address] = source
+        if len(self._sources) > _MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
+
+    def _is_unreadable(self, address: str) -> bool:
+        source = self._sources.get(address)
+        return source is not None and self._fetcher.is_resting(source)
 
     def _require_soon(self, queued: Queued, state: _Events) -> None:
         """Leave a candidate that will take too long, unless it has begun.
@@ -469,10 +501,12 @@ class P2PConsumer(LoadingConnector):
         if not result.valid.all():
             raise StaleBlockError(result.failure)
 
-    async def _fetch(self, load: _Load, source: BlockSource, blocks: SequenceBlocks) -> FetchResult:
+    async def _fetch(
+        self, load: _Load, source: BlockSource, blocks: SequenceBlocks, stall: StallLimit | None = None
+    ) -> FetchResult:
         load.began_ns = load.began_ns or time.perf_counter_ns()
         return await self._fetcher.fetch_async(
-            source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled
+            source, blocks, deadline=time.monotonic() + self._stall_s, cancelled=load.cancelled, stall=stall
         )
 
     def _held_blocks(self, load: _Load, num_tokens: int) -> HeldBlocks:

@@ -31,6 +31,8 @@ class StoreLimits:
         min_load_tokens: Smallest number of missing tokens for which the store is asked.
         call_timeout_s: Time limit of a call that moves no bytes.
         load_timeout_s: Time limit of one request's load.
+        stall_s: Time after which a load from a key-value service ends for which nothing has come. One load that failed
+            after so long is enough for the store to be left alone.
         save_timeout_s: Time limit of one save; also the longest time for which a finished request's blocks are kept
             for the store.
         max_loads: Loads at once; requests beyond it are computed.
@@ -46,6 +48,7 @@ class StoreLimits:
     min_load_tokens: int = 1
     call_timeout_s: float = 1.0
     load_timeout_s: float = 10.0
+    stall_s: float = 3.0
     save_timeout_s: float = 10.0
     max_loads: int = 64
     max_saves: int = 256

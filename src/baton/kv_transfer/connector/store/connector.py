@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 MISS = "store_miss"
 FAILED = "store_failed"
 RESTING = "store_resting"
+_LONGEST_COOLDOWN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class StoreConnector(LoadingConnector):
         self._limits = limits
         self._block_size = pool.block_size
         self._next_step: Callable[[], int] | None = None
-        self._breaker = CircuitBreaker(limits.failures, limits.cooldown_s)
+        self._breaker = CircuitBreaker(limits.failures, limits.cooldown_s, longest_s=_LONGEST_COOLDOWN_S)
         self._saver: StoreSaver | None = None
         if pool.source is not None:
             self._saver = StoreSaver(
@@ -250,7 +251,9 @@ class StoreConnector(LoadingConnector):
         else:
             self.use.load_failures += 1
             if not isinstance(outcome.failure, QueueFullError):
-                record_failure(self._breaker, self.use, error)
+                # The next requests must not wait as long for the same.
+                waited_s = (time.perf_counter_ns() - load.began_ns) / 1e9
+                record_failure(self._breaker, self.use, error, at_once=waited_s >= self._limits.stall_s)
         self.use.loads += 1
         self.use.load_hits += load.progress.num_blocks > 0
         self.use.loaded_tokens += load.progress.num_blocks * self._block_size
@@ -351,6 +354,7 @@ def open_store(
             fingerprint=fingerprint,
             blocks_per_call=options.blocks_per_call,
             stored=stored,
+            stall_s=options.stall_s,
         )
     membership: Membership
     if address.discover:
@@ -367,9 +371,16 @@ def open_store(
 # Saving
 
 
-def record_failure(breaker: CircuitBreaker, use: StoreUse, why: str) -> None:
-    """Record a failure of the store; logs one line when the breaker opens, however many failures follow."""
-    if breaker.failed():
+def record_failure(breaker: CircuitBreaker, use: StoreUse, why: str, *, at_once: bool = False) -> None:
+    """Record a failure of the store; logs one line when the breaker opens, however many failures follow.
+
+    Args:
+        breaker: Breaker of the store.
+        use: Counters to update.
+        why: What failed, for the log.
+        at_once: Open the breaker, although it is the first failure.
+    """
+    if breaker.failed(at_once=at_once):
         log.warning("the KV store is left alone for a while: %s", why)
     use.times_left_alone = breaker.num_opened
 

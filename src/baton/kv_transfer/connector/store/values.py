@@ -90,6 +90,7 @@ class ValueStore(StoreBackend):
         fingerprint: Fingerprint of the pool's blocks.
         blocks_per_call: Largest number of blocks that are read or written at once.
         stored: Fingerprint of the stored blocks; default: that of the pool, undivided.
+        stall_s: Seconds after which a load ends for which nothing has come.
 
     Raises:
         ConfigError: A block is too large for a value.
@@ -103,6 +104,7 @@ class ValueStore(StoreBackend):
         fingerprint: Fingerprint,
         blocks_per_call: int,
         stored: Fingerprint | None = None,
+        stall_s: float = 3.0,
     ) -> None:
         stored = stored or fingerprint.undivided()
         if stored.block_bytes + _HEADER.size > values.max_bytes:
@@ -115,6 +117,7 @@ class ValueStore(StoreBackend):
         self._stored = stored
         self._blocks_per_call = blocks_per_call
         self._prefix = _PREFIX + stored.digest()[:16] + b":"
+        self._stall_s = stall_s
         self._allocated: StagingLanes | None = None
 
     async def save(self, call: SaveCall) -> SaveResult:
@@ -154,8 +157,9 @@ class ValueStore(StoreBackend):
         while start < len(names):
             piece = names[start : start + lanes.lane_blocks]
             started = time.perf_counter()
-            async with lanes.lane(call.deadline) as slots:
-                count = await self._read_into(slots, piece, call.deadline)
+            deadline = min(call.deadline, time.monotonic() + self._stall_s)
+            async with lanes.lane(deadline) as slots:
+                count = await self._read_into(slots, piece, deadline)
                 if count:
                     targets = call.block_ids[start : start + count]
                     result = await lanes.deliver(
