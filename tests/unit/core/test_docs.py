@@ -27,6 +27,7 @@ from baton.config.router import RouterConfig
 from baton.engine.executor.base import Quality
 from baton.engine.request import EngineStats
 from baton.engine.speculation.speculator import SpeculationStats
+from baton.kv_transfer.blocks.rests import PipeRests
 from baton.kv_transfer.connector.store.backend import StoreUse
 from baton.worker.metrics import WorkerMetrics
 from baton_kvstore.server import KVStoreServer
@@ -232,6 +233,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         executor=SimpleNamespace(description="toy", quality=Quality(1e-4, 0.99, 128)),
     )
     engine = SimpleNamespace(stats=stats, steps=0, step_seconds=0.0, core=core)
+    worker.watch_pipes(PipeRests())
     worker.watch(engine, lambda: 0, StoreUse(), {"offload": StoreUse()})
     try:
         return {
