@@ -14,13 +14,20 @@ WORKERS ?= 2
 # Where this is set every process compiles all modules that it imports once more.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install native native-runnable wheel-check demo up quick check test test-all helm-test chaos fuzz test-clients lint format protos lock audit sbom docs images image-test bench test-gpu clean
+.PHONY: help install wheel publish native native-runnable wheel-check demo up quick check test test-all helm-test chaos fuzz test-clients lint format protos lock audit sbom docs images image-test bench test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## make .venv with Baton and its scripts in it
+install: $(RUNTIME) ## make .venv with Baton as it serves; what tests need is added by make test
+
+wheel: $(RUNTIME) ## dist/baton_serve-*.whl for machines of this kind
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	@ls dist/baton_serve-*.whl
+
+publish: wheel $(TOOLS)/.installed ## the wheel to a package index; INDEX=https://.../ with UV_PUBLISH_TOKEN, or user and password
+	@$(TOOLS)/bin/uv publish --publish-url "$(INDEX)" dist/baton_serve-*.whl
 
 native: $(RUNTIME) ## build the C helpers and CPU operators again, as far as their sources changed
 	@$(BIN)/python scripts/build_native.py --progress
@@ -97,6 +104,7 @@ lint: native $(STAMP) ## ruff, mypy strict, import contracts, generated code up 
 	$(BIN)/python scripts/check_names.py
 	$(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_helm.py --check
+	$(BIN)/python scripts/gen_monitoring.py --check
 	$(BIN)/python scripts/gen_sync_client.py --check
 
 format: $(STAMP) ## let ruff mend what it can
