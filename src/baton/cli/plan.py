@@ -37,6 +37,7 @@ from baton.tokenizer.model_files import check_model_path
 from baton.worker.process import add_config_flags
 
 _ACCESS = ("token-file", "tls-cert", "tls-key", "tls-ca", "tls-name", "clear-kv")
+_LOG = ("log-format", "log-level")
 _OWNED = {
     "router": ("host", "port", "grpc-port", *_ACCESS),
     **dict.fromkeys(("prefill", "decode"), ("host", "port", "metrics-port", "instance-id", "routers", *_ACCESS)),
@@ -118,7 +119,7 @@ def make_plan(
         router_metrics_port: Port of the router's /metrics, to be shown; 0: its HTTP port.
         pipes: Comma-separated kinds of pipe, in order of preference; empty: the services' default.
         kvstore: Whether a KV store runs too, used by all instances.
-        access: Flags for token and certificates of all services.
+        access: Flags of all services, such as those for token and certificates.
         extra: Additional flags.
 
     Raises:
@@ -273,7 +274,7 @@ def plan_from(args: argparse.Namespace, file: ClusterFile = NO_FILE) -> Deployme
         router_metrics_port=router.metrics_port,
         pipes=args.pipe or "",
         kvstore=bool(_setting(args.kvstore, file, "kvstore.enabled", default=False)),
-        access=_access_flags(workers),
+        access=(*_access_flags(workers), *_log_flags(args)),
         extra=ExtraArgs(
             worker=("--model", model, *engine_flags(args)),
             prefill=(*rank_flags(args, "prefill"), *_role_args(args, "prefill")),
@@ -486,10 +487,15 @@ def _worker_namespace(args: argparse.Namespace, file: ClusterFile) -> argparse.N
     known = argparse.Namespace(host=listen_config(args, file).instance_host)
     if args.pipe is not None:
         known.pipes = tuple(args.pipe.split(","))
-    for name in (flag.replace("-", "_") for flag in _ACCESS):
+    for name in (flag.replace("-", "_") for flag in (*_ACCESS, *_LOG)):
         if getattr(args, name) is not None:
             setattr(known, name, getattr(args, name))
     return known
+
+
+def _log_flags(args: argparse.Namespace) -> list[str]:
+    given = {flag: getattr(args, flag.replace("-", "_")) for flag in _LOG}
+    return [word for flag, value in given.items() if value is not None for word in (f"--{flag}", value)]
 
 
 def _access_flags(config: WorkerConfig) -> list[str]:

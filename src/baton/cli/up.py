@@ -29,7 +29,7 @@ from baton.config import EngineConfig, add_flags
 from baton.config.autoscale import AutoscaleConfig
 from baton.config.cluster_file import ClusterFile
 from baton.config.deployment import LOOPBACK, ListenConfig
-from baton.config.flags import CLEAR_KV_HELP, AccessConfig
+from baton.config.flags import CLEAR_KV_HELP, LOG_FORMATS, LOG_LEVELS, AccessConfig, ServiceConfig
 from baton.config.pipes import AUTO, PIPES_HELP
 from baton.config.router import RouterConfig
 from baton.config.secrets import flags_with_passwords
@@ -114,10 +114,11 @@ class TextOutput:
 
 
 class JsonOutput:
-    """The same as JSON: an object per line, with an ``event``."""
+    """The same as JSON: an object per line, with an ``event``; fields of services' JSON logs are among the object's."""
 
     def line(self, name: str, text: str) -> None:
-        self._print("log", process=name, line=text)
+        fields = _json_object(text)
+        self._write({"event": "log", "process": name, **({"line": text} if fields is None else fields)})
 
     @contextlib.contextmanager
     def starting(self, plan: DeploymentPlan) -> Iterator[None]:
@@ -140,7 +141,20 @@ class JsonOutput:
         self._print(event, text=text)
 
     def _print(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), flush=True)
+        self._write({"event": event, **fields})
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        print(json.dumps(fields), flush=True)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    if not text.startswith("{"):
+        return None
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 Output: TypeAlias = TextOutput | JsonOutput
@@ -150,7 +164,9 @@ _CALL_TIMEOUT_S = 10.0
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("up", help="run router, prefill and decode instances and a KV store here")
-    parser.add_argument("--json", action="store_true", help="a JSON object per line instead of text")
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON object per line instead of text; also with --log-format json"
+    )
     add_deployment_flags(parser)
     if isinstance(parser, CommandParser):
         parser.find_hint = find_up_flag
@@ -170,6 +186,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipe", default=None, help=f"{PIPES_HELP} (default: {AUTO})")
     text = "run a KV store too, which instances load from and save to and the router follows"
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=None, help=text)
+    log_help = {item.name: item.metadata["help"] for item in dataclasses.fields(ServiceConfig)[-2:]}
     access_help = {item.name: item.metadata["help"] for item in dataclasses.fields(AccessConfig)}
     text = f"{access_help.pop('token_file')}; default: none, or a new one for --api-keys"
     parser.add_argument("--token-file", default=None, help=text)
@@ -184,6 +201,9 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N", help=text)
     for name, text in access_help.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"{text}; of all services")
+    for name, choices in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
+        text = f"{log_help[name]}; of all services"
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, default=None, help=text)
     parser.add_argument("--clear-kv", action="store_true", default=None, help=CLEAR_KV_HELP)
     text = "run the controller of the ratio, too: instances change roles as the load wants it (--scale-...)"
     parser.add_argument("--autoscale", action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -202,7 +222,8 @@ async def _up(args: argparse.Namespace, file: ClusterFile, token_file: str) -> i
     plan = plan_from(args, file)
     workers = worker_config(args, file)
     scaling = autoscale_config(args, file)
-    output: Output = JsonOutput() if args.json else TextOutput(Console(highlight=False, soft_wrap=True))
+    as_json = args.json or workers.log_format == "json"
+    output: Output = JsonOutput() if as_json else TextOutput(Console(highlight=False, soft_wrap=True))
     for flag in flags_with_passwords(sys.argv[1:]):
         text = f"all users of this host can read the password in {flag} (ps): write @FILE there"
         output.show_event("warning", text, style="yellow")

@@ -23,8 +23,8 @@ from baton.testing import Asked, FakeRouter
         (["up", "--ratoi", "2P"], "baton up: error: there is no flag --ratoi; did you mean --ratio? (see baton up"
          " --help)\n"),
         (["bench", "serv"], "baton bench: error: there is no 'serv'; did you mean serve? (see baton bench --help)\n"),
-        (["up", "--log-format", "json"], "baton up: error: there is no flag --log-format: give it in --router-args or"
-         " --prefill-args or --decode-args, as '--log-format ...' (see baton up --help)\n"),
+        (["up", "--audit-log", "x"], "baton up: error: there is no flag --audit-log: give it in --router-args or"
+         " --prefill-args or --decode-args, as '--audit-log ...' (see baton up --help)\n"),
         (["up", "--beta=1"], "baton up: error: there is no flag --beta: give it in --router-args, as '--beta ...' (see"
          " baton up --help)\n"),
         (["up", "--tensor-parallel-size", "2"], "baton up: error: there is no flag --tensor-parallel-size: give --tp"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
 
-from baton.cli.plan import Ratio, make_plan
+from baton.cli.plan import Ratio, make_plan, plan_from, worker_config
 from baton.cli.supervisor import DeploymentPlan
-from baton.cli.up import JsonOutput, Output, TextOutput
+from baton.cli.up import JsonOutput, Output, TextOutput, add_parser
 
 
 class Process:
@@ -56,6 +57,29 @@ def test_in_a_file_there_are_no_bars() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "loads the model" not in shown
     assert "serving [all] of it" in shown
+
+
+def test_log_lines_in_json_are_joined_with_the_output(capsys) -> None:  # type: ignore[no-untyped-def]
+    output = JsonOutput()
+    for line in ('{"level": "info", "message": "serving", "event": "theirs"}', "{not json", "[1]"):
+        output.line("router", line)
+    first, second, third = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == {"level": "info", "message": "serving", "process": "router", "event": "theirs"}
+    assert second == {"line": "{not json", "process": "router", "event": "log"}
+    assert third["line"] == "[1]"
+
+
+def test_logs_in_json_are_of_all_services_and_make_the_output_json(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["up", "--kvstore", "--log-format", "json", "--log-level", "error"])
+    plan = plan_from(args)
+    for group in plan.groups:
+        for spec in group:
+            assert " ".join(spec.args).count("--log-format json --log-level error") == 1
+    assert worker_config(args).log_format == "json"
+    monkeypatch.setenv("BATON_LOG_FORMAT", "json")
+    assert worker_config(parser.parse_args(["up"])).log_format == "json"
 
 
 def test_json_is_an_object_per_line(capsys) -> None:  # type: ignore[no-untyped-def]
