@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import secrets
 import time
 from array import array
-from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import orjson
 from prometheus_client import CollectorRegistry
 
 from baton.errors import (
     ContextLengthError,
+    DeadlineError,
     InvalidRequestError,
     NotFoundError,
-    UnavailableError,
     shown,
 )
 from baton.grammar import StructuredOutputs
@@ -43,53 +41,9 @@ from baton_router.processor.text_request import (
     TextRequest,
     check_bounds,
 )
+from baton_router.processor.turns import TenantTurns, TurnThreads
 from baton_router.scheduler.decision import Decision, DecisionLog
 from baton_router.types import Account, ModelInfo, RoutedRequest
-
-
-class TenantTurns:
-    """Bounds concurrent work; waiting tenants take turns, however many requests each of them sends.
-
-    Args:
-        slots: Most concurrent pieces of work.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._free = slots
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    async def acquire(self, tenant: str) -> None:
-        """Wait for a turn; give it back with :meth:`release`."""
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._waiting.setdefault(tenant, deque())
-        line.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()  # granted in the same moment: pass it on
-            else:
-                line.remove(turn)
-                if not line:
-                    del self._waiting[tenant]
-            raise
-
-    def release(self) -> None:
-        """End a turn, and start that of the next waiting tenant."""
-        for tenant, line in list(self._waiting.items()):
-            self._waiting.move_to_end(tenant)
-            for turn in line:
-                if not turn.done():
-                    line.remove(turn)
-                    if not line:
-                        del self._waiting[tenant]
-                    turn.set_result(None)
-                    return
-        self._free += 1
-
 
 T = TypeVar("T")
 
@@ -97,7 +51,6 @@ _INLINE_CHARS = 4096
 """Longest text, in characters, that is tokenized on the event loop (about a millisecond)."""
 _LARGE_CHARS = 256 * 1024
 """Characters beyond which texts are tokenized one at a time: each takes at least 0.1 s and some 10 MiB."""
-_LARGE_WAIT_S = 30.0
 _THREADS = 2
 """Tokenizer threads: each has word tables of its own, and the library uses more threads for long texts."""
 _CHARS_PER_TOKEN = 4.0
@@ -160,8 +113,7 @@ class InputProcessor:
         self.decisions = decisions or DecisionLog()
         self._exporter = exporter
         self._large = TenantTurns(1)
-        self._turns = TenantTurns(_THREADS)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._threads = TurnThreads(_THREADS, "tokenizer", "long texts tokenized")
         self._tenants = Tenants()
 
     def model_info(self, model: str = "") -> ModelInfo:
@@ -223,33 +175,20 @@ class InputProcessor:
         Raises:
             UnavailableError: Other tenants' work took too long.
         """
-        loop = asyncio.get_running_loop()
-        tenant = self._tenant(request)
-        acquired: list[TenantTurns] = []
-
-        def release() -> None:
-            for turns in acquired:
-                turns.release()
-
-        def on_done(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
-                loop.call_soon_threadsafe(release)
-
         try:
-            async with asyncio.timeout(_LARGE_WAIT_S):
-                for turns in (self._large, self._turns) if large else (self._turns,):
-                    await turns.acquire(tenant)
-                    acquired.append(turns)
-        except TimeoutError as error:
-            release()
-            raise UnavailableError("others have long texts tokenized", retry_after_s=5.0) from error
-        except BaseException:
-            release()
+            return await self._threads.run(self._tenant(request), work, before=self._large if large else None)
+        except asyncio.CancelledError:
+            request.abandoned = True  # a thread cannot be stopped, but looks at this between its steps
             raise
-        # A thread cannot be stopped: it keeps its turn until its end, even if the request was cancelled.
-        future = self._threads.submit(work)
-        future.add_done_callback(on_done)
-        return await asyncio.wrap_future(future)
+
+    def check_limits(self, account: Account | None) -> None:
+        """Refuse a tenant that has reached its limits, before anything is read for it; counts nothing.
+
+        Raises:
+            QueueFullError: Says when it may try again.
+        """
+        if self._admission is not None:
+            self._admission.check(account)
 
     @contextmanager
     def charge(self, account: Account | None, tokens: float) -> Iterator[Charge]:
@@ -310,8 +249,7 @@ class InputProcessor:
             BatonError: See :meth:`prepare`.
         """
         arrived = time.perf_counter()
-        if self._admission is not None:
-            self._admission.check(request.account)
+        self.check_limits(request.account)
         info = self.model_info(request.model)
         check_bounds(request)
         self._decide_special_tokens(request)
@@ -431,9 +369,11 @@ def about_tokens(prompt: Prompt) -> float:
 
 
 def _chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
     try:
-        return len(str(value))
-    except RecursionError:  # nested as deep as JSON may be: long enough
+        return len(orjson.dumps(value))  # a tenth of the time of str(), which is long for a million lists
+    except TypeError:  # nested as deep as JSON may be: long enough
         return _LARGE_CHARS
 
 
@@ -451,6 +391,8 @@ def _tokenize(model: TextModel, request: TextRequest, info: ModelInfo, limit: in
             raise InvalidRequestError(bounds, field=request.prompt_field)
         return ids
     text = _prompt_text(model, request, prompt)
+    if request.abandoned:
+        raise DeadlineError("the caller has gone")
     if request.parsed:
         request.prompt_end = text.text[-_PROMPT_END:]
     _check_fewest(model, text.text, request, limit)

@@ -98,6 +98,7 @@ class TextRequest(msgspec.Struct):
         parsed: Whether to parse calls and reasoning in the text, if the model's dialects are known.
         prompt_end: End of the prompt's text; set by tokenization.
         answer_grammar: Grammar of the whole answer, with reasoning and calls; set by preparation.
+        abandoned: Whether the caller has gone, so that work in threads ends early.
         prompt_index: Index of the prompt within its HTTP request.
         prompt_field: Name of the prompt's field in errors.
         max_tokens_field: Name of the field ``max_tokens`` in errors.
@@ -133,6 +134,7 @@ class TextRequest(msgspec.Struct):
     parsed: bool = False
     prompt_end: str = ""
     answer_grammar: Grammar | None = None
+    abandoned: bool = False
     prompt_index: int = 0
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"

@@ -26,7 +26,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.token_ids import TokenIds, token_ids
-from baton.tokenizer import TextDelta, TextModel, TextModelCache, TokenDelta
+from baton.tokenizer import PromptText, TextDelta, TextModel, TextModelCache, TokenDelta
 from baton.types import FinishReason, SamplingParams
 from baton_router.dispatch.interface import ChunkSink, RoutedChunk
 from baton_router.frontend.grpc.servicer import text_request
@@ -203,14 +203,14 @@ async def test_long_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.Monkey
         return token_ids([1])
 
     monkeypatch.setattr("baton_router.processor.input_processor._tokenize", slowly)
-    monkeypatch.setattr("baton_router.processor.input_processor._LARGE_WAIT_S", 0.2)
+    monkeypatch.setattr("baton_router.processor.turns._WAIT_S", 0.2)
     text = pipeline(ScriptedDispatcher())
     info = text.model_info()
     first = asyncio.create_task(text.tokenize(TextRequest("x" * 300_000, GREEDY), info))
     assert await asyncio.to_thread(begun.acquire, timeout=240)
     with pytest.raises(UnavailableError):
         await text.tokenize(TextRequest("x" * 300_000, GREEDY), info)
-    monkeypatch.setattr("baton_router.processor.input_processor._LARGE_WAIT_S", 240.0)
+    monkeypatch.setattr("baton_router.processor.turns._WAIT_S", 240.0)
     shorter = asyncio.create_task(text.tokenize(TextRequest("x" * 200_000, GREEDY), info))
     assert await asyncio.to_thread(begun.acquire, timeout=240), "shorter ones don't wait for it"
     go_on.release(2)
@@ -251,10 +251,41 @@ async def test_tenants_take_turns_with_long_texts(monkeypatch: pytest.MonkeyPatc
     results = await asyncio.gather(*greedy, return_exceptions=True)
     assert sum(not isinstance(x, BaseException) for x in results) == 10
     async with asyncio.timeout(240):
-        while (text._large._free, text._turns._free) != (1, 2):
+        while (text._large._free, text._threads.turns._free) != (1, 2):
             await asyncio.sleep(0.001)
     assert not text._large._waiting
-    assert not text._turns._waiting
+    assert not text._threads.turns._waiting
+
+
+async def test_work_whose_caller_has_gone_ends_before_its_next_step() -> None:
+    rendered, go_on = threading.Event(), threading.Event()
+    encoded: list[Any] = []
+
+    class Noted(TextModel):
+        def chat_text(self, *args: Any, **options: Any) -> PromptText:
+            rendered.set()
+            assert go_on.wait(240)
+            return MODEL.chat_text(*args, **options)
+
+        def encode(self, *args: Any) -> TokenIds:
+            encoded.append(args)
+            return MODEL.encode(*args)
+
+    class Loaded(TextModelCache):
+        async def get(self, path: str) -> TextModel:
+            return Noted(MODEL.tokenizer, MODEL.chat_template)
+
+    text = InputProcessor(ScriptedDispatcher(), Loaded(), GenerationMetrics(CollectorRegistry()))
+    message = {"role": "user", "content": "x" * 10_000}
+    task = asyncio.create_task(text.tokenize(TextRequest(ChatPrompt([message]), GREEDY), text.model_info()))
+    assert await asyncio.to_thread(rendered.wait, 240)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    go_on.set()
+    async with asyncio.timeout(240):
+        while text._threads.turns._free != 2:
+            await asyncio.sleep(0.001)
+    assert not encoded
 
 
 async def test_a_model_without_chat_template() -> None:

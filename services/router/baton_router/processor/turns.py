@@ -1,0 +1,115 @@
+"""Long work in threads, in turns of the tenants that it is done for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from baton.errors import UnavailableError
+
+T = TypeVar("T")
+_WAIT_S = 30.0
+
+
+class TenantTurns:
+    """Bounds concurrent work; waiting tenants take turns, however many requests each of them sends.
+
+    Args:
+        slots: Most concurrent pieces of work.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a turn; give it back with :meth:`release`."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line = self._waiting.setdefault(tenant, deque())
+        line.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()  # granted in the same moment: pass it on
+            else:
+                line.remove(turn)
+                if not line:
+                    del self._waiting[tenant]
+            raise
+
+    def release(self) -> None:
+        """End a turn, and start that of the next waiting tenant."""
+        for tenant, line in list(self._waiting.items()):
+            self._waiting.move_to_end(tenant)
+            for turn in line:
+                if not turn.done():
+                    line.remove(turn)
+                    if not line:
+                        del self._waiting[tenant]
+                    turn.set_result(None)
+                    return
+        self._free += 1
+
+
+class TurnThreads:
+    """Threads whose work is done in turns of its tenants.
+
+    Args:
+        count: Number of threads.
+        name: Prefix of their names.
+        what: What others have done while a tenant waits, for the error.
+
+    Attributes:
+        turns: Turns of the threads.
+    """
+
+    def __init__(self, count: int, name: str, what: str) -> None:
+        self.turns = TenantTurns(count)
+        self._what = what
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    async def run(self, tenant: str, work: Callable[[], T], *, before: TenantTurns | None = None) -> T:
+        """Run work in a thread, in the turn of a tenant.
+
+        Args:
+            tenant: Tenant that it is done for.
+            work: The work.
+            before: Further turns that it needs, which are waited for first.
+
+        Raises:
+            UnavailableError: Other tenants' work took too long.
+        """
+        loop = asyncio.get_running_loop()
+        acquired: list[TenantTurns] = []
+
+        def release() -> None:
+            for turns in acquired:
+                turns.release()
+
+        def on_done(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before the thread
+                loop.call_soon_threadsafe(release)
+
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                for turns in (self.turns,) if before is None else (before, self.turns):
+                    await turns.acquire(tenant)
+                    acquired.append(turns)
+        except TimeoutError as error:
+            release()
+            raise UnavailableError(f"others have {self._what}", retry_after_s=5.0) from error
+        except BaseException:
+            release()
+            raise
+        # A thread cannot be stopped: it keeps its turn until its end, even if the request was cancelled.
+        future = self._threads.submit(work)
+        future.add_done_callback(on_done)
+        return await asyncio.wrap_future(future)
