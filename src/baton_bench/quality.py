@@ -21,11 +21,11 @@ import psutil
 import torch
 from rich.console import Console
 
+from baton.allocator import return_free_memory
 from baton.config import EngineConfig
 from baton.engine.build import make_arena
 from baton.engine.executor.base import Executor, load_executor
 from baton.engine.executor.self_check import TEXT
-from baton.engine.quantization.modules import return_free_memory
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import BatonError, ConfigError, InternalError
 from baton.kv_cache.shards import shard_layout

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from baton.api.v1 import router_pb2_grpc
 from baton.background import create_task
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
@@ -33,6 +32,7 @@ from baton_router.dispatch.dispatcher import PlacingDispatcher
 from baton_router.dispatch.event_loop import TurnBatcher
 from baton_router.frontend.app import administer, create_app
 from baton_router.frontend.console.console import DebugEndpoints
+from baton_router.frontend.grpc.intake import Intake
 from baton_router.frontend.grpc.servicer import SERVICE, RouterServicer, admits_clients
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import HttpOptions
@@ -210,8 +210,8 @@ def _build_web(
     pipeline: _Pipeline,
     metrics: ServiceMetrics,
     is_ready: Callable[[], bool],
-) -> tuple[_HttpServer, DebugEndpoints]:
-    """Return the HTTP server, and the answers of ``/debug`` and the console, which gRPC gives too."""
+) -> tuple[_HttpServer, DebugEndpoints, Callable[[], int]]:
+    """Return the HTTP server, the answers of ``/debug`` and the console, which gRPC gives too, and the longest body."""
     registry = cluster.registry
     keyed = credentials.accounts is not None
     front = create_app(
@@ -221,6 +221,7 @@ def _build_web(
         options=HttpOptions(
             accounts=credentials.accounts,
             strict_fields=config.strict_fields,
+            max_body_bytes=config.max_body_bytes,
             request_timeout_s=config.request_timeout_s,
             cors_origins=config.cors_origins,
             hosts=HostRule.of_server(config.host, config.allowed_hosts, keyed=keyed),
@@ -258,7 +259,7 @@ def _build_web(
             timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + _CUT_OFF_S),
         )
     )
-    return server, insight
+    return server, insight, front.posts.max_body_bytes
 
 
 class RouterApp:
@@ -286,7 +287,7 @@ class RouterApp:
         self._credentials = _read_credentials(config)
         self._cluster = _build_cluster(config, self._credentials, self.metrics)
         self._pipeline = _build_pipeline(config, self._cluster, self.metrics)
-        self._http, self._insight = _build_web(
+        self._http, self._insight, self._max_body_bytes = _build_web(
             config, self._credentials, self._cluster, self._pipeline, self.metrics, self.is_ready
         )
         self.registry = self._cluster.registry
@@ -370,7 +371,7 @@ class RouterApp:
             access_log=self._config.access_log,
         )
         servicer.insight = self._insight
-        router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server.server)
+        Intake(servicer, self.processor, self._max_body_bytes).add_to(server.server)
         self.grpc_port = await server.start()
         return server
 

@@ -80,6 +80,11 @@ class RouterConfig(ServiceConfig):
         "max_new_tokens from the model's generation_config.json; off: they do not",
         choices=("auto", "off"),
     )
+    max_body_bytes: int | None = option(
+        None,
+        "bytes of an HTTP request's body, or of a client's gRPC message, at most; default: 64 per token of the model's "
+        "context, at least 4 MiB and at most 16 MiB",
+    )
     allow_special_tokens: bool = option(
         False,
         "read names of special tokens in chat messages as those tokens; default: as text; the "
@@ -193,7 +198,7 @@ class RouterConfig(ServiceConfig):
         if DISCOVER in self.kvstore and not self.redis:
             raise ConfigError("--kvstore discover needs --redis", field="redis")
         require_at_least(self, 1, "prefill_candidates", "index_max_blocks", "max_in_flight", "max_instances")
-        require_at_least(self, 1, "load_interval_ms", "probe_failures", "max_request_sequences")
+        require_at_least(self, 1, "load_interval_ms", "probe_failures", "max_request_sequences", "max_body_bytes")
         require_at_least(self, 0, "max_inflight_per_instance")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

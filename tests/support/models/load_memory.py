@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tests.support.child_env import child_env
 
+from baton.allocator import return_free_memory
 from baton.config import EngineConfig
 from baton.engine.executor.base import load_executor
-from baton.engine.quantization.modules import return_free_memory
 
 
 @dataclass(frozen=True)

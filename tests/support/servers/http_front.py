@@ -37,7 +37,7 @@ class Served:
         self.dispatcher = ScriptedDispatcher()
         self.registry = CollectorRegistry()
         pipeline = InputProcessor(self.dispatcher, TextModelCache(), GenerationMetrics(self.registry))
-        front = create_app(
+        self.front = front = create_app(
             pipeline, self.dispatcher, registry=self.registry, options=HttpOptions(**options), steps=steps
         )
         self.socket = socket.create_server(("127.0.0.1", 0))

@@ -25,7 +25,7 @@ LISTED = {
     "services/kvstore/baton_kvstore/tiers/promotion.py: start_promotion": AWAITED,
     "services/router/baton_router/dispatch/prefill_first.py: _ask": AWAITED,
     "services/router/baton_router/dispatch/request.py: _await_then": ANSWERS,
-    "services/router/baton_router/frontend/openai/generation.py: _begin_plain": ANSWERS,
+    "services/router/baton_router/frontend/openai/generation.py: _begin": ANSWERS,
     "services/router/baton_router/frontend/openai/generation.py: prepare": ANSWERS,
     "services/router/baton_router/processor/grammar_process.py: main": "its process ends with it",
     "services/router/baton_router/registry/instance_monitor.py: _session": AWAITED,

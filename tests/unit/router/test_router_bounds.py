@@ -11,7 +11,7 @@ from baton.errors import InvalidRequestError
 from baton.tokenizer import TextModelCache
 from baton.types import SamplingParams
 from baton_router.dispatch.request import DispatchMetrics
-from baton_router.frontend.http.protocol import decode_json
+from baton_router.frontend.http.bodies import decode_json
 from baton_router.processor.input_processor import InputProcessor
 from baton_router.processor.output_processor import GenerationMetrics
 from baton_router.processor.text_request import ChatPrompt, TextRequest

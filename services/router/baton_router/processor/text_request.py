@@ -22,6 +22,7 @@ from baton_router.types import MAX_SALT_CHARS, Account, ModelInfo, RoutedRequest
 
 __all__ = ["ROLES", "ChatPrompt", "PreparedRequest", "Prompt", "TextChunk", "TextDelta", "TextRequest", "check_role"]
 
+MAX_MESSAGES = 10_000
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 4096
 MAX_REQUEST_ID_CHARS = 256

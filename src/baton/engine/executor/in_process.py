@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from baton.allocator import return_free_memory
 from baton.config import EngineConfig
 from baton.engine.communicator import Communicator
 from baton.engine.device import rank_device
@@ -23,7 +24,6 @@ from baton.engine.executor.self_check import STORAGE_TOLERANCE, QualityCheck, Se
 from baton.engine.models.checkpoint import model_digest, rope_digest
 from baton.engine.models.kv_storage import scales_digest
 from baton.engine.models.loader import LoadedModel
-from baton.engine.quantization.modules import return_free_memory
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from baton.allocator import return_free_memory
 from baton.config import EngineConfig
 from baton.engine.device import ComputeDevice, rank_device
 from baton.engine.models.checkpoint import TensorFiles
@@ -51,7 +52,6 @@ from baton.engine.quantization.modules import (
     ReadWeight,
     deinterleave_rows,
     place_weights,
-    return_free_memory,
     rounds_inputs,
 )
 from baton.errors import ConfigError

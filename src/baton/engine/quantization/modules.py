@@ -7,7 +7,6 @@ it can be read once more (:meth:`ReloadableWeight.load`), should the operator ha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import mmap
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from baton.allocator import return_free_memory
 from baton_kernels.quantization import (
     EXACT,
     ActivationScheme,
@@ -98,13 +98,6 @@ class CompactWeight:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(each.nbytes if any(each.stride()) else each.element_size() for each in self._tensors.values())
-
-
-def return_free_memory() -> None:
-    """Return freed memory from the C library's allocator to the system, where the library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.allocator import return_free_memory
 from baton.config import EngineConfig
 from baton.engine.attention import BUILT_IN, AttentionContext, choose_attention, cpu_operators
 from baton.engine.communicator import Communicator
@@ -26,7 +27,7 @@ from baton.engine.models.layer_operators import CpuOperators, GpuOperators, Laye
 from baton.engine.models.loader import TORCH_DTYPES, LoadedModel, load_model
 from baton.engine.models.parallel import divide
 from baton.engine.models.quirks import FUSED_FAMILIES, max_sequence_length
-from baton.engine.quantization.modules import describe, quantized_layers, reloadable_weights, return_free_memory
+from baton.engine.quantization.modules import describe, quantized_layers, reloadable_weights
 from baton.engine.runner.decode_graphs import DecodeGraphs, StepCapture, TableShape
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, KVMoves, with_chosen

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import aclosing
 from typing import Any, Protocol
 
 import orjson
+from google.protobuf.message import Message
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
-from baton.errors import BatonError, InvalidRequestError
+from baton.errors import BatonError, ContextLengthError, InvalidRequestError
 from baton.grammar import StructuredOutputs
 from baton.rpc.audit import audit, peer_of
 from baton.rpc.auth import HEADER, Admits
 from baton.rpc.convert import prompt_logprobs_to_pb, sampling_from_pb, text_delta_to_pb
-from baton.types import ORDER_HEADER, Order, SamplingParams
+from baton.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, ORDER_HEADER, Order, SamplingParams
 from baton_router.accounts import Accounts
 from baton_router.frontend.grpc.ticket import TicketDesk
 from baton_router.frontend.http.middleware import log_access
 from baton_router.processor.input_processor import InputProcessor
-from baton_router.processor.text_request import ChatPrompt, Prompt, TextChunk, TextRequest, check_role
+from baton_router.processor.text_request import (
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    ChatPrompt,
+    Prompt,
+    TextChunk,
+    TextRequest,
+    check_role,
+)
 from baton_router.registry.registry import Registry
 from baton_router.types import Account
 
 SERVICE = "baton.api.v1.RouterService"
 _FOR_CLIENTS = frozenset(f"/{SERVICE}/{name}" for name in ("Generate", "Route", "NoteDirect", "ListModels", "Explain"))
 _FOR_ADMINISTRATORS = frozenset(f"/{SERVICE}/{name}" for name in ("ListInstances", "GetStats"))
+_FEW_IDS = 4096
+"""Token ids that are checked with everything else: the model need not be known for them."""
 _WINDOW_S = 60.0
 _LONGEST_WINDOW_S = 180.0
 
@@ -77,7 +88,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Any
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Generate; cancelling the call cancels the request on all instances."""
-        account = self._account(context)
+        account = self.account(context)
+        self.check_sizes(request)
         asked = text_request(request, account)
         if order := _metadata(context, ORDER_HEADER):
             asked.order = Order.parse(ORDER_HEADER, order)
@@ -107,7 +119,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Route(self, request: router_pb2.RouteRequest, context: Any) -> router_pb2.RouteResponse:
         """Return where a prompt would be placed, or place it and return a ticket."""
-        account = self._account(context)
+        account = self.account(context)
+        self.check_sizes(request)
         if request.HasField("direct"):
             direct = text_request(request.direct, account)
             direct.traceparent = _metadata(context, "traceparent")
@@ -180,19 +193,46 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return answer
 
     async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
-        account = self._account(context)
+        account = self.account(context)
         tenant = None if account is None or account.admin else account.name
         if tenant is None:
             self._audit_admin(context, "Explain")
         return router_pb2.ExplainResponse(json=orjson.dumps(self.insight.explain(request.request_id, tenant)))
 
+    def check_sizes(self, request: Message) -> None:
+        """Check how much a message has, before anything is made of it; the bounds are those of HTTP.
+
+        Raises:
+            BatonError: It has too much; names the field.
+        """
+        if isinstance(request, router_pb2.RouteRequest) and request.HasField("direct"):
+            request = request.direct
+        assert isinstance(request, router_pb2.RouterGenerateRequest | router_pb2.RouteRequest)
+        kind = request.WhichOneof("prompt")
+        if kind == "chat":
+            check_count(request.chat.messages, MAX_MESSAGES, "chat.messages")
+        elif kind == "token_ids":
+            self._check_ids(request.token_ids.ids, request.model, kind)
+        if isinstance(request, router_pb2.RouterGenerateRequest):
+            check_count(request.stop, MAX_STOP_STRINGS, "stop")
+            check_count(request.sampling.stop_token_ids, MAX_STOP_TOKEN_IDS, "sampling.stop_token_ids")
+            check_count(request.sampling.logit_bias, MAX_LOGIT_BIAS, "sampling.logit_bias")
+            self._check_ids(request.output_token_ids, request.model, "output_token_ids")
+
+    def _check_ids(self, ids: Sized, model: str, field: str) -> None:
+        if len(ids) > _FEW_IDS:
+            most = self._processor.model_info(model).max_model_len
+            if len(ids) >= most:
+                message = f"this model's context is {most} tokens and {field} has {len(ids)}"
+                raise ContextLengthError(message, field=field)
+
     def _audit_admin(self, context: Any, method: str) -> None:
         """Write to the audit log that a call with an API key reads all tenants' data."""
-        account = self._account(context)
+        account = self.account(context)
         if account is not None:
             audit("admin_read", over="grpc", account=account.name, method=method, peer=peer_of(context))
 
-    def _account(self, context: Any) -> Account | None:
+    def account(self, context: Any) -> Account | None:
         """Return the account of a call's API key; ``None`` without API keys, or if a service calls."""
         if self._accounts is None:
             return None
@@ -242,6 +282,16 @@ def text_request(request: router_pb2.RouterGenerateRequest, account: Account | N
         prompt_field=kind or "prompt",
         field_prefix="sampling.",
     )
+
+
+def check_count(items: Sized, most: int, field: str) -> None:
+    """Check the length of a list.
+
+    Raises:
+        InvalidRequestError: It has more than ``most`` entries; names the field.
+    """
+    if len(items) > most:
+        raise InvalidRequestError(f"{field} must have at most {most} entries, got {len(items)}", field=field)
 
 
 def _structured(request: router_pb2.RouterGenerateRequest) -> StructuredOutputs | None:

@@ -58,7 +58,7 @@ class HttpOptions:
     Attributes:
         accounts: Accounts whose API keys clients must send as ``Authorization: Bearer``; ``None``: no key is needed.
         strict_fields: Refuse requests with fields that have no effect, instead of listing them in a header.
-        max_body_bytes: Longest request body, in bytes.
+        max_body_bytes: Longest request body, in bytes; ``None``: as the served model's context needs.
         max_prompts: Most prompts of a completion request.
         max_sequences: Most sequences of a completion request, over all prompts.
         body_timeout_s: Seconds that a client has to send its request.
@@ -73,7 +73,7 @@ class HttpOptions:
 
     accounts: Accounts | None = None
     strict_fields: bool = False
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int | None = None
     max_prompts: int = 128
     max_sequences: int = 1024
     body_timeout_s: float = 30.0

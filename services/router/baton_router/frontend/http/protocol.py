@@ -22,7 +22,8 @@ import orjson
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.errors import InvalidRequestError
+from baton.errors import QueueFullError, UnavailableError
+from baton_router.frontend.http.bodies import Body, BodyBudget
 from baton_router.frontend.http.errors import error_object, http_error_code
 from baton_router.frontend.http.middleware import (
     NO_ENDPOINT,
@@ -123,6 +124,9 @@ _WARNING_INTERVAL_S = 60.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSING = frozenset({408, 413})
 """Error statuses that end the connection."""
+_MANY_PIECES = 4096
+_LEAST_PIECE = 64
+"""Number of pieces from which on a body's mean piece must have so many bytes."""
 _CLIENT_GONE = 499
 """Status in the metrics of requests whose client left before the answer."""
 
@@ -134,17 +138,22 @@ class Handler(Protocol):
         paths: Paths of its POST endpoints, from bytes to text.
         options: Limits.
         metrics: Metrics of the HTTP front.
+        budget: Memory for bodies.
     """
 
     paths: Mapping[bytes, str]
     options: HttpOptions
     metrics: HttpMetrics
+    budget: BodyBudget
+
+    def max_body_bytes(self) -> int:
+        """Return the longest body that is read now, in bytes."""
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
         """Check the head of a request; return the error if it is refused."""
 
-    def serve(self, exchange: HttpExchange, body: bytes) -> None:
-        """Serve a request, now or later; must not raise."""
+    def serve(self, exchange: HttpExchange, body: bytearray) -> None:
+        """Serve a request, now or later; must not raise. It frees the body with ``exchange.close_body()``."""
 
     def refuse(self, exchange: HttpExchange, error: Exception) -> None:
         """Respond to a request with an error."""
@@ -153,9 +162,9 @@ class Handler(Protocol):
 class HttpExchange:
     """A request and its answer, without ASGI between the socket and the endpoint.
 
-    The body is gathered within the bounds of ``Handler.options``. Then the handler serves the request, once the answers
-    to the earlier requests of the connection are complete. A request that is refused because of its head or length is
-    answered at once; the connection drops the rest of its body.
+    The body is gathered within the bounds of the handler and its budget. Then the handler serves the request, once the
+    answers to the earlier requests of the connection are complete. A request that is refused because of its head or
+    length is answered at once; the connection drops the rest of its body.
 
     It replaces uvicorn's ``RequestResponseCycle``, and has the attributes that the protocol uses of it.
 
@@ -164,6 +173,7 @@ class HttpExchange:
         headers: Headers of the request, with names in lower case.
         request_id: Identifier of the request.
         account: Account of the API key; ``None`` without API keys.
+        max_body_bytes: Longest body that is read, in bytes.
         common: Header lines that every answer to the request has.
         chunked: Whether a streamed answer is sent in HTTP chunks.
         in_turn: Whether the answers to the earlier requests are complete.
@@ -177,12 +187,13 @@ class HttpExchange:
 
     __slots__ = (
         "_begun",
+        "_body",
         "_connection",
         "_counted",
         "_expects_continue",
         "_handler",
         "_head",
-        "_pieces",
+        "_num_pieces",
         "_received",
         "_refusal",
         "_timer",
@@ -194,6 +205,7 @@ class HttpExchange:
         "headers",
         "in_turn",
         "keep_alive",
+        "max_body_bytes",
         "on_flow",
         "on_gone",
         "path",
@@ -202,19 +214,20 @@ class HttpExchange:
         "status",
     )
 
-    def __init__(self, connection: HttpProtocol, handler: Handler, path: str) -> None:
+    def __init__(self, connection: HttpProtocol, handler: Handler, path: str, *, in_turn: bool) -> None:
         self._connection = connection
         self._handler = handler
         self._begun = time.perf_counter()
         self._head = b""
-        self._pieces: list[bytes] = []
-        self._received = 0
+        self._body: Body | None = None
+        self._received = self._num_pieces = 0
+        self.max_body_bytes = handler.max_body_bytes()
         self._whole = self._counted = False
         self._timer: TimerHandle | None = None
         self.chunked = connection.parser.get_http_version() == "1.1"
         self._expects_continue = connection.expect_100_continue and self.chunked
         self.keep_alive = self.chunked and connection.parser.should_keep_alive()
-        self.in_turn = False
+        self.in_turn = in_turn
         self.path = path
         self.headers = connection.headers
         self.request_id = ""
@@ -230,19 +243,40 @@ class HttpExchange:
     # --- called by the connection ---
 
     def on_body(self, piece: bytes) -> None:
-        """Add a piece of the body."""
+        """Add a piece of the body.
+
+        Raises:
+            HTTPException: The rest of the body is not to be parsed.
+        """
         if self.response_complete:
             return
         self._received += len(piece)
-        limit = self._handler.options.max_body_bytes
-        if self._refusal is None:
-            if self._received <= limit:
-                self._pieces.append(piece)
-                return
+        self._num_pieces += 1
+        if self._refusal is not None:
+            return
+        limit = self.max_body_bytes
+        if self._received > limit:
             self._refusal = too_long(limit)
-            self._pieces.clear()
-            if self.in_turn:
-                self._refuse()
+        elif self._num_pieces > _MANY_PIECES and self._received < self._num_pieces * _LEAST_PIECE:
+            # Each read of the socket has thousands of them: the rest is not even parsed.
+            raise HTTPException(400, "the body comes in chunks that are too small")
+        else:
+            if self._body is None:
+                self._body = self._handler.budget.open(self.tenant, self._connection.flow.resume_reading)
+            if self._body.add(piece):
+                if self._body.waits:
+                    self._connection.flow.pause_reading()
+                return
+            self._refusal = QueueFullError("too many bodies of this tenant arrive at once", retry_after_s=1.0)
+            self.keep_alive = False
+        self.close_body()
+        if self.in_turn:
+            self._refuse()
+
+    def close_body(self) -> None:
+        """Free the memory of the body."""
+        if self._body is not None:
+            self._body.close()
 
     def on_body_complete(self) -> None:
         """Serve the request, if it is in turn."""
@@ -285,6 +319,7 @@ class HttpExchange:
             return
         self.disconnected = True
         self._stop_waiting()
+        self.close_body()
         callback = self.on_gone
         self.on_gone = None
         if callback is not None:
@@ -297,6 +332,11 @@ class HttpExchange:
     def peer(self) -> str:
         """Address of the client."""
         return self._connection.host
+
+    @property
+    def tenant(self) -> str:
+        """Name of the tenant whose share of memory and time the body takes; without API keys, the client's address."""
+        return self.account.name if self.account is not None else self.peer
 
     @property
     def paused(self) -> bool:
@@ -358,14 +398,18 @@ class HttpExchange:
         if self._refusal is not None:
             self._refuse()
             return
-        body = b"".join(self._pieces)
-        self._pieces.clear()
-        self._handler.serve(self, body)
+        self._handler.serve(self, self._body.data if self._body is not None else bytearray())
 
     def _refuse(self) -> None:
         """Respond with the error, whether the body is complete or not."""
         self._stop_waiting()
-        refusal = self._refusal or too_late(self._handler.options.body_timeout_s)
+        refusal = self._refusal
+        if refusal is None and self._body is not None and self._body.waits:
+            refusal = UnavailableError("bodies of others take the memory for them", retry_after_s=1.0)
+            self.keep_alive = False
+        elif refusal is None:
+            refusal = too_late(self._handler.options.body_timeout_s)
+        self.close_body()
         if self._expects_continue or (isinstance(refusal, HTTPException) and refusal.status_code in _CLOSING):
             self.keep_alive = False
         self._handler.refuse(self, refusal)
@@ -388,6 +432,7 @@ class HttpExchange:
 
     def _end(self) -> None:
         self.response_complete = True
+        self.close_body()
         self.on_gone = self.on_flow = None
         self._count()
         if not self.keep_alive and (self._whole or self._expects_continue):  # else the connection drops the rest first
@@ -443,32 +488,6 @@ def too_long(limit: int) -> HTTPException:
 def too_late(limit_s: float) -> HTTPException:
     """Return the error for a body that arrives too slowly."""
     return HTTPException(408, f"the body did not arrive within {limit_s:g} s")
-
-
-MAX_DEPTH = 200
-"""Deepest nesting of a body; the rest of what orjson can write is for the objects around it."""
-_ORJSON_DEPTH = 254
-
-
-def decode_json(data: bytes) -> Any:
-    """Decode a JSON body.
-
-    Raises:
-        InvalidRequestError: The body is not JSON, or nested too deep to be written again.
-    """
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
-        around = value
-        for _ in range(_ORJSON_DEPTH - MAX_DEPTH):
-            around = [around]
-        try:
-            orjson.dumps(around)
-        except TypeError as error:
-            raise InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH}") from error
-    return value
 
 
 class Crowd:
@@ -733,8 +752,7 @@ class HttpProtocol(HttpToolsProtocol):
         if path is None:
             super().on_headers_complete()
         else:
-            exchange = HttpExchange(self, self.handler, path)
-            exchange.in_turn = in_turn
+            exchange = HttpExchange(self, self.handler, path, in_turn=in_turn)
             self.cycle = exchange
             if not in_turn:
                 self.flow.pause_reading()
@@ -753,7 +771,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self._drain_timer is not None:
             self._drained += len(body)
-            if self._drained > _DRAIN_FACTOR * self.handler.options.max_body_bytes:
+            if self._drained > _DRAIN_FACTOR * self.handler.max_body_bytes():
                 self.transport.close()
         elif isinstance(self.cycle, HttpExchange):
             self.cycle.on_body(body)

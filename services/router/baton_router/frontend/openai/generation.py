@@ -10,7 +10,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,15 +19,31 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from baton.api.v1 import common_pb2
-from baton.errors import BatonError, DeadlineError, InternalError, PermissionDeniedError, UnauthenticatedError
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    PermissionDeniedError,
+    QueueFullError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from baton.rpc.convert import path_to_pb
 from baton.rpc.multiplex import TokenWriter
 from baton.types import PrefillPath
 from baton_router.dispatch.event_loop import PREPARE, RESPOND, START, Deadlines, TurnBatcher
 from baton_router.dispatch.interface import Running
+from baton_router.frontend.http.bodies import (
+    INLINE_BYTES,
+    MAX_BODY_BYTES,
+    BodyBudget,
+    BodyDecoder,
+    decode_json,
+    max_body_bytes,
+)
 from baton_router.frontend.http.errors import answer_to
 from baton_router.frontend.http.middleware import HttpMetrics, HttpOptions, cors_lines, identify, request_id
-from baton_router.frontend.http.protocol import HttpExchange, check_media, decode_json
+from baton_router.frontend.http.protocol import HttpExchange, check_media
 from baton_router.frontend.openai.answer import EventStream, Formatter, WholeAnswer
 from baton_router.frontend.openai.openai_request import OpenAIRequest, apply_headers
 from baton_router.frontend.openai.schemas import (
@@ -221,6 +237,9 @@ _EVENT_HEADERS = (
 )
 
 
+_BYTES_PER_TOKEN = 4.0
+
+
 class PostEndpoints:
     """Serves the exchanges of all endpoints that take a body; see ``protocol.Handler``.
 
@@ -234,6 +253,7 @@ class PostEndpoints:
     Attributes:
         paths: Paths of the endpoints, from bytes to text.
         deadlines: Deadlines of running requests.
+        budget: Memory for bodies.
     """
 
     def __init__(
@@ -249,12 +269,14 @@ class PostEndpoints:
         self.metrics = metrics
         self.steps = steps
         self.deadlines = Deadlines(options.request_timeout_s)
+        self.budget = BodyBudget()
+        self._decoder = BodyDecoder()
         self._endpoints = endpoints
         self._tasks = set[asyncio.Task[None]]()
         self.paths: Mapping[bytes, str] = {path.encode(): path for path in endpoints}
 
     def check_head(self, exchange: HttpExchange) -> Exception | None:
-        """Give a request its id, and check host, API key and body headers; return the error if it is refused."""
+        """Give a request its id, and check host, API key, its tenant's limits and body headers; return its error."""
         headers = exchange.headers
         options = self.options
         exchange.request_id = request_id(headers)
@@ -268,28 +290,67 @@ class PostEndpoints:
                 options.hosts.check(headers)
             if options.accounts is not None:
                 exchange.account = identify(options.accounts, headers, endpoint=exchange.path, peer=exchange.peer)
-        except (UnauthenticatedError, PermissionDeniedError) as error:
+            if exchange.in_turn:  # else the requests before may be what the tenant may have at once
+                self.processor.check_limits(exchange.account)  # before the body is read, which may be long
+        except (UnauthenticatedError, PermissionDeniedError, QueueFullError) as error:
             return error
-        return check_media(headers, options.max_body_bytes)
+        return check_media(headers, exchange.max_body_bytes)
 
-    def serve(self, exchange: HttpExchange, body: bytes) -> None:
+    def max_body_bytes(self) -> int:
+        """Return the longest body that is read now: as many bytes as the served model's context can be worth."""
+        most = self.options.max_body_bytes
+        if most is not None:
+            return most
+        try:
+            return max_body_bytes(self.processor.model_info().max_model_len)
+        except UnavailableError:
+            return MAX_BODY_BYTES  # it is refused for that when it is served
+
+    def serve(self, exchange: HttpExchange, body: bytearray) -> None:
         """Serve a request, now or later."""
         endpoint = self._endpoints[exchange.path]
+        if len(body) > INLINE_BYTES:
+            self._begin(exchange, self._serve_large(exchange, endpoint, body))
+            return
         try:
             value = decode_json(body)
+            exchange.close_body()
             if isinstance(endpoint, PlainEndpoint):
-                self._begin_plain(exchange, endpoint, value)
+                self._begin(exchange, self._serve_plain(exchange, endpoint, value))
                 return
-            request = endpoint.parse(value, exchange.account)
-            apply_headers(request.requests, exchange.headers, exchange.account)
-            generation = Generation(self, exchange, endpoint, request)
+            generation = self._generation(exchange, endpoint, value)
         except Exception as error:
             self.refuse(exchange, error)
         else:
             self.steps.schedule(PREPARE, Generation.prepare, generation)
 
-    def _begin_plain(self, exchange: HttpExchange, endpoint: PlainEndpoint, value: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve_plain(exchange, endpoint, value))
+    def _generation(self, exchange: HttpExchange, endpoint: GenerationEndpoint, value: Any) -> Generation:
+        request = endpoint.parse(value, exchange.account)
+        apply_headers(request.requests, exchange.headers, exchange.account)
+        return Generation(self, exchange, endpoint, request)
+
+    async def _serve_large(
+        self, exchange: HttpExchange, endpoint: GenerationEndpoint | PlainEndpoint, body: bytearray
+    ) -> None:
+        """Decode a body in a thread, and serve it; one that is refused counts against its tenant's limits, too."""
+        try:
+            with self.processor.charge(exchange.account, len(body) / _BYTES_PER_TOKEN) as charge:
+                value = await self._decoder.decode(exchange.tenant, body)
+                exchange.close_body()
+                generation = None
+                if not isinstance(endpoint, PlainEndpoint):
+                    generation = self._generation(exchange, endpoint, value)
+                charge.drop()  # what follows is counted by itself
+        except Exception as error:
+            self.refuse(exchange, error)
+            return
+        if generation is not None:
+            self.steps.schedule(PREPARE, Generation.prepare, generation)
+        elif isinstance(endpoint, PlainEndpoint):
+            await self._serve_plain(exchange, endpoint, value)
+
+    def _begin(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         exchange.on_gone = task.cancel

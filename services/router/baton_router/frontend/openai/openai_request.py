@@ -22,7 +22,6 @@ from baton.types import MAX_LOGPROBS, MAX_N, ORDER_HEADER, Order, SamplingParams
 from baton_router.frontend.http.middleware import Headers
 from baton_router.frontend.openai.schemas import (
     MAX_BUDGET,
-    MAX_MESSAGES,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -33,7 +32,7 @@ from baton_router.frontend.openai.schemas import (
     parse_body,
     unknown_fields,
 )
-from baton_router.processor.text_request import ChatPrompt, Prompt, TextRequest, check_role
+from baton_router.processor.text_request import MAX_MESSAGES, ChatPrompt, Prompt, TextRequest, check_role
 from baton_router.types import Account
 
 DEFAULT_COMPLETION_TOKENS = 16

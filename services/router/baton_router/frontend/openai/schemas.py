@@ -21,13 +21,12 @@ from baton.dialects.tool_use import MAX_TOOLS
 from baton.errors import InvalidRequestError
 from baton.types import MAX_LOGPROBS, RANGES
 from baton_router.frontend.http.middleware import plain_name
-from baton_router.processor.text_request import MAX_STOP_STRINGS, ROLES
+from baton_router.processor.text_request import MAX_MESSAGES, MAX_STOP_STRINGS, ROLES
 
 B = TypeVar("B", bound="Body")
 _MAX_NAME = 100
 MAX_ENTRIES = 1024
 """Fields of a body, and of each object in it."""
-MAX_MESSAGES = 10_000
 MAX_BUDGET = 2**30
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 _PLACE = re.compile(r"^(.*) - at `(?:key` in `)?\$\.?([^`]*)`$", re.DOTALL)
