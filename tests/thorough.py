@@ -19,6 +19,7 @@ WAITS = "waits for time-outs, retries or processes that start again"
 SMOKE = "a smoke run of a benchmark or of a tool beside the serving part"
 MANY = "a model or a whole deployment for each of many examples"
 MUCH = "much memory"
+LOAD = "a minute of load, and bounds in milliseconds"
 
 PATHS = {
     "tests/chaos": RANDOM,
@@ -59,6 +60,7 @@ PATHS = {
     "tests/e2e/test_supervisor.py": WAITS,
     "tests/e2e/test_traces.py": WAITS,
     "tests/e2e/test_costly_schemas.py": WAITS,
+    "tests/e2e/test_attack.py": LOAD,
     "tests/integration/handover/test_prefill_queue.py": WAITS,
     "tests/integration/handover/test_pipe_processes.py": WAITS,
     "tests/integration/handover/equality/test_latent_handover.py": MANY,
