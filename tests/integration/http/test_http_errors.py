@@ -14,7 +14,7 @@ from tests.support.servers.http_front import CHAT, Served
 
 from baton.errors import InternalError, InvalidRequestError, QueueFullError, UnavailableError
 from baton.tokenizer import Tokenizer
-from baton_router.frontend.http.protocol import MAX_DEPTH
+from baton_router.frontend.http.bodies import MAX_DEPTH
 
 
 @pytest.mark.parametrize(
