@@ -99,7 +99,7 @@ class Body:
     """The body of one request, from its first byte until it is decoded.
 
     Attributes:
-        data: What has arrived.
+        data: Bytes that have arrived so far.
         waits: Whether the next piece should wait until there is memory again.
     """
 
@@ -197,7 +197,7 @@ class BodyBudget:
         del of_tenant.bodies[body]
         if not of_tenant.bodies:
             del self._tenants[tenant]
-        body.data = bytearray()  # whoever decodes the old one has it
+        body.data = bytearray()  # the decoder has the old one
         for other, its_tenant in list(self._waiting.items()):
             if self._may_grow(other, its_tenant):
                 del self._waiting[other]
