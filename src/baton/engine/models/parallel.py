@@ -42,6 +42,8 @@ from baton_kernels.paged_attention import AttentionSpec, LatentProjections
 Linear = nn.Linear | QuantizedModule
 LINEARS = {nn.Linear, QuantizedModule}
 """Classes of layers that are divided; a subclass may compute something else."""
+_GROUPED_BYTES = 16
+"""Rows of weights that torch's grouped products take are multiples of so many bytes."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a stage."""
 
@@ -293,11 +295,11 @@ class _Splitter:
         elif style == "packed_colwise" and isinstance(target, nn.Parameter):
             half = target.shape[-2] // 2
             rows = _share(half, shard, f"columns of {name}")
-            picked = [target[..., at + rows.start : at + rows.stop, :] for at in (0, half)]
+            picked = [_padded(target[..., at + rows.start : at + rows.stop, :], -2) for at in (0, half)]
             setattr(parent, leaf, _parameter(torch.cat(picked, dim=-2)))
         elif style == "rowwise" and isinstance(target, nn.Parameter):
             columns = _share(target.shape[-1], shard, f"columns of {name}")
-            setattr(parent, leaf, _parameter(target[..., columns.start : columns.stop]))
+            setattr(parent, leaf, _parameter(_padded(target[..., columns.start : columns.stop], -1)))
         elif style == "colwise":
             linear = self._linear(target, name)
             _keep_rows(linear, _share(linear.out_features, shard, f"columns of {name}"), linear.out_features)
@@ -325,9 +327,9 @@ class _Splitter:
         """Divide GPT-OSS's experts [E, hidden, 2 * inner], alternating gates and ups, and biases; it has no plan."""
         inner = _share(experts.down_proj.shape[1], self._shard, f"columns of {name}")
         both = slice(2 * inner.start, 2 * inner.stop)
-        experts.gate_up_proj = _parameter(experts.gate_up_proj[..., both])
-        experts.gate_up_proj_bias = _parameter(experts.gate_up_proj_bias[..., both])
-        experts.down_proj = _parameter(experts.down_proj[:, inner.start : inner.stop])
+        experts.gate_up_proj = _parameter(_padded(experts.gate_up_proj[..., both], -1, pairs=True))
+        experts.gate_up_proj_bias = _parameter(_padded(experts.gate_up_proj_bias[..., both], -1, pairs=True))
+        experts.down_proj = _parameter(_padded(experts.down_proj[:, inner.start : inner.stop], 1))
         if self._shard.tp_rank:
             experts.down_proj_bias = _parameter(torch.zeros_like(experts.down_proj_bias))
         base.set_submodule(name, Reduced(experts, self._reduce))
@@ -371,6 +373,23 @@ def _share(count: int, shard: ShardSpec, what: str) -> range:
     if left:
         raise ConfigError(f"{count} {what} cannot be divided over tp={shard.tp_size}", field="tp")
     return range(shard.tp_rank * each, (shard.tp_rank + 1) * each)
+
+
+def _padded(weights: torch.Tensor, dim: int, *, pairs: bool = False) -> torch.Tensor:
+    """Fill a dimension of experts' weights up with zeros: to 16 bytes, as torch's grouped products take them.
+
+    Args:
+        weights: A rank's share of the inner dimension of experts.
+        dim: That dimension.
+        pairs: Whether it has a gate and an up for each element.
+    """
+    unit = _GROUPED_BYTES // weights.element_size() * (2 if pairs else 1)
+    missing = -weights.shape[dim] % unit
+    if not missing:
+        return weights
+    shape = list(weights.shape)
+    shape[dim] = missing
+    return torch.cat([weights, weights.new_zeros(shape)], dim)
 
 
 def _keep_rows(linear: Linear, units: range, count: int) -> None:
