@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three of tensor cores, whose sum is as exact as one of float32; other dtypes are as they are.
+
+One multiplication of float32 at a time takes so many registers that most of them are spilled.
+"""
 
 
 def is_interpreted() -> bool:

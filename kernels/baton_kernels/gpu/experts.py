@@ -15,16 +15,21 @@ import triton
 import triton.language as tl
 
 from baton_kernels.experts import ExpertWeights
+from baton_kernels.gpu import PRECISION
 from baton_kernels.gpu.row_wise import gated
 from baton_kernels.gpu.tuning import Tuning, tuning_for
 from baton_kernels.row_wise import Activation
+
+SUM_BYTES = 128 << 20
+"""Of the experts' outputs in float32 before they are summed: of more, some columns are computed at a time."""
+LEAST_COLUMNS = 128
 
 
 @triton.jit
 def _gate_up_kernel(
     x, weights, bias, out, order, starts, counts, tile_experts, tile_firsts,
-    x_row, expert_stride, n_stride, k_stride, up_offset, bias_stride, bias_n, bias_up, hidden, inner, alpha, limit,
-    num_experts, TOP_K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    x_row, expert_stride, w_row, hidden, inner, alpha, limit, num_experts,
+    TOP_K: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """``activation(x gate^T) * (x up^T)`` of a tile of one expert's rows. Grid: (tiles, ceil(inner / TILE_N))."""
@@ -36,20 +41,35 @@ def _gate_up_kernel(
         token = tl.load(order + row, mask=live, other=0) // TOP_K
         n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
         of_expert = weights + expert.to(tl.int64) * expert_stride
-        gate = tl.zeros([TILE_M, TILE_N], tl.float32)
-        up = tl.zeros([TILE_M, TILE_N], tl.float32)
+        if INTERLEAVED:
+            # Gates and ups alternate: they are read and multiplied together, and told apart afterwards.
+            both_n = tl.program_id(1) * (2 * TILE_N) + tl.arange(0, 2 * TILE_N)
+            both = tl.zeros([TILE_M, 2 * TILE_N], tl.float32)
+        else:
+            gate = tl.zeros([TILE_M, TILE_N], tl.float32)
+            up = tl.zeros([TILE_M, TILE_N], tl.float32)
         for at in range(0, hidden, TILE_K):
             k = at + tl.arange(0, TILE_K)
             from_x = x + token.to(tl.int64)[:, None] * x_row + k[None, :]
             a = tl.load(from_x, mask=live[:, None] & (k[None, :] < hidden), other=0.0)
-            from_w = of_expert + n[None, :] * n_stride + k[:, None] * k_stride
-            there = (n[None, :] < inner) & (k[:, None] < hidden)
-            gate += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision="ieee")
-            up += tl.dot(a, tl.load(from_w + up_offset, mask=there, other=0.0), input_precision="ieee")
-        if BIAS:
-            from_bias = bias + expert * bias_stride + n * bias_n
-            gate += tl.load(from_bias, mask=n < inner, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(from_bias + bias_up, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+            if INTERLEAVED:
+                from_w = of_expert + both_n[None, :] + k[:, None] * w_row
+                there = (both_n[None, :] < 2 * inner) & (k[:, None] < hidden)
+                both += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision=PRECISION)
+            else:
+                from_w = of_expert + n[None, :] * w_row + k[:, None]
+                there = (n[None, :] < inner) & (k[:, None] < hidden)
+                gate += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision=PRECISION)
+                up_w = tl.load(from_w + inner.to(tl.int64) * w_row, mask=there, other=0.0)
+                up += tl.dot(a, up_w, input_precision=PRECISION)
+        from_bias = bias + expert * 2 * inner
+        if INTERLEAVED:
+            if BIAS:
+                both += tl.load(from_bias + both_n, mask=both_n < 2 * inner, other=0.0).to(tl.float32)[None, :]
+            gate, up = tl.split(tl.reshape(both, [TILE_M, TILE_N, 2]))
+        elif BIAS:
+            gate += tl.load(from_bias + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(from_bias + inner + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
         to = out + row.to(tl.int64)[:, None] * inner + n[None, :]
         y = gated(gate, up, alpha, limit, KIND).to(out.dtype.element_ty)
         tl.store(to, y, mask=live[:, None] & (n[None, :] < inner))
@@ -58,12 +78,12 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     x, weights, bias, factors, out, order, starts, counts, tile_experts, tile_firsts,
-    expert_stride, n_stride, k_stride, hidden, inner, num_experts,
+    expert_stride, n_stride, k_stride, hidden, inner, num_experts, first_column, columns,
     BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out``.
+    """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out`` [rows, columns].
 
-    Grid: (tiles, ceil(hidden / TILE_N)).
+    Grid: (tiles, ceil(columns / TILE_N)).
     """
     expert = tl.load(tile_experts + tl.program_id(0))
     if expert < num_experts:
@@ -71,7 +91,8 @@ def _down_kernel(
         live = i < tl.load(counts + expert)
         row = tl.load(starts + expert) + i
         pair = tl.load(order + row, mask=live, other=0)
-        n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        n = first_column + column
         of_expert = weights + expert.to(tl.int64) * expert_stride
         total = tl.zeros([TILE_M, TILE_N], tl.float32)
         for at in range(0, inner, TILE_K):
@@ -80,13 +101,12 @@ def _down_kernel(
             a = tl.load(from_x, mask=live[:, None] & (k[None, :] < inner), other=0.0)
             from_w = of_expert + n[None, :] * n_stride + k[:, None] * k_stride
             there = (n[None, :] < hidden) & (k[:, None] < inner)
-            total += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision="ieee")
+            total += tl.dot(a, tl.load(from_w, mask=there, other=0.0), input_precision=PRECISION)
         if BIAS:
             total += tl.load(bias + expert * hidden + n, mask=n < hidden, other=0.0).to(tl.float32)[None, :]
         total *= tl.load(factors + pair, mask=live, other=0.0)[:, None]
-        tl.store(
-            out + pair.to(tl.int64)[:, None] * hidden + n[None, :], total, mask=live[:, None] & (n[None, :] < hidden)
-        )
+        to = out + pair.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(to, total, mask=live[:, None] & (column[None, :] < columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +168,40 @@ class GroupedExperts(ABC):
             residual: Added to the result, [T, hidden], or ``None``.
         """
         (tokens, top_k), device = ids.shape, x.device
-        out = torch.zeros(tokens * top_k, self.hidden, dtype=torch.float32, device=device)
-        if len(out):
-            each = -(-len(out) // self._experts)
-            sizes = {"tokens_per_expert": each, "experts": self._experts, "hidden": self.hidden, "inner": self.inner}
-            chosen = tuning_for(self._operator, device, sizes)
-            groups = group_by_expert(ids, self._experts, chosen.tile_m)
-            inputs = x if x.stride(1) == 1 else x.contiguous()
-            rows = GroupedRows(inputs, weights.contiguous(), groups, chosen)
-            self._down(rows, self._gate_up(rows), out)
-        summed = out.view(tokens, top_k, self.hidden).sum(1)
-        return (summed if residual is None else summed + residual.float()).to(x.dtype)
+        pairs = tokens * top_k
+        out = x.new_empty(tokens, self.hidden)
+        if not pairs:
+            return out
+        each = -(-pairs // self._experts)
+        sizes = {"tokens_per_expert": each, "experts": self._experts, "hidden": self.hidden, "inner": self.inner}
+        chosen = tuning_for(self._operator, device, {**sizes, "bytes": x.element_size()})
+        groups = group_by_expert(ids, self._experts, chosen.tile_m)
+        inputs = x if x.stride(1) == 1 else x.contiguous()
+        rows = GroupedRows(inputs, weights.contiguous(), groups, chosen)
+        activated = self._gate_up(rows)
+        step = max(LEAST_COLUMNS, SUM_BYTES // (4 * pairs) // LEAST_COLUMNS * LEAST_COLUMNS)
+        for start in range(0, self.hidden, step):
+            part = slice(start, min(start + step, self.hidden))
+            outputs = torch.zeros(pairs, part.stop - start, dtype=torch.float32, device=device)
+            self._down(rows, activated, outputs, start)
+            summed = outputs.view(tokens, top_k, -1).sum(1)
+            out[:, part] = summed if residual is None else summed + residual[:, part].float()
+        return out
 
     @abstractmethod
     def _gate_up(self, rows: GroupedRows) -> torch.Tensor:
         """Return the activated outputs of the first product, [rows, inner]; rows without an expert are not written."""
 
     @abstractmethod
-    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the weighted outputs of x [rows, inner] to ``out`` float32 [rows, hidden], in the order of tokens."""
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor, first: int) -> None:
+        """Write weighted outputs of x [rows, inner] to ``out`` float32 [rows, columns], in the order of tokens.
+
+        Args:
+            rows: The rows.
+            x: Activated outputs of the first product.
+            out: Place of the outputs' columns from ``first`` on.
+            first: The first of these columns.
+        """
 
 
 def group_by_expert(ids: torch.Tensor, experts: int, tile_m: int) -> tuple[torch.Tensor, ...]:
@@ -224,25 +259,24 @@ class TritonExperts(GroupedExperts):
         inner = self.inner
         how = self._activation
         out = x.new_empty(rows.count, inner)
-        n, k, up = (2, w.stride(1), 1) if self._interleaved else (w.stride(1), 1, inner * w.stride(1))
-        bias_n, bias_up = (2, 1) if self._interleaved else (1, inner)
         _gate_up_kernel[rows.grid(inner)](
-            *(x, w, w if bias is None else bias, out, *rows.groups, x.stride(0), w.stride(0), n, k, up),
-            *(2 * inner, bias_n, bias_up, self.hidden, inner, how.alpha, how.limit, self._experts),
+            *(x, w, w if bias is None else bias, out, *rows.groups, x.stride(0), w.stride(0), w.stride(1)),
+            *(self.hidden, inner, how.alpha, how.limit, self._experts),
             TOP_K=rows.top_k,
             KIND=int(how.kind),
             BIAS=bias is not None,
+            INTERLEAVED=self._interleaved,
             **_constants(rows.tuning),
         )
         return out
 
-    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor, first: int) -> None:
         w = self._down_weights
         bias = self._down_bias
         n, k = (1, w.stride(1)) if self._interleaved else (w.stride(1), 1)
-        _down_kernel[rows.grid(self.hidden)](
+        _down_kernel[rows.grid(out.shape[1])](
             *(x, w, w if bias is None else bias, rows.factors, out, *rows.groups),
-            *(w.stride(0), n, k, self.hidden, self.inner, self._experts),
+            *(w.stride(0), n, k, self.hidden, self.inner, self._experts, first, out.shape[1]),
             BIAS=bias is not None,
             **_constants(rows.tuning),
         )

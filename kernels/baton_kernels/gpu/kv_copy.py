@@ -17,7 +17,7 @@ TILE = 2048
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pool", "buffer", "spans", "ends", "tile_spans", "tile_firsts"])
 def _copy_kernel(
     pool, buffer, spans, ends, tile_spans, tile_firsts, block_stride, T: tl.constexpr, GATHER: tl.constexpr
 ):

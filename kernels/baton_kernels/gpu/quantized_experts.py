@@ -77,12 +77,13 @@ def quantized_gate_up_kernel(
 def quantized_down_kernel(
     x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, factors, out,
     pairs, starts, counts, tile_experts, tile_firsts, expert_bytes, expert_scales, hidden, inner, num_experts,
+    first_column, columns,
     FORM: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr,
     X_SCALES: tl.constexpr, BIAS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out``.
+    """``factor * (x down^T + bias)`` of a tile of one expert's rows, each to its own place in ``out`` [rows, columns].
 
-    Grid: (tiles, ceil(hidden / TILE_N)).
+    Grid: (tiles, ceil(columns / TILE_N)).
     """
     expert = tl.load(tile_experts + tl.program_id(0))
     if expert < num_experts:
@@ -90,8 +91,8 @@ def quantized_down_kernel(
         live = i < tl.load(counts + expert)
         row = tl.load(starts + expert) + i
         pair = tl.load(pairs + row, mask=live, other=0)
-        n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-        there = n < hidden
+        column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        n, there = first_column + column, column < columns
         values, scales, zeros, table, order = _of_expert(
             values, scales, zeros, table, order, expert, expert_bytes, expert_scales, inner, FORM, ZEROS, ORDER
         )
@@ -104,7 +105,7 @@ def quantized_down_kernel(
         if BIAS:
             total += tl.load(bias + expert * hidden + n, mask=there, other=0.0).to(tl.float32)[None, :]
         total *= tl.load(factors + pair, mask=live, other=0.0)[:, None]
-        to = out + pair.to(tl.int64)[:, None] * hidden + n[None, :]
+        to = out + pair.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(to, total, mask=live[:, None] & there[None, :])
 
 
@@ -152,13 +153,14 @@ class TritonQuantizedExperts(GroupedExperts):
         )
         return out
 
-    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _down(self, rows: GroupedRows, x: torch.Tensor, out: torch.Tensor, first: int) -> None:
         w = self._down_weights
         bias = self._down_bias
         x, scales = rounded_inputs(x, self._activations[1])
-        quantized_down_kernel[rows.grid(self.hidden)](
+        quantized_down_kernel[rows.grid(out.shape[1])](
             *_inputs(x, w, scales, bias),
             *(rows.factors, out, *rows.groups, *_strides(w), self.hidden, self.inner, self._experts),
+            *(first, out.shape[1]),
             **_constants(w, scales, bias, rows.tuning),
         )
 

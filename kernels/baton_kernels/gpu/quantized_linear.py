@@ -30,7 +30,7 @@ LEAST_COLUMNS = 256
 SUM_TILE = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
     x, values, scales, zeros, table, order, row_bytes, groups, group, height, x_scales, bias, residual, out, sums,
     tokens, rows, columns, residual_row, x_row, share,
@@ -64,7 +64,7 @@ def linear_kernel(
         tl.store(out + m[:, None] * rows + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def sum_kernel(
     sums, bias, residual, out, tokens, rows, residual_row, splits,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
@@ -163,9 +163,9 @@ class TritonQuantizedLinear(_TritonLinear):
         if not len(x):
             return out
         weights = self._weights
-        shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features}
-        chosen = tuning_for("quantized_linear", x.device, shape, form=weights.form.name.lower())
         x, scales = rounded_inputs(x if x.stride(1) == 1 else x.contiguous(), self._activations)
+        shape = {"tokens": len(x), "rows": self.out_features, "columns": self.in_features, "bytes": x.element_size()}
+        chosen = tuning_for("quantized_linear", x.device, shape, form=weights.form.name.lower())
         if not chosen.tile_m:
             self._unpack(chosen, x, scales, residual, out)
             return out
@@ -195,7 +195,7 @@ class TritonQuantizedLinear(_TritonLinear):
             grid = (triton.cdiv(len(part), chosen.tile_n), triton.cdiv(columns, chosen.tile_k))
             dequantize_kernel[grid](
                 *(*weights.arguments(), part, len(part), columns, start),
-                FORM=int(weights.form),
+                FORM=weights.kernel_form,
                 ZEROS=weights.zeros is not None,
                 ORDER=weights.order is not None,
                 TILE_N=chosen.tile_n,
@@ -225,7 +225,7 @@ MOST_COLUMNS = 1 << 17
 """Largest number of columns: sums of so many products of 128 and 127 stay within 32 bits."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def eight_bit_kernel(
     x, x_scales, values, scales, zeros, bias, residual, out, sums,
     tokens, rows, columns, residual_row, height, share,

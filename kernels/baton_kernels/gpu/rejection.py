@@ -24,7 +24,7 @@ def _total(p, vocab, TILE: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _rejection_kernel(
     target, draft, drafts, counts, keys, constants, tokens, accepted, vocab, width,
     accept_number, first_token_number, DRAWN: tl.constexpr, TILE: tl.constexpr,

@@ -1,10 +1,10 @@
 """Sampling on a GPU: mask, temperature, top-k, top-p, min-p and the draw of a token per row, without a sort.
 
 The definition is ``baton.engine.sample`` (``filters.filter_batch`` and ``sampler.draw``), with the same random numbers:
-a token is the same on CPU and GPU up to the rounding of sums. Thresholds of top-k and top-p are found bit by bit:
-floats are ordered as their bits are, so 32 passes over a row, each of which counts (or sums) what reaches a candidate,
-give the exact value (a radix selection; Alabi et al., "Fast k-Selection Algorithms for Graphics Processing Units",
-2012).
+a token is the same on CPU and GPU up to the rounding of sums. Thresholds of top-k and top-p are found by their bits:
+floats are ordered as their bits are, so 16 passes over a row, each of which counts (or sums) what reaches three
+candidates, give the exact value (a radix selection; Alabi et al., "Fast k-Selection Algorithms for Graphics Processing
+Units", 2012).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ TILE = 4096
 """Number of logits that a program reads at a time; a multiple of the chunk."""
 CHUNK = 128
 """Number of tokens whose sum takes part in the first round of a draw, as in the definition."""
+WARPS = 16
+"""Of the one program of a row: as many loads have to be under way as its multiprocessor can take."""
 _TOKENS = 1 << 32
 
 
@@ -86,10 +88,63 @@ def _weights(logits, mask, at, vocab, bound, greatest, scale, MASKED: tl.constex
 
 
 @triton.jit
+def _top_k_bound(logits, mask, vocab, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Return the greatest number of :func:`_ordered` that at least ``top_k`` logits reach; two bits of it per pass."""
+    i = tl.arange(0, TILE)
+    bound = tl.zeros([], tl.uint32)
+    step = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        first, second, third = bound + step, bound + 2 * step, bound + 3 * step
+        reach_first, reach_second, reach_third = 0, 0, 0
+        for at in range(0, vocab, TILE):
+            x = _ordered(_logits(logits, mask, at + i, vocab, MASKED))
+            there = at + i < vocab
+            reach_first += tl.sum(((x >= first) & there).to(tl.int32), axis=0)
+            reach_second += tl.sum(((x >= second) & there).to(tl.int32), axis=0)
+            reach_third += tl.sum(((x >= third) & there).to(tl.int32), axis=0)
+        if reach_third >= top_k:
+            bound = third
+        elif reach_second >= top_k:
+            bound = second
+        elif reach_first >= top_k:
+            bound = first
+        step = step >> 2
+    return bound
+
+
+@triton.jit
+def _top_p_bound(logits, mask, vocab, bound, greatest, scale, target, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Return the bits of the least weight above which there is less than ``target``; two bits of it per pass."""
+    i = tl.arange(0, TILE)
+    least = tl.zeros([], tl.uint32)
+    step = tl.full([], 1 << 28, tl.uint32)  # weights are at most 1: their two highest bits are 0
+    for _ in range(15):
+        first, second, third = least + step, least + 2 * step, least + 3 * step
+        above_first, above_second, above_third = (
+            tl.zeros([], tl.float64),
+            tl.zeros([], tl.float64),
+            tl.zeros([], tl.float64),
+        )
+        for at in range(0, vocab, TILE):
+            w = _weights(logits, mask, at + i, vocab, bound, greatest, scale, MASKED)
+            bits = w.to(tl.uint32, bitcast=True)
+            above_first += tl.sum(tl.where(bits >= first, w, 0.0), axis=0)
+            above_second += tl.sum(tl.where(bits >= second, w, 0.0), axis=0)
+            above_third += tl.sum(tl.where(bits >= third, w, 0.0), axis=0)
+        if above_third >= target:
+            least = third
+        elif above_second >= target:
+            least = second
+        elif above_first >= target:
+            least = first
+        step = step >> 2
+    return least
+
+
+@triton.jit(do_not_specialize_on_alignment=["masks", "temperatures", "top_ks", "top_ps", "min_ps", "keys"])
 def _sample_kernel(
     logits, masks, temperatures, top_ks, top_ps, min_ps, keys, constants, tokens, vocab, stride, mask_stride,
-    first_token_number,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    first_token_number, TILE: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows,). Writes -1 where the allowed logits have NaN, or their greatest is infinite."""
     row = tl.program_id(0).to(tl.int64)
@@ -111,40 +166,17 @@ def _sample_kernel(
     elif temperature > 0.0:
         bound = tl.zeros([], tl.uint32)
         top_k = tl.load(top_ks + row)
-        if TOP_K:
-            if (top_k > 0) & (top_k < vocab):
-                # The greatest value that at least top_k logits reach, bit by bit.
-                bit = tl.full([], 0x80000000, tl.uint32)
-                for _ in range(32):
-                    candidate = bound | bit
-                    count = 0
-                    for at in range(0, vocab, TILE):
-                        x = _logits(logits, masks, at + i, vocab, MASKED)
-                        count += tl.sum(((_ordered(x) >= candidate) & (at + i < vocab)).to(tl.int32), axis=0)
-                    if count >= top_k:
-                        bound = candidate
-                    bit = bit >> 1
+        if (top_k > 0) & (top_k < vocab):
+            bound = _top_k_bound(logits, masks, vocab, top_k, TILE, MASKED)
         scale = 1.4426950408889634 / temperature
-        total = tl.zeros([], tl.float64)
-        for at in range(0, vocab, TILE):
-            w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
-            total += tl.sum(w, axis=0)
         least = tl.zeros([], tl.uint32)
         top_p = tl.load(top_ps + row)
-        if TOP_P:
-            if top_p < 1.0:
-                # The least weight above which there is less than top_p of the sum.
-                target = total * top_p
-                bit = tl.full([], 0x40000000, tl.uint32)
-                for _ in range(31):
-                    candidate = least | bit
-                    above = tl.zeros([], tl.float64)
-                    for at in range(0, vocab, TILE):
-                        w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
-                        above += tl.sum(tl.where(w.to(tl.uint32, bitcast=True) >= candidate, w, 0.0), axis=0)
-                    if above >= target:
-                        least = candidate
-                    bit = bit >> 1
+        if top_p < 1.0:
+            total = tl.zeros([], tl.float64)
+            for at in range(0, vocab, TILE):
+                w = _weights(logits, masks, at + i, vocab, bound, greatest, scale, MASKED)
+                total += tl.sum(w, axis=0)
+            least = _top_p_bound(logits, masks, vocab, bound, greatest, scale, total * top_p, TILE, MASKED)
         weakest = tl.maximum(least.to(tl.float32, bitcast=True), tl.load(min_ps + row))
         key = tl.load(keys + row)
         soonest, winner = tl.full([], float("inf"), tl.float64), 0
@@ -218,14 +250,12 @@ class TritonSampler:
             everything = np.full(words, 0xFFFFFFFF, np.uint32)
             packed = np.stack([everything if mask is None else mask for mask in masks])
             (bits,) = take(packed.view(np.int32))
-        drawing = numbers[:, 0] > 0
         _sample_kernel[rows,](
             *(logits, bits, floats[0], top_k, floats[1], floats[2], drawn, self._constants.tensor, tokens),
             *(vocab, logits.stride(0), words if masked else 0, _TOKENS),
             TILE=TILE,
             CHUNK=CHUNK,
             MASKED=masked,
-            TOP_K=bool((drawing & (numbers[:, 1] > 0) & (numbers[:, 1] < vocab)).any()),
-            TOP_P=bool((drawing & (numbers[:, 2] < 1.0)).any()),
+            num_warps=WARPS,
         )
         return tokens

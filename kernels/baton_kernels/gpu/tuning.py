@@ -153,6 +153,13 @@ def _look_up(operator: str, device: torch.device, shape: tuple[tuple[str, int | 
     raise LookupError(f"no configuration of {operator} for {sizes}")
 
 
+def token_bounds(device: torch.device) -> set[int]:
+    """Return the numbers of tokens at which an operator's configuration changes: both ends of each range."""
+    whens = [when for table in _tables(device) for entries in table.operators.values() for when, _ in entries]
+    ranges = [when.get("tokens") for when in whens]
+    return {end for bound in ranges if bound is not None and not isinstance(bound, str) for end in bound if end > 0}
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device; a few under the interpreter."""

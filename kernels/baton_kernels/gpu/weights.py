@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu import converts_fp8
+from baton_kernels.gpu import PRECISION, converts_fp8
 from baton_kernels.quantization import (
     ActivationScheme,
     ActivationType,
@@ -26,6 +26,9 @@ from baton_kernels.quantization import (
     TableWeight,
 )
 
+E2M1 = tl.constexpr(5)
+"""Form, for kernels alone, of the table of e2m1 numbers, which are computed."""
+_E2M1_TABLE = torch.tensor([sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 INPUT_FACTOR = 2.0**-7
 """Factor of rounded inputs: sums of values up to 448 would exceed the range of float16."""
 
@@ -56,7 +59,7 @@ class DeviceWeights:
         values: [E, rows, bytes of a row], contiguous; fp8 is uint8 where Triton does not support float8_e4m3fn.
         scales: float32 [E, ceil(rows / height), groups].
         zeros: float32, shaped as ``scales``, or ``None``.
-        table: float32 [E, 16], or ``None``.
+        table: float32 [E, 16], or ``None``: none is read.
         order: int32 [E, columns], or ``None``.
     """
 
@@ -70,6 +73,11 @@ class DeviceWeights:
     zeros: torch.Tensor | None = None
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
+
+    @property
+    def kernel_form(self) -> int:
+        """The form as kernels number it: a table that is not read is that of e2m1 numbers."""
+        return int(E2M1.value) if self.form is Form.TABLE and self.table is None else int(self.form)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +110,7 @@ class DeviceWeights:
         """Return the kernels' constants for a weight."""
         scales, tile_k = self.scales_of(tile_k)
         return {
-            "FORM": int(self.form),
+            "FORM": self.kernel_form,
             "SCALES": int(scales),
             "ZEROS": self.zeros is not None,
             "ORDER": self.order is not None,
@@ -130,7 +138,9 @@ def device_weights(weights: Sequence[QuantizedWeight]) -> DeviceWeights:
     if isinstance(first, IntegerWeight) and first.order is not None:
         order = _stack([each.order for each in integers if each.order is not None])
     if isinstance(first, TableWeight):
-        table = _stack([each.table for each in weights if isinstance(each, TableWeight)])
+        tables = [each.table for each in weights if isinstance(each, TableWeight)]
+        if not all(torch.equal(each.cpu(), _E2M1_TABLE) for each in tables):
+            table = _stack(tables)
     values = _stack([each.values for each in weights])
     if isinstance(first, Fp8Weight) and not converts_fp8(values.device):
         values = values.view(torch.uint8)
@@ -175,21 +185,33 @@ def _from_fp8(bits):
 
 
 @triton.jit
-def _scaled_product(
-    acc, sums, raw, k, at, x_rows, live, from_scales, from_zeros, order, there, stop, group,
-    SCALES: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr,
-    TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Add the product with values ``raw`` [columns, TILE_N] of columns ``k`` to ``acc``; return ``acc`` and ``sums``.
+def _from_e2m1(nibbles):
+    """Return float16 of the bits of e2m1 numbers, uint8 below 16, exactly: its exponent has three bits more."""
+    wide = nibbles.to(tl.uint16)
+    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
 
-    With ``SCALES`` 2, ``EACH`` consecutive values of a row share a scale, and there are ``PARTS`` scales.
+
+@triton.jit
+def _looked_up(table, nibbles):
+    """Return the table's float32 numbers of nibbles, uint8 [K, N], from registers."""
+    found = tl.full(nibbles.shape, 0.0, tl.float32)
+    for value in tl.static_range(16):
+        found = tl.where(nibbles == value, tl.load(table + value), found)
+    return found
+
+
+@triton.jit
+def _scaled_product(
+    acc, sums, a, raw, k, at, from_scales, from_zeros, there, stop, group,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Add the product of ``a`` [TILE_M, columns] with values ``raw`` [columns, TILE_N]; return ``acc`` and ``sums``.
+
+    ``k`` are the columns' numbers. With ``SCALES`` 2, ``EACH`` consecutive values of a row share a scale, and there are
+    ``PARTS`` scales.
     """
-    column = k
-    if ORDER:
-        column = tl.load(order + k, mask=k < stop, other=0)
-    a = tl.load(x_rows[:, None] + column[None, :], mask=live[:, None] & (k[None, :] < stop), other=0.0)
     if SCALES <= 1:
-        part = tl.dot(a, raw.to(a.dtype), input_precision="ieee")
+        part = tl.dot(a, raw.to(a.dtype), input_precision=PRECISION)
         if ZEROS:
             sum_a = tl.sum(a.to(tl.float32), axis=1)
         if SCALES == 1:
@@ -217,8 +239,17 @@ def _scaled_product(
             if ZEROS:
                 w -= tl.load(from_zeros[None, :] + number[:, None], mask=known, other=0.0)
             w *= tl.load(from_scales[None, :] + number[:, None], mask=known, other=0.0)
-        acc += tl.dot(a, w.to(a.dtype), input_precision="ieee")
+        acc += tl.dot(a, w.to(a.dtype), input_precision=PRECISION)
     return acc, sums
+
+
+@triton.jit
+def _inputs(x_rows, order, k, live, stop, ORDER: tl.constexpr):
+    """Load the columns ``k`` of rows of x, or those that ``order`` names."""
+    column = k
+    if ORDER:
+        column = tl.load(order + k, mask=k < stop, other=0)
+    return tl.load(x_rows[:, None] + column[None, :], mask=live[:, None] & (k[None, :] < stop), other=0.0)
 
 
 @triton.jit
@@ -241,27 +272,32 @@ def product(
         from_zeros = zeros + (n // height).to(tl.int64) * groups
     PARTS: tl.constexpr = TILE_K // GROUP
     for at in range(first, stop, TILE_K):
+        k = at + tl.arange(0, TILE_K)
+        a = _inputs(x_rows, order, k, live, stop, ORDER)
         if FORM % 2 == 0:
-            k = at + tl.arange(0, TILE_K)
             inside = there[None, :] & (k[:, None] < stop)
             raw = tl.load(from_values[None, :] + k[:, None], mask=inside, other=0.0)
             if FORM == 2 and values.dtype.element_ty == tl.uint8:
                 raw = _from_fp8(raw)
             acc, sums = _scaled_product(
-                acc, sums, raw, k, at, x_rows, live, from_scales, from_zeros, order, there, stop, group,
-                SCALES, ZEROS, ORDER, GROUP, PARTS, TILE_N,
+                acc, sums, a, raw, k, at, from_scales, from_zeros, there, stop, group,
+                SCALES, ZEROS, GROUP, PARTS, TILE_N,
             )  # fmt: skip
         else:
             byte = at // 2 + tl.arange(0, TILE_K // 2)
-            inside = there[None, :] & (byte[:, None] * 2 < stop)
+            # Of the byte's number alone: a load of several bytes is one where the mask is seen to be the same for them.
+            inside = there[None, :] & (byte[:, None] < stop // 2)
             pair = tl.load(from_values[None, :] + byte[:, None], mask=inside, other=0)
+            even, odd = tl.split(tl.reshape(a, [TILE_M, TILE_K // 2, 2]))
             for half in tl.static_range(2):
                 raw = (pair >> (4 * half)) & 15
                 if FORM == 3:
-                    raw = tl.load(table + raw.to(tl.int32))
+                    raw = _looked_up(table, raw)
+                if FORM == E2M1:
+                    raw = _from_e2m1(raw)
                 acc, sums = _scaled_product(
-                    acc, sums, raw, byte * 2 + half, at, x_rows, live, from_scales, from_zeros, order, there, stop,
-                    group, SCALES, ZEROS, ORDER, GROUP // 2, PARTS, TILE_N,
+                    acc, sums, odd if half else even, raw, byte * 2 + half, at, from_scales, from_zeros, there, stop,
+                    group, SCALES, ZEROS, GROUP // 2, PARTS, TILE_N,
                 )  # fmt: skip
     if SCALES == 0:
         if ZEROS:
@@ -287,13 +323,16 @@ def dequantize_kernel(
         raw = tl.load(values + source[:, None] * row_bytes + k[None, :], mask=inside, other=0.0)
         if FORM == 2 and values.dtype.element_ty == tl.uint8:
             raw = _from_fp8(raw)
-        raw = raw.to(tl.float32)
     else:
-        pair = tl.load(values + source[:, None] * row_bytes + k[None, :] // 2, mask=inside, other=0)
-        raw = (pair >> (k[None, :] % 2 * 4).to(tl.uint8)) & 15
+        byte = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
+        there = (n[:, None] < rows) & (byte[None, :] < columns // 2)
+        pair = tl.load(values + source[:, None] * row_bytes + byte[None, :], mask=there, other=0)
+        raw = tl.interleave(pair & 15, pair >> 4)
         if FORM == 3:
-            raw = tl.load(table + raw.to(tl.int32))
-        raw = raw.to(tl.float32)
+            raw = _looked_up(table, raw)
+        if FORM == E2M1:
+            raw = _from_e2m1(raw)
+    raw = raw.to(tl.float32)
     number = (source // height)[:, None] * groups + k[None, :] // group
     if ZEROS:
         raw -= tl.load(zeros + number, mask=inside, other=0.0)

@@ -25,11 +25,20 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.gpu import converts_fp8
+from baton_kernels.gpu import PRECISION, converts_fp8
 from baton_kernels.gpu.tuning import Tuning, processors, tuning_for
 from baton_kernels.paged_attention.definition import AttentionSpec, LayerPool, RaggedBatch, RotatingAttention, Rotation
 
 LOG2E = tl.constexpr(1.4426950408889634)
+PART = tl.constexpr(64)
+"""Elements of a wide head that are multiplied at a time."""
+_INDICES = ["query_starts", "context_lens", "token_seq", "positions", "ancestors", "tree_starts", "tables"]
+_INDICES += ["tile_seqs", "tile_numbers", "rows"]
+"""Arrays of a batch: they lie behind each other, at other places in each step.
+
+Kernels are not specialized on their alignment, nor for numbers that change from step to step: a variant that a step
+is the first to need keeps all sequences waiting for seconds.
+"""
 
 
 @triton.jit
@@ -99,7 +108,7 @@ def _store(x, to, scales, dim, D: tl.constexpr, STORAGE: tl.constexpr):
     tl.store(to + tl.arange(0, D), x.to(to.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_INDICES)
 def write_kernel(
     q, k, v, q_out, k_pool, v_pool, k_scales, v_scales, cos, sin, q_norm, k_norm,
     query_starts, context_lens, token_seq, positions, tables,
@@ -151,7 +160,7 @@ def write_kernel(
         if ROTATE:
             x = _rotated(at, k_norm, cos, sin, k_dim, rotary, position, eps, offset, D, K_NORM, PAIRS)
         else:
-            x = tl.load(at + d, mask=d < k_dim, other=0.0)
+            x = tl.load(at + d, mask=d < k_dim, other=0.0).to(tl.float32)
         _store(x, k_pool + block * k_block + head * k_pool_head + slot * k_slot, k_scales + scale, k_dim, D, STORAGE)
         if not LATENT:
             dv = tl.arange(0, DV)
@@ -195,21 +204,21 @@ def _seen_in_tree(key, slot, position, root, low, high, window, WINDOW: tl.const
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_tokens", "splits"], do_not_specialize_on_alignment=_INDICES)
 def attend_kernel(
     q, k_pool, v_pool, k_scales, v_scales, out, sums, stats, sinks,
     query_starts, context_lens, positions, ancestors, tree_starts, tables, tile_seqs, tile_numbers,
     q_token, q_head, k_block, k_pool_head, k_slot, v_block, v_pool_head, v_slot, scale_block, table_stride,
-    num_tokens, num_heads, k_dim, v_dim, window, scale, softcap,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    num_tokens, num_heads, k_dim, v_dim, window, scale, softcap, splits,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
     """Attend with ``TOKENS`` tokens of a sequence and ``HEADS`` of a KV head's ``GROUP`` over a split of the keys.
 
-    Grid: (tiles, kv_heads * ceil(GROUP / HEADS), SPLITS). With one split the result goes to ``out`` [T, heads, v_dim];
-    else sums of weighted values go to ``sums`` float32 [SPLITS, T, heads, DV], and maxima (base 2) and sums of weights
-    to ``stats`` float32 [SPLITS, T, heads, 2]. A sequence of length 0 has zeros.
+    Grid: (tiles, kv_heads * ceil(GROUP / HEADS), splits). Without ``SPLIT`` the result goes to ``out`` [T, heads,
+    v_dim]; else sums of weighted values go to ``sums`` float32 [splits, T, heads, DV], and maxima (base 2) and sums of
+    weights to ``stats`` float32 [splits, T, heads, 2]. A sequence of length 0 has zeros.
     """
     seq = tl.load(tile_seqs + tl.program_id(0))
     first = tl.load(query_starts + seq) + tl.load(tile_numbers + tl.program_id(0)) * TOKENS
@@ -223,7 +232,10 @@ def attend_kernel(
     head = kv_head * GROUP + inner
     d, rest, dv = tl.arange(0, D), D + tl.arange(0, REST), tl.arange(0, DV)
     from_q = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
-    q_main = tl.load(q + from_q + d[None, :], mask=live[:, None] & (d[None, :] < k_dim), other=0.0)
+    # Queries of so many float32 do not fit into registers: their parts are read again for each tile of keys.
+    WIDE: tl.constexpr = D >= 256 and q.dtype.element_ty == tl.float32
+    if not WIDE:
+        q_main = tl.load(q + from_q + d[None, :], mask=live[:, None] & (d[None, :] < k_dim), other=0.0)
     q_rest = tl.load(q + from_q + rest[None, :], mask=live[:, None] & (rest[None, :] < k_dim), other=0.0)
 
     last = tl.minimum(context, context - end + first + TOKENS)  # one behind the last slot that a row sees
@@ -239,9 +251,11 @@ def attend_kernel(
     if WINDOW:
         lower = tl.maximum(0, lowest + 1 - window)
     start = lower // TILE_N * TILE_N
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - start, 0), TILE_N), SPLITS) * TILE_N
-    start += split * share
-    stop = tl.minimum(last, start + share)
+    stop = last
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(tl.maximum(last - start, 0), TILE_N), splits) * TILE_N
+        start += split * share
+        stop = tl.minimum(last, start + share)
 
     most = tl.full([TILE_M], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_M], tl.float32)
@@ -258,11 +272,22 @@ def attend_kernel(
         there = (key < stop) & (key >= lower)
         block = tl.load(tables + seq * table_stride + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         from_k = k_pool + block * k_block + kv_head * k_pool_head + key % BLOCK_SIZE * k_slot
-        k_main = tl.load(from_k[None, :] + d[:, None], mask=there[None, :] & (d[:, None] < k_dim), other=0.0)
-        scores = tl.dot(q_main, k_main.to(q_main.dtype), input_precision="ieee")
+        if WIDE:
+            scores = tl.zeros([TILE_M, TILE_N], tl.float32)
+            for first_d in range(0, D, PART):
+                part_d = first_d + tl.arange(0, PART)
+                q_part = tl.load(
+                    q + from_q + part_d[None, :], mask=live[:, None] & (part_d[None, :] < k_dim), other=0.0
+                )
+                there_k = there[None, :] & (part_d[:, None] < k_dim)
+                k_part = tl.load(from_k[None, :] + part_d[:, None], mask=there_k, other=0.0)
+                scores += tl.dot(q_part, k_part.to(q_part.dtype), input_precision=PRECISION)
+        else:
+            k_main = tl.load(from_k[None, :] + d[:, None], mask=there[None, :] & (d[:, None] < k_dim), other=0.0)
+            scores = tl.dot(q_main, k_main.to(q_main.dtype), input_precision=PRECISION)
         if REST > 1:
             k_rest = tl.load(from_k[None, :] + rest[:, None], mask=there[None, :] & (rest[:, None] < k_dim), other=0.0)
-            scores += tl.dot(q_rest, k_rest.to(q_rest.dtype), input_precision="ieee")
+            scores += tl.dot(q_rest, k_rest.to(q_rest.dtype), input_precision=PRECISION)
         if STORAGE == 1:
             from_scales = block * scale_block + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
             scores *= _from_bfloat16(tl.load(k_scales + from_scales, mask=there, other=0))[None, :]
@@ -285,14 +310,14 @@ def attend_kernel(
         weight = weight * decay + tl.sum(weights, axis=1)
         from_v = v_pool + block * v_block + kv_head * v_pool_head + key % BLOCK_SIZE * v_slot
         values = tl.load(from_v[:, None] + dv[None, :], mask=there[:, None] & (dv[None, :] < v_dim), other=0.0)
-        values = values.to(q_main.dtype)
+        values = values.to(q_rest.dtype)
         if STORAGE == 1:
             weights *= _from_bfloat16(tl.load(v_scales + from_scales, mask=there, other=0))[None, :]
-        total = total * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        total = total * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
         most = higher
     if STORAGE == 2:
         total *= tl.load(v_scales + kv_head)
-    if SPLITS == 1:
+    if not SPLIT:
         to = out + (token.to(tl.int64) * num_heads + head)[:, None] * v_dim + dv[None, :]
         total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (dv[None, :] < v_dim))
@@ -303,7 +328,7 @@ def attend_kernel(
         tl.store(stats + at * 2 + 1, weight, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
 def merge_kernel(
     sums, stats, out, rows, num_tokens, num_heads, v_dim, SPLITS: tl.constexpr, PAD: tl.constexpr, DV: tl.constexpr
 ):
@@ -500,7 +525,8 @@ class TritonPagedAttention(RotatingAttention):
         arrays = plan.arrays
         main = 1 << (spec.k_dim.bit_length() - 1)
         operator = "attention_few" if few else "attention_many"
-        chosen = tuning_for(operator, self._device, {"k_dim": spec.k_dim, "v_dim": spec.v_dim, "group": group})
+        sizes = {"bytes": q.element_size(), "k_dim": spec.k_dim, "v_dim": spec.v_dim, "group": group}
+        chosen = tuning_for(operator, self._device, sizes)
         heads = min(group, chosen.tile_m)
         tiles = self._tiles(plan, chosen.tile_m // heads, few=few)
         if not len(tiles.seqs):
@@ -521,10 +547,11 @@ class TritonPagedAttention(RotatingAttention):
             *(arrays["tables"][:, pool.group * plan.width :], tiles.seqs, tiles.numbers, q.stride(0), q.stride(1)),
             *(*pool.k.stride()[:3], *pool.v.stride()[:3], k_and_v_scales[2], arrays["tables"].stride(0)),
             *(plan.num_tokens, spec.num_heads, spec.k_dim, spec.v_dim, spec.window, spec.scale, spec.softcap),
+            splits,
             GROUP=group,
             HEADS=heads,
             TOKENS=chosen.tile_m // heads,
-            SPLITS=splits,
+            SPLIT=splits > 1,
             BLOCK_SIZE=plan.block_size,
             TILE_M=chosen.tile_m,
             TILE_N=chosen.tile_n,

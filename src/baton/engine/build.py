@@ -72,6 +72,8 @@ def make_arena(config: EngineConfig, executor: Executor, *, private: bool = Fals
     try:
         shards.touch()
         executor.bind(shards)
+        if devices[0].is_cuda and (warm_up := getattr(executor, "warm_up", None)) is not None:
+            warm_up()
     except BaseException:
         shards.close()
         raise

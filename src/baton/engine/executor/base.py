@@ -124,6 +124,12 @@ class Executor(Protocol):
             ConfigError: The arenas are not one per rank, or their blocks have another size.
         """
 
+    def warm_up(self) -> None:
+        """Compile what steps will launch, over the bound pool, before any of its blocks is in use.
+
+        Executors of other packages without this method compile in the middle of steps, if they do at all.
+        """
+
     def trial_run(self, num_tokens: int) -> None:
         """Run one prompt of ``num_tokens`` tokens over memory of its own, for its time and memory."""
 

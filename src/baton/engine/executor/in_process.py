@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -27,6 +28,7 @@ from baton.engine.models.loader import LoadedModel
 from baton.engine.runner.draft_layers import DraftLayers
 from baton.engine.runner.input_batch import ForwardBatch, ForwardOutput, InputBuffers, KVMoves
 from baton.engine.runner.model_runner import ExecutionPath, ModelRunner, WholeModel, load_whole
+from baton.engine.runner.warm_up import warm_up_batches, warm_up_sampling
 from baton.errors import ConfigError, InternalError
 from baton.kv_cache.fingerprint import Fingerprint
 from baton.kv_cache.layout import KVLayout
@@ -230,6 +232,17 @@ class InProcessExecutor:
         if captured:
             self.description += f", {captured}"
             log.info("%s: %s", self.architecture, captured)
+
+    def warm_up(self) -> None:
+        if not self.compute.on_gpu:
+            return
+        from baton_kernels.gpu.tuning import token_bounds
+
+        begin = time.perf_counter()
+        for batch in warm_up_batches(self.config, self.max_model_len, token_bounds(self.device)):
+            output = self._run(batch)
+        warm_up_sampling(output.logits, self.config)
+        log.info("%s: kernels compiled in %.1f s", self.architecture, time.perf_counter() - begin)
 
     def graph_bytes(self) -> int:
         self.compute.enter()
