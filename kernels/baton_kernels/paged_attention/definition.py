@@ -236,8 +236,10 @@ class RotatingAttention(PagedAttention, Protocol):
 class CapturedAttention(PagedAttention, Protocol):
     """A backend whose launches for decode steps can be captured: lengths and tables are read on the device."""
 
-    def prepare_decodes(self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int) -> Any:
-        """Return a plan for sequences of one new token each, whatever their lengths are when it is run.
+    def prepare_decodes(
+        self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int, tokens: int = 1
+    ) -> Any:
+        """Return a plan for sequences of as many new tokens each, whatever their lengths are when it is run.
 
         A sequence of length 0 is padding: nothing is written for it, and its outputs are finite.
 
@@ -246,6 +248,7 @@ class CapturedAttention(PagedAttention, Protocol):
             tables: Block tables int32 [S, G * W] on the device; read in each run. W blocks are the longest sequence.
             block_size: Number of tokens per block.
             groups: Number of groups of layers, G.
+            tokens: Number of new tokens of each sequence: its own, and drafts that follow each other.
         """
 
 

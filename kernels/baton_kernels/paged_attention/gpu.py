@@ -431,7 +431,7 @@ class TritonPagedAttention(RotatingAttention):
         )
 
     def prepare_decodes(
-        self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int
+        self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int, tokens: int = 1
     ) -> TritonPlan:
         """See :meth:`CapturedAttention.prepare_decodes`; launches are those that suit the longest sequences.
 
@@ -439,13 +439,16 @@ class TritonPagedAttention(RotatingAttention):
         """
         count = len(context_lens)
         width = tables.shape[1] // groups
-        fixed = {"query_starts": np.arange(count + 1, dtype=np.int32), "token_seq": np.arange(count, dtype=np.int32)}
+        fixed = {
+            "query_starts": np.arange(count + 1, dtype=np.int32) * tokens,
+            "token_seq": np.repeat(np.arange(count, dtype=np.int32), tokens),
+        }
         return TritonPlan(
             arrays={**self._upload(fixed), "context_lens": context_lens, "tables": tables},
             width=width,
             block_size=block_size,
-            num_tokens=count,
-            counts=np.ones(count, np.int64),
+            num_tokens=count * tokens,
+            counts=np.full(count, tokens, np.int64),
             contexts=np.full(count, width * block_size, np.int64),
         )
 

@@ -374,9 +374,13 @@ class DeviceArena:
             at += size
 
     def touch(self) -> None:
-        """Have the buffers of copies ready: the memory is there."""
+        """Have the buffers and the kernels of copies ready: the memory is there."""
         with self._lock:
             self._buffers(host=True)
+        first = np.zeros(min(8, self.block_bytes), np.uint8)
+        spans = np.array([[0, 0, len(first)]])
+        self.read_into(first, spans)
+        self.write_from(first, spans)
 
     def close(self) -> None:
         """Release the state's descriptor; the memory goes with the last tensor over it."""

@@ -33,6 +33,7 @@ def test_nothing_is_compiled_after_load(tmp_path: Path, architecture: str, optio
         executor: Any = llm.core.executor
         executor.warm_up()
         loaded = {name: set(each) for name, each in variants.items()}
+        assert len(loaded["_copy_kernel"]) == 2  # to the host and back
         prompts = [random.integers(8, VOCAB, int(size)).tolist() for size in (3, 41, 17, 1, 60)]
         ways = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(top_k=5, top_p=0.9, seed=1, max_tokens=3)]
         ways += [SamplingParams(temperature=0.5, presence_penalty=1.0, seed=2, max_tokens=4)]

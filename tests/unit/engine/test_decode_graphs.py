@@ -14,6 +14,7 @@ from baton.engine.device import ComputeDevice, HostStaging
 from baton.engine.runner.decode_graphs import CallRecorder, DecodeGraphs, Replay, TableShape, graph_bytes
 from baton.engine.runner.input_batch import ForwardBatch
 from baton.errors import ConfigError
+from baton_kernels.paged_attention import TokenTrees
 
 DEVICE = ComputeDevice(torch.device("cpu"), on_gpu=True)
 BLOCK, GROUPS, WIDTH = 4, 2, 6
@@ -31,7 +32,9 @@ class Attention:
     def run(self, *_: Any) -> torch.Tensor:
         raise AssertionError
 
-    def prepare_decodes(self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int) -> Any:
+    def prepare_decodes(
+        self, context_lens: torch.Tensor, tables: torch.Tensor, block_size: int, groups: int, tokens: int = 1
+    ) -> Any:
         assert (block_size, groups, tables.shape[1]) == (BLOCK, GROUPS, GROUPS * WIDTH)
         return context_lens, tables
 
@@ -60,7 +63,9 @@ def model(tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, pla
     there = torch.arange(WIDTH)[None] < -(-lens[:, None] // BLOCK)
     weights = torch.arange(1, GROUPS * WIDTH + 1).view(GROUPS, WIDTH)
     blocks = (groups * there[:, None] * weights).sum((1, 2))
-    return torch.stack([tokens, positions, lens.long(), blocks], dim=1)[rows].float()
+    each = len(tokens) // len(lens)
+    lens, blocks = (part.long().repeat_interleave(each) for part in (lens, blocks))
+    return torch.stack([tokens, positions, lens, blocks], dim=1)[rows].float()
 
 
 def graphs_of(*sizes: int) -> tuple[DecodeGraphs, Recorder]:
@@ -111,8 +116,8 @@ def test_rows_beyond_the_batch_have_no_length_whatever_was_there_before() -> Non
     graphs, _ = graphs_of(4)
     graphs.run(*batch_of([24, 24, 24, 24]))
     seen: list[torch.Tensor] = []
-    step, replay = graphs._steps[4]
-    graphs._steps[4] = step, lambda: seen.append(replay()) or seen[-1]  # type: ignore[func-returns-value]
+    step, replay = graphs._steps[1, 4]
+    graphs._steps[1, 4] = step, lambda: seen.append(replay()) or seen[-1]  # type: ignore[func-returns-value]
     graphs.run(*batch_of([7]))
     assert seen[0][1:].tolist() == [[0.0] * 4] * 3
 
@@ -126,6 +131,25 @@ def test_tokens_that_the_step_before_chose_are_taken_from_where_it_put_them() ->
     got = graphs.run(replace(batch, chosen=chosen), tables)
     batch.token_ids[:] = known
     assert torch.equal(got, expected(batch, tables))
+
+
+def test_steps_that_verify_as_many_drafts_of_each_sequence_are_replayed() -> None:
+    graphs, recorder = graphs_of(2, 4)
+    graphs.capture(4, 3)
+    recorder.replays.clear()
+    plain, tables = batch_of([24, 3, 9])
+    starts = np.arange(4, dtype=np.int32) * 3
+    places = (plain.positions[:, None] - np.array([2, 1, 0])).reshape(-1)
+    wide = replace(plain, token_ids=np.arange(9), positions=places, query_starts=starts, logit_rows=np.arange(9))
+    assert graphs.can_run(wide)
+    got = graphs.run(wide, tables)
+    assert got[:, :2].tolist() == np.stack([wide.token_ids, places], 1).tolist()
+    assert got[::3, 2:].tolist() == graphs.run(plain, tables)[:, 2:].tolist()
+    assert recorder.replays == [12, 4]
+    mixed = replace(wide, query_starts=np.array([0, 4, 6, 9], np.int32))
+    trees = replace(wide, trees=TokenTrees(np.ones(9, np.uint64), plain.context_lens))
+    some = replace(wide, logit_rows=np.arange(8))
+    assert not any(map(graphs.can_run, (mixed, trees, some)))
 
 
 def test_wider_tables_than_the_longest_sequence_needs_are_cut() -> None:

@@ -3,8 +3,9 @@
 A step of sequences with one new token each is run with the next larger size that was captured. Rows beyond the batch
 are sequences of length 0, which have no KV. What differs from step to step lies in tensors at fixed places, which one
 copy from the host fills: tokens, positions, lengths, block tables; the launches are the same for any of them, as
-lengths are read on the device. Prompts, drafts and steps whose hidden states are wanted run eagerly, and so does a
-batch larger than the largest size.
+lengths are read on the device. Where the number of drafts was named, steps that verify so many of each sequence are
+captured too. Prompts, other drafts and steps whose hidden states are wanted run eagerly, and so does a batch larger
+than the largest size.
 
 A recorder keeps what a call launches: CUDA graphs on a GPU. In Triton's interpreter the call itself is made again,
 over the same places, so that all but the capture is the same.
@@ -39,10 +40,13 @@ WARM_UP_CALLS = 2
 AGREEMENT = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest |difference| / |logits| of a replay from the same step run eagerly."""
 
+READ_NOTHING = ("ngram", "suffix", "draft")
+"""Methods of drafting that want no hidden states of the step."""
+
 Replay = Callable[[], torch.Tensor]
 """Makes a step again; returns its logits, at the same place each time."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""Takes tokens, positions and rows int64 [S], and attention's plan; returns logits [S, vocab]."""
+"""Takes tokens, positions and rows int64 [T], and attention's plan; returns logits [T, vocab]."""
 
 
 class Recorder(Protocol):
@@ -118,19 +122,23 @@ class TableShape:
 
 
 class _Step:
-    """A captured step of S sequences, and the places it reads from."""
+    """A captured step of S sequences of as many tokens each, and the places it reads from."""
 
-    def __init__(self, size: int, shape: TableShape, attention: CapturedAttention, device: ComputeDevice) -> None:
+    def __init__(
+        self, size: int, each: int, shape: TableShape, attention: CapturedAttention, device: ComputeDevice
+    ) -> None:
         self.size = size
+        self._each = each
+        tokens = size * each
         table = size * shape.groups * shape.width
         # Tokens, positions, lengths, tables without what is beyond the longest sequence of a step; and the end.
-        self._places = np.cumsum([0, 8 * size, 8 * size, 4 * size, 4 * table]).tolist()
+        self._places = np.cumsum([0, 8 * tokens, 8 * tokens, 4 * size, 4 * table]).tolist()
         self._inputs = torch.zeros(self._places[-1], dtype=torch.uint8, device=device.memory)
-        self.tokens, self.positions = (self._inputs[at : at + 8 * size].view(torch.int64) for at in self._places[:2])
-        self.rows = torch.arange(size, device=device.memory)
+        self.tokens, self.positions = (self._inputs[at : at + 8 * tokens].view(torch.int64) for at in self._places[:2])
+        self.rows = torch.arange(tokens, device=device.memory)
         lens = self._inputs[self._places[2] : self._places[3]].view(torch.int32)
         self._tables = torch.zeros(size, shape.groups * shape.width, dtype=torch.int32, device=device.memory)
-        self.plan = attention.prepare_decodes(lens, self._tables, shape.block_size, shape.groups)
+        self.plan = attention.prepare_decodes(lens, self._tables, shape.block_size, shape.groups, each)
         self._shape = shape
 
     @property
@@ -144,12 +152,12 @@ class _Step:
         count = len(batch.context_lens)
         size = self.size
         used = tables.shape[1] // shape.groups
-        tokens = np.zeros(size, np.int64)
-        positions = np.zeros(size, np.int64)
+        tokens = np.zeros(size * self._each, np.int64)
+        positions = np.zeros(size * self._each, np.int64)
         lens = np.zeros(size, np.int32)
         padded = np.zeros((size, shape.groups, used), np.int32)
-        tokens[:count] = batch.token_ids
-        positions[:count] = batch.positions
+        tokens[: len(batch.token_ids)] = batch.token_ids
+        positions[: len(batch.token_ids)] = batch.positions
         lens[:count] = batch.context_lens
         padded[:count] = tables.reshape(count, shape.groups, used)
         places = [*self._places[:4], self._places[3] + padded.nbytes]
@@ -190,24 +198,28 @@ class DecodeGraphs:
         self._shape = shape
         self._staging = staging
         self._recorder = recorder or (CudaGraphRecorder(device.memory) if device.is_cuda else CallRecorder())
-        self._steps: dict[int, tuple[_Step, Replay]] = {}
+        self._steps: dict[tuple[int, int], tuple[_Step, Replay]] = {}
         self.sizes: list[int] = []
 
-    def capture(self, size: int) -> None:
+    def capture(self, size: int, each: int = 1) -> None:
         """Capture steps of ``size`` sequences, and compare one with the same step run eagerly.
 
         It writes to the pool's first blocks, which no sequence holds yet.
+
+        Args:
+            size: Number of sequences.
+            each: Number of new tokens of each, at most a block of them.
 
         Raises:
             RuntimeError: The model does what cannot be captured, or a replay gives other logits.
         """
         with torch.inference_mode():
-            step = _Step(size, self._shape, self._attention, self._device)
-            alike = np.ones(size, np.int64)  # all rows write to one place: the same
+            step = _Step(size, each, self._shape, self._attention, self._device)
+            alike = np.ones(size * each, np.int64)  # all sequences write to one place: the same
             first = np.zeros((size, self._shape.groups), np.int32)
-            batch = ForwardBatch(
-                alike, 0 * alike, np.arange(size + 1, dtype=np.int32), alike.astype(np.int32), first, alike
-            )
+            starts = np.arange(size + 1, dtype=np.int32) * each
+            places = np.tile(np.arange(each), size)
+            batch = ForwardBatch(alike, places, starts, np.full(size, each, np.int32), first, alike)
             step.fill(batch, first, self._staging)
 
             def call() -> torch.Tensor:
@@ -221,19 +233,28 @@ class DecodeGraphs:
                 raise RuntimeError(
                     f"a replayed step of {size} sequences differs from the same step run eagerly: {error:.2g}"
                 )
-        self._steps[size] = step, replay
-        bisect.insort(self.sizes, size)
+        self._steps[each, size] = step, replay
+        if size not in self.sizes:
+            bisect.insort(self.sizes, size)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether a step is one that was captured: a new token of each sequence, and their logits alone."""
+        """Whether a step is one that was captured: as many new tokens of each sequence, and their logits alone."""
         count = len(batch.context_lens)
+        each, rest = divmod(len(batch.token_ids), count)
         return (
-            bool(self.sizes)
-            and count <= self.sizes[-1]
-            and len(batch.token_ids) == len(batch.logit_rows) == count
+            self._size_for(each, count) > 0
+            and not rest
+            and len(batch.logit_rows) == count * each
+            and (each == 1 or bool((np.diff(batch.query_starts) == each).all()))
+            and batch.trees is None
             and not batch.hidden_of
             and int(batch.context_lens.max()) <= self._shape.width * self._shape.block_size
         )
+
+    def _size_for(self, each: int, count: int) -> int:
+        """Return the smallest captured size for so many sequences; 0: there is none."""
+        at = bisect.bisect_left(self.sizes, count)
+        return next((size for size in self.sizes[at:] if (each, size) in self._steps), 0)
 
     def run(self, batch: ForwardBatch, tables: npt.NDArray[np.int32]) -> torch.Tensor:
         """Replay a step that :meth:`can_run` accepts.
@@ -243,18 +264,20 @@ class DecodeGraphs:
             tables: Its block tables, one for each layer group, int32 [n, G * w].
 
         Returns:
-            Logits [n, vocab], valid until the next step.
+            Logits [T, vocab], valid until the next step.
         """
         count = len(batch.context_lens)
-        step, replay = self._steps[self.sizes[bisect.bisect_left(self.sizes, count)]]
+        tokens = len(batch.token_ids)
+        each = tokens // count
+        step, replay = self._steps[each, self._size_for(each, count)]
         width = min(tables.shape[1] // self._shape.groups, self._shape.width)
         used = tables.reshape(count, self._shape.groups, -1)[..., :width].reshape(count, -1)
         with torch.inference_mode():
             step.fill(batch, used, self._staging)
-            return replay()[:count]
+            return replay()[:tokens]
 
 
-def graph_bytes(graphs: DecodeGraphs, sizes: list[int], free: Callable[[], int]) -> int:
+def graph_bytes(graphs: DecodeGraphs, sizes: list[int], free: Callable[[], int], widths: tuple[int, ...] = (1,)) -> int:
     """Measure what the steps of all sizes will take beside weights and pool; those captured here are to be dropped.
 
     Graphs share memory for what is within a step: the largest takes most of it, every other one little.
@@ -263,14 +286,16 @@ def graph_bytes(graphs: DecodeGraphs, sizes: list[int], free: Callable[[], int])
         graphs: Graphs over scratch memory.
         sizes: Batch sizes to capture, ascending.
         free: Returns the free bytes of the device.
+        widths: Numbers of new tokens of each sequence, ascending.
     """
     before = free()
-    graphs.capture(sizes[-1])
+    largest, *others = [(size, each) for each in reversed(widths) for size in reversed(sizes)]
+    graphs.capture(*largest)
     with_one = free()
-    if len(sizes) == 1:
+    if not others:
         return before - with_one
-    graphs.capture(sizes[-2])
-    return max(0, before - with_one) + max(0, with_one - free()) * (len(sizes) - 1)
+    graphs.capture(*others[0])
+    return max(0, before - with_one) + max(0, with_one - free()) * len(others)
 
 
 class StepCapture:
@@ -294,6 +319,7 @@ class StepCapture:
     ) -> None:
         self._communicator = communicator
         self.sizes = config.graph_sizes
+        self.widths = _widths(config)
         self._named = config.cuda_graphs != ("on",)
         self._model = model
         self._attention = attention
@@ -316,9 +342,9 @@ class StepCapture:
         if graphs is None:
             return None, self._without(f"{self._attention.name} attention cannot be captured")
         why = ""
-        for size in reversed(self.sizes):
+        for each, size in ((each, size) for each in reversed(self.widths) for size in reversed(self.sizes)):
             try:
-                graphs.capture(size)
+                graphs.capture(size, each)
             except torch.cuda.OutOfMemoryError:
                 if self._communicator.is_alone:
                     log.warning("%s: no memory for captured steps of %d sequences", self._model.architecture, size)
@@ -332,7 +358,8 @@ class StepCapture:
                 break
         if why or not graphs.sizes:
             return None, self._without(why or "there is no memory for them")
-        return graphs, f"graphs of {graphs.sizes[0]} to {graphs.sizes[-1]} sequences ({len(graphs.sizes)} sizes)"
+        sizes = f"graphs of {graphs.sizes[0]} to {graphs.sizes[-1]} sequences ({len(graphs.sizes)} sizes)"
+        return graphs, sizes + "".join(f", also with {each - 1} drafts each" for each in self.widths[1:])
 
     def measure(self, decoder: GenericDecoder | FusedDecoder, pools: list[LayerPool], shape: TableShape) -> int:
         """Return how many bytes of the device all sizes will take, from some that are captured over scratch memory."""
@@ -347,7 +374,7 @@ class StepCapture:
             return int(torch.cuda.mem_get_info(device.memory)[0])
 
         try:
-            return graph_bytes(graphs, self.sizes, free)
+            return graph_bytes(graphs, self.sizes, free, self.widths)
         except RuntimeError as error:
             _refuse_lost(error)
             log.warning("captured steps could not be measured: %s", error)  # to capture them will fail alike
@@ -376,6 +403,16 @@ class StepCapture:
             raise ConfigError(f"cuda_graphs: decode steps cannot be captured: {why}", field="cuda_graphs")
         log.warning("%s: decode steps are not captured: %s", self._model.architecture, why)
         return f"no graphs ({why})"
+
+
+def _widths(config: EngineConfig) -> tuple[int, ...]:
+    """Return the numbers of new tokens of each sequence whose steps are captured, ascending."""
+    drafts = config.speculative_tokens
+    if drafts is None or config.speculative not in READ_NOTHING or config.speculative_width > 1:
+        return (1,)
+    each = 1 + drafts
+    fits = each <= config.block_size and each * config.max_num_seqs <= config.max_num_batched_tokens
+    return (1, each) if fits else (1,)
 
 
 def _refuse_lost(error: Exception) -> None:

@@ -72,8 +72,16 @@ def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
         repeated = tokens_of(llm.generate(PROMPTS, repeating))
     config = interpreted(model, **options)
     with LLM(config) as llm:
-        assert "attention triton" in llm.core.executor.description
+        executor: Any = llm.core.executor
+        assert "attention triton" in executor.description
+        assert executor.description.endswith("graphs of 2 to 2 sequences (1 sizes), also with 2 drafts each")
+        steps = executor._runner._graphs._steps
+        captured, replay = steps[3, 2]
+        replayed: list[int] = []
+        steps[3, 2] = captured, lambda: replayed.append(1) or replay()  # type: ignore[func-returns-value]
         assert tokens_of(llm.generate(PROMPTS, SAMPLINGS)) == plain
+        assert tokens_of(llm.generate(PROMPTS[:1], SAMPLINGS[:1])) == plain[:1]
+        assert replayed
         stats = stats_of(llm)
         assert stats.accepted == stats.drafted
         assert llm.core.speculator is not None
