@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -24,7 +24,8 @@ class AutoscaleMetrics:
 
     Attributes:
         registry: Registry of the metrics.
-        failures: Counter of failed observations.
+        given_up: Gauge of what did not get ready in time.
+        failures: Counter of failures: observations, and what did not get ready.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,9 @@ class AutoscaleMetrics:
             "baton_autoscale_changes", "Changes by what became of them", ["action", "role", "outcome"],
             registry=self.registry,
         )  # fmt: skip
+        self.given_up = Gauge(
+            "baton_autoscale_given_up", "What did not get ready in time and is not waited for", registry=self.registry
+        )
         self.failures = Counter("baton_autoscale_failures", "What went wrong", ["what"], registry=self.registry)
 
     def export(self, observation: Observation, decision: Decision) -> None:
@@ -81,6 +85,13 @@ class Fleet(Protocol):
     async def pending(self) -> str:
         """Describe earlier changes that are not complete yet; empty: none."""
 
+    async def take_back(self, least: Mapping[Role, int]) -> str:
+        """Give up changes that do not complete; returns a description of what was taken back, empty: nothing.
+
+        Args:
+            least: Number of instances of each role that stay in any case.
+        """
+
 
 class Controller:
     """Controls the ratio of prefill to decode instances.
@@ -115,6 +126,8 @@ class Controller:
         self._metrics = metrics or AutoscaleMetrics()
         self._on_observation = on_observation
         self._last_reason = ""
+        self._unsettled_since: dict[str, float] = {}
+        self._given_up: set[str] = set()
 
     async def run(self) -> None:
         """Observe and act until cancelled; failures are reported, and retried with the next observation."""
@@ -136,6 +149,7 @@ class Controller:
         observation = observe(instances, stats, self._now())
         if pending:
             observation = dataclasses.replace(observation, unsettled=(*observation.unsettled, pending))
+        observation = await self._give_up_late(observation)
         decision = self._policy.decide(observation)
         self._metrics.export(observation, decision)
         if self._on_observation is not None:
@@ -146,6 +160,38 @@ class Controller:
         else:
             await self._act(decision)
         return decision
+
+    async def _give_up_late(self, observation: Observation) -> Observation:
+        """Wait no longer for what has not changed for ``scale_start_s``: one bad instance must not end all scaling.
+
+        Returns:
+            The observation without what was given up; that is waited for again when it has changed or was well between.
+        """
+        unsettled = observation.unsettled
+        now = observation.at
+        self._unsettled_since = {name: self._unsettled_since.get(name, now) for name in unsettled}
+        late = {name for name, since in self._unsettled_since.items() if now - since >= self._config.scale_start_s}
+        new = late - self._given_up
+        self._given_up = late
+        self._metrics.given_up.set(len(late))
+        if new:
+            self._metrics.failures.labels("start").inc(len(new))
+            self._report(f"given up after {self._config.scale_start_s:g} s: {', '.join(sorted(new))}")
+            await self._take_back()
+        return dataclasses.replace(observation, unsettled=tuple(name for name in unsettled if name not in late))
+
+    async def _take_back(self) -> None:
+        if self._config.scale_dry_run:
+            return
+        least = {Role.PREFILL: self._config.scale_min_prefill, Role.DECODE: self._config.scale_min_decode}
+        try:
+            done = await self._fleet.take_back(least)
+        except BatonError as error:
+            self._report(f"not taken back: {error.message}")
+            return
+        if done:
+            self._report(f"taken back: {done}")
+            self._policy.start_cooldown(self._now())
 
     async def _act(self, decision: Decision) -> None:
         role = decision.role

@@ -50,6 +50,10 @@ class RoleFleet:
         """Return an empty text: a change is complete when its call returns."""
         return ""
 
+    async def take_back(self, least: Mapping[Role, int]) -> str:
+        """Do nothing: instances that do not start are ended by the call that started them."""
+        return ""
+
 
 _MERGE = {"content-type": "application/merge-patch+json"}
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
@@ -106,9 +110,22 @@ class KubernetesFleet:
                 waits.append(f"{name} has {status.get('readyReplicas', 0)} of {wanted} pods")
         return ", ".join(waits)
 
+    async def take_back(self, least: Mapping[Role, int]) -> str:
+        """Reduce each Deployment to its ready pods; Kubernetes ends those first that are not ready."""
+        done = []
+        for role in self._names:
+            deployment = await self._deployment(role)
+            before = _replicas(deployment)
+            after = max(int(deployment.get("status", {}).get("readyReplicas", 0)), least[role])
+            if after < before:
+                done.append(await self._set(role, before, after))
+        return ", ".join(done)
+
     async def _change(self, role: Role, by: int) -> str:
         before = _replicas(await self._deployment(role))
-        after = before + by
+        return await self._set(role, before, before + by)
+
+    async def _set(self, role: Role, before: int, after: int) -> str:
         await self._request("PATCH", role, "/scale", {"spec": {"replicas": after}})
         return f"{self._names[role]}: {before} -> {after} replicas"
 

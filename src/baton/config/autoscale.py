@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.config.flags import option, require, require_at_least
 
-_ABOVE_ZERO = ("scale_prefill_queue_s", "scale_decode_queue", "scale_interval_s", "scale_window_s")
+_ABOVE_ZERO = ("scale_prefill_queue_s", "scale_decode_queue", "scale_interval_s", "scale_window_s", "scale_start_s")
 _AT_LEAST_ZERO = ("scale_ttft_ms", "scale_itl_ms", "scale_cooldown_s", "scale_drain_s", "scale_max_instances")
 
 
@@ -43,6 +43,9 @@ class AutoscaleConfig:
     scale_min_decode: int = option(1, "decode instances that stay at least")
     scale_max_instances: int = option(
         0, "instances of both roles at most: they are started and ended; 0: their number stays, they change roles"
+    )
+    scale_start_s: float = option(
+        300.0, "seconds without progress after which an instance that does not get ready is given up, and taken back"
     )
     scale_drain_s: float = option(30.0, "seconds in which requests may end on an instance, before they go on elsewhere")
     scale_dry_run: bool = option(False, "only say what would be done, and why")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -24,6 +25,7 @@ class World:
         self.error: Exception | None = None
         self.silent, self.under_way = False, ""
         self.done: list[tuple[str, Role]] = []
+        self.taken_back: list[dict[Role, int]] = []
 
     async def list_instances(self) -> list[Instance]:
         if self.silent:
@@ -50,6 +52,10 @@ class World:
 
     async def pending(self) -> str:
         return self.under_way
+
+    async def take_back(self, least: Mapping[Role, int]) -> str:
+        self.taken_back.append(dict(least))
+        return "baton-decode: 3 -> 2 replicas"
 
 
 def controller(world: World, config: AutoscaleConfig = CONFIG) -> tuple[Controller, list[str], CollectorRegistry]:
@@ -129,3 +135,35 @@ async def test_what_is_under_way_is_waited_for() -> None:
     made, lines, _ = controller(world)
     await run(made, world, 20)
     assert (world.done, lines) == ([], ["not all is settled: baton-decode has 2 of 3 pods"])
+
+
+async def test_a_replica_that_never_gets_ready_is_given_up_and_scaling_goes_on() -> None:
+    world = World()
+    made, lines, registry = controller(world, replace(CONFIG, scale_start_s=60.0))
+    world.under_way = "baton-decode has 2 of 3 pods"
+    await run(made, world, 60)
+    assert (world.done, world.taken_back) == ([], [])
+    await run(made, world, 60)
+    assert world.taken_back == [{P: 1, D: 1}]
+    assert world.done[0] == ("switch", P)
+    assert lines[1:3] == [
+        "given up after 60 s: baton-decode has 2 of 3 pods",
+        "taken back: baton-decode: 3 -> 2 replicas",
+    ]
+    assert registry.get_sample_value("baton_autoscale_given_up") == 1
+    assert registry.get_sample_value("baton_autoscale_failures_total", {"what": "start"}) == 1
+    world.under_way = ""
+    await run(made, world, 1)
+    assert registry.get_sample_value("baton_autoscale_given_up") == 0
+    world.under_way = "baton-decode has 2 of 3 pods"  # another one, later
+    await run(made, world, 59)
+    assert len(world.taken_back) == 1
+
+
+async def test_what_makes_progress_is_waited_for() -> None:
+    world = World()
+    made, _, _ = controller(world, replace(CONFIG, scale_start_s=60.0))
+    for ready in range(5):
+        world.under_way = f"baton-decode has {ready} of 5 pods"
+        await run(made, world, 59)
+    assert (world.done, world.taken_back) == ([], [])
