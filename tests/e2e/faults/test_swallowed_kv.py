@@ -41,7 +41,7 @@ def prompt(rng: random.Random) -> list[int]:
 async def test_a_pipe_that_swallows_kv_costs_some_seconds_once(model: str, starter, prefills: int) -> None:
     worker = ("--model", model, "--dtype", "float32", "--kv-blocks", "1500")
     extra = ExtraArgs(worker=worker, router=("--policy", "round_robin"))
-    plan = make_plan(ratio=Ratio(prefills, 1), port=0, pipes="tcp", extra=extra)
+    plan = make_plan(ratio=Ratio(prefills, 1), pipes="tcp", extra=extra)
     (kv_port,) = free_ports(1)
     workers = []
     for spec in plan.workers:

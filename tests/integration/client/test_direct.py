@@ -148,6 +148,34 @@ async def test_a_client_cannot_tell_of_more_tokens_than_its_request_may_have(wor
     assert await world.of_requests("generated_tokens_total") == 6
 
 
+async def test_a_clients_trace_counts_no_more_than_its_request_can_have(world: World) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(open_channel(world.grpc))
+        router_stub = router_pb2_grpc.RouterServiceStub(channel)
+        asked = build_generate(PROMPT, "", {"max_tokens": 3})
+        placed = (await router_stub.Route(router_pb2.RouteRequest(direct=asked))).direct.request
+        most = 2**32 - 1
+        trace = common_pb2.RequestTrace(
+            path=common_pb2.PREFILL_PATH_REMOTE,
+            pipe="tcp",
+            cached_tokens=most,
+            transferred_tokens=most,
+            recomputed_tokens=most,
+            kv_bytes=10**18,
+            transfer_us=10**15,
+            failed_prefills=["x"] * 10_000,
+        )
+        notice = router_pb2.NoteDirectRequest(
+            request_id=placed.request_id, ticket_mac=placed.ticket.mac, num_tokens=3, ended=True, trace=trace
+        )
+        assert (await router_stub.NoteDirect(notice)).known
+    for source in ("cached", "transferred", "recomputed"):
+        assert await world.metric(f'prompt_tokens_total{{source="{source}"}}') <= len(PROMPT)
+    assert 0 < await world.metric('kv_bytes_total{pipe="tcp"}') < 10**6
+    assert await world.metric('transfer_seconds_sum{pipe="tcp"}') < 600
+    assert await world.metric("failed_prefills_total") <= 16
+
+
 async def test_a_notice_about_anothers_request_has_no_effect(world: World) -> None:
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(open_channel(world.grpc))

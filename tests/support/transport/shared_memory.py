@@ -9,12 +9,14 @@ from pathlib import Path
 import psutil
 
 _FOLDER = Path("/dev/shm")
+_OWN = ("ucx_shm_", "torch_", "psm_", "sem.", "baton", "nixl", "gloo")
+"""What segments of Baton, and of the libraries that its pipes use, are called: other programs make files there, too."""
 _PATIENCE_S = 240.0
 
 
 def segments() -> set[str]:
-    """Return the names of all segments."""
-    return {each.name for each in os.scandir(_FOLDER) if not each.is_dir()}
+    """Return the names of all segments that may be ours."""
+    return {each.name for each in os.scandir(_FOLDER) if each.name.startswith(_OWN) and not each.is_dir()}
 
 
 def left_behind(before: set[str]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from baton.api.v1 import router_pb2
+from baton.api.v1 import common_pb2, router_pb2
 from baton.background import keep_running
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.ticket import Bearer, sign
@@ -33,6 +33,9 @@ START_S = 30.0
 LEASE_S = 30.0
 MAX_RESERVATIONS = 65536
 _TICK_S = 1.0
+_MAX_FAILED_PREFILLS = 16
+_KV_MARGIN = 2.0
+"""Factor for KV of another format, and of blocks that are not full."""
 _MAX_GAPS = 4096
 """Most times between tokens in one notice; the rest is dropped."""
 _CODES = {
@@ -102,13 +105,42 @@ class _DirectRun:
 
 @dataclass(slots=True)
 class _Open:
-    """A reservation; ``most`` bounds the tokens that its client can report."""
+    """A reservation.
+
+    Attributes:
+        reserved: What is reserved.
+        run: The request's record.
+        ends_at: End of its lease, on the desk's clock.
+        most: Bound of the tokens that its client can report.
+        began: When it was reserved, on the desk's clock.
+        prompt_tokens: Number of prompt tokens.
+        kv_bytes_per_token: Size of a token's KV on the decode instance.
+        tokens: Tokens that its client has reported.
+    """
 
     reserved: Reserved
     run: _DirectRun
     ends_at: float
     most: int
+    began: float
+    prompt_tokens: int
+    kv_bytes_per_token: float
     tokens: int = 0
+
+    def bounded(self, trace: common_pb2.RequestTrace, now: float) -> common_pb2.RequestTrace:
+        """Return a client's trace with no more than such a request can have: it counts in metrics of all tenants."""
+        most = self.prompt_tokens
+        return common_pb2.RequestTrace(
+            path=trace.path,
+            pipe=trace.pipe,
+            local_reason=trace.local_reason,
+            cached_tokens=min(trace.cached_tokens, most),
+            transferred_tokens=min(trace.transferred_tokens, most),
+            recomputed_tokens=min(trace.recomputed_tokens, most),
+            failed_prefills=trace.failed_prefills[:_MAX_FAILED_PREFILLS],
+            kv_bytes=min(trace.kv_bytes, int(_KV_MARGIN * most * self.kv_bytes_per_token)),
+            transfer_us=min(trace.transfer_us, int(1e6 * max(0.0, now - self.began))),
+        )
 
 
 class TicketDesk:
@@ -186,7 +218,12 @@ class TicketDesk:
         assert decode.info is not None  # known of every instance that can be chosen
         sign(self._key, message, Bearer(decode.instance_id, decode.info.epoch, decode.address), life_s=START_S)
         most = message.sampling.n * message.sampling.max_tokens
-        self._open[message.request_id] = _Open(reserved, run, self._now() + max(START_S, LEASE_S), most)
+        now = self._now()
+        fingerprint = decode.info.fingerprint
+        kv_bytes = fingerprint.block_bytes / fingerprint.block_size
+        self._open[message.request_id] = _Open(
+            reserved, run, now + max(START_S, LEASE_S), most, now, prepared.prompt_tokens, kv_bytes
+        )
         return router_pb2.RouteResponse(
             decision=reserved.placement.decision.to_pb(),
             direct=router_pb2.DirectPlacement(
@@ -215,7 +252,7 @@ class TicketDesk:
         reservation.run.note(request, reservation.tokens)
         if request.ended:
             if request.HasField("trace"):
-                self._dispatcher.metrics.observe_trace(request.trace)
+                self._dispatcher.metrics.observe_trace(reservation.bounded(request.trace, self._now()))
             self._end(request.request_id, _outcome(request))
         return True
 
