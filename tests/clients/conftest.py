@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.servers.up import Running, running_up
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "baton-tiny"
-PROGRAMS = Path(__file__).with_name("programs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

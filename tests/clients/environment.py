@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HOME = Path(os.environ.get("BATON_CLIENTS_HOME", Path.home() / ".cache" / "baton-clients"))
 INSTALL_S = 1800
+PROGRAMS = Path(__file__).with_name("programs")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,16 +32,22 @@ class Program:
 
     def run(self, *command: str, timeout: float = 600.0, cwd: Path | None = None, **environment: str) -> str:
         """Run one of its commands and return its standard output; an error fails the test with what it wrote."""
-        binary = self.folder / "bin" / command[0]
-        words = [str(binary) if binary.exists() else command[0], *command[1:]]
+        binaries = (self.folder / part / command[0] for part in ("bin", "node_modules/.bin"))
+        words = [next((str(binary) for binary in binaries if binary.exists()), command[0]), *command[1:]]
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
         done = subprocess.run(
-            words, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd or self.folder,
-            env={**os.environ, **offline, **environment},
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False,
+            cwd=cwd or self.folder, env={**os.environ, "PWD": str(cwd or self.folder), **offline, **environment},
         )  # fmt: skip
         if done.returncode:
             pytest.fail(f"{' '.join(words)}: status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
         return done.stdout
+
+    def script(self, name: str, *arguments: str) -> Any:
+        """Run a script of ``programs`` by node, and return the JSON in its last line."""
+        path = self.folder / name  # beside its modules, where node looks for them
+        path.write_bytes((PROGRAMS / name).read_bytes())
+        return json.loads(self.run("node", str(path), *arguments).splitlines()[-1])
 
 
 def python(

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.clients.conftest import PROGRAMS, Figures, Server, compared
-from tests.clients.environment import python
+from tests.clients.conftest import Figures, Server, compared
+from tests.clients.environment import PROGRAMS, python
 
 REQUESTS, TOKENS = 8, 12
 LIGHT = (

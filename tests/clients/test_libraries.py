@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.clients.conftest import PROGRAMS, Server
-from tests.clients.environment import npm, python
+from tests.clients.conftest import Server
+from tests.clients.environment import PROGRAMS, npm, python
 
 MESSAGES = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "Write a loop."}]
 PYTHON = {
@@ -24,12 +24,9 @@ def test_answers_are_the_servers(server: Server, name: str) -> None:
     where = (server.url, server.model)
     if name in PYTHON:
         text = python(name, *PYTHON[name]).run("python", str(PROGRAMS / f"{name}.py"), *where)
+        found = json.loads(text.splitlines()[-1])
     else:
-        program = npm(name, *NODE[name])
-        script = program.folder / f"{name}.mjs"  # beside its modules, where node looks for them
-        script.write_bytes((PROGRAMS / f"{name}.mjs").read_bytes())
-        text = program.run("node", str(script), *where)
-    found = json.loads(text.splitlines()[-1])
+        found = npm(name, *NODE[name]).script(f"{name}.mjs", *where)
     seen = server.figures() - before
     assert seen.failed == 0
     expected = server.chat(MESSAGES, max_tokens=24)

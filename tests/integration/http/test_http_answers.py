@@ -214,6 +214,12 @@ def test_extensions_reach_the_dispatcher(api: Served) -> None:
     assert (dict(sampling.logit_bias), request.cache_salt, request.priority) == ({5: 2.0}, "tenant", -1)
     assert answer.prompt_token_ids == list(request.prompt_token_ids)
     assert MODEL.tokenizer.decode(answer.choices[0].token_ids) == answer.choices[0].message.content
+    for usage in (None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+        options: dict[str, Any] = {} if usage is None else {"stream_options": usage}
+        chunks = list(api.chat(stream=True, extra_body={"return_token_ids": True}, **options))
+        assert chunks[0].prompt_token_ids == answer.prompt_token_ids  # where an answer in one piece has them
+        assert chunks[0].choices[0].prompt_token_ids == answer.prompt_token_ids
+        assert not hasattr(chunks[1], "prompt_token_ids")
     chunks = list(api.completion(stream=True, extra_body={"return_token_ids": True}))
     assert chunks[0].choices[0].prompt_token_ids == MODEL.tokenizer.encode("def")
     assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == [*encode(ANSWER), EOS]

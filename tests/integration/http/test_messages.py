@@ -245,6 +245,16 @@ KEEP_ALL: list[Any] = [
 ]
 
 
+def test_models_have_the_fields_of_anthropics_clients(served: Served, client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    (model,) = page.data
+    assert (model.type, model.id, model.display_name) == ("model", served.dispatcher.info.name, model.id)
+    assert model.created_at.year >= 2026
+    assert (page.has_more, page.first_id, page.last_id) == (False, model.id, model.id)
+    assert client.models.retrieve(model.id) == model
+    assert "type" not in served.http.get("/v1/models").json()["data"][0]
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_beta_fields_that_ask_for_nothing_are_accepted(served: Served, path: str) -> None:
     say(served, "Hm.")

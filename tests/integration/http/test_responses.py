@@ -312,7 +312,8 @@ def test_an_item_changes_the_settings(served: Served) -> None:
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "reasoning", "content": "", "summary": {}}]}, "input[0].summary"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
@@ -385,6 +386,61 @@ def test_the_store_is_bounded_and_apart_by_accounts(monkeypatch: pytest.MonkeyPa
         store.delete(mine, f"m{at}")
         store.delete(other, f"o{at}")
     assert counts[-1] == (0, 0)
+
+
+def test_items_are_referred_to_and_listed(served: Served) -> None:
+    """As the AI SDK does: it tells of earlier items by their ids."""
+    first = create(served, tools=TOOLS)
+    told = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in first.output)]
+    ids = [{"type": "item_reference", "id": item.id} for item in first.output]
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Noon."}
+    say(served, "It is noon.")
+    create(served, input=[*told, result], tools=TOOLS)
+    expected = prompt(served)
+    second = create(served, input=[told[0], *ids, result], tools=TOOLS)
+    assert prompt(served) == expected
+    listed = served.client.responses.input_items.list(second.id, limit=2, order="asc")
+    everything = list(listed)
+    assert [item.type for item in listed.data] == ["message", "item_reference"]
+    assert [item.type for item in everything] == ["message", *["item_reference"] * len(ids), "function_call_output"]
+    assert everything[0].content[0].text == "Weather?"  # type: ignore[union-attr]
+    assert [item.id for item in served.client.responses.input_items.list(second.id)] == [
+        item.id for item in reversed(everything)
+    ]
+    for query in ("limit=0", "limit=x", "order=up"):
+        assert served.http.get(f"/v1/responses/{second.id}/input_items?{query}").status_code == 400
+    assert served.http.get("/v1/responses/none/input_items").status_code == 404
+    with pytest.raises(openai.BadRequestError, match="background"):
+        served.client.responses.cancel(second.id)
+    with pytest.raises(openai.NotFoundError):
+        served.client.responses.cancel("none")
+    served.client.responses.delete(first.id)
+    answer = served.post("/v1/responses", {"input": [told[0], *ids, result]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[1].id")
+
+
+def test_the_body_has_what_openai_publishes(served: Served) -> None:
+    body = served.post("/v1/responses", {"input": "x", "user": None}).json()
+    assert "user" not in body  # a string, where there is one
+    assert set(body["usage"]["input_tokens_details"]) == {"cached_tokens", "cache_write_tokens"}
+    assert served.post("/v1/responses", {"input": "x", "user": "u"}).json()["user"] == "u"
+
+
+def test_the_tokens_of_an_input_are_counted(served: Served) -> None:
+    first = create(served, tools=TOOLS)
+    fields: dict[str, Any] = {
+        "input": "And now?",
+        "tools": TOOLS,
+        "previous_response_id": first.id,
+        "instructions": "Hm.",
+    }
+    counted = served.client.responses.input_tokens.count(model="baton-tiny", **fields)
+    assert counted.object == "response.input_tokens"
+    create(served, **fields)
+    assert counted.input_tokens == len(served.dispatcher.requests[-1].prompt_token_ids)
+    answer = served.post("/v1/responses/input_tokens", {"input": [{"role": "wizard"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].role")
 
 
 def test_a_socket_is_refused_so_that_clients_go_on_by_post(served: Served) -> None:

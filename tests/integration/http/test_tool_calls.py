@@ -67,6 +67,16 @@ def prompt(server: Served) -> str:
     return tokenizer.decode(list(server.dispatcher.requests[-1].prompt_token_ids), skip_special_tokens=False)
 
 
+def test_tokenize_counts_tools(api: Served) -> None:
+    tokens = api.post("/tokenize", {"messages": CHAT, "tools": TOOLS}).json()["tokens"]
+    api.chat(messages=CHAT, tools=TOOLS)
+    assert tokens == list(api.dispatcher.requests[-1].prompt_token_ids)
+    assert len(tokens) > api.post("/tokenize", {"messages": CHAT}).json()["count"]
+    for fields, param in (({"prompt": "x", "tools": TOOLS}, "tools"), ({"messages": CHAT, "tools": [1]}, "tools[0]")):
+        answer = api.post("/tokenize", fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def whole(stream: Any) -> tuple[dict[str, Any], str | None]:
     """Return the message that a stream's deltas make, put together as clients do it, and how it ended."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}

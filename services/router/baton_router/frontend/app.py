@@ -7,9 +7,11 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc.aio
+import msgspec
 import orjson
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -20,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.api.v1 import worker_pb2
+from baton.dialects.tool_use import read_tools
 from baton.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
 from baton.rpc.audit import audit
 from baton.rpc.errors import call_unary, from_rpc_error
@@ -47,7 +50,7 @@ from baton_router.frontend.openai.generation import GenerationEndpoint, PlainEnd
 from baton_router.frontend.openai.openai_request import chat_prompt, parse_chat, parse_completion
 from baton_router.frontend.openai.response_store import ResponseStore
 from baton_router.frontend.openai.responses import NAMES as RESPONSE_NAMES
-from baton_router.frontend.openai.responses import parse_response, response_formatter
+from baton_router.frontend.openai.responses import ResponsesBody, parse_response, read_response, response_formatter
 from baton_router.frontend.openai.schemas import DetokenizeBody, TokenizeBody, invalid_field
 from baton_router.processor.input_processor import InputProcessor, about_tokens, count_chars
 from baton_router.processor.text_request import Prompt, TextRequest
@@ -122,12 +125,17 @@ def create_app(
             functools.partial(parse_message, store=store), "msg", message_formatter, MESSAGE_NAMES, refusal
         ),
         "/v1/messages/count_tokens": PlainEndpoint(CountTokensBody, tokenizer.count, MESSAGE_NAMES, refusal),
+        "/v1/responses/input_tokens": PlainEndpoint(
+            ResponsesBody, functools.partial(tokenizer.count_input, store=store), RESPONSE_NAMES
+        ),
         "/tokenize": PlainEndpoint(TokenizeBody, tokenizer.tokenize),
         "/detokenize": PlainEndpoint(DetokenizeBody, tokenizer.detokenize),
     }
     for path in endpoints:
         _add(app, "POST", path, _served_by_the_protocol)
     app.add_api_route("/v1/responses", _refuse_socket, methods=["GET"], response_class=Response)
+    _add(app, "GET", "/v1/responses/{response_id}/input_items", store.list_inputs)
+    _add(app, "POST", "/v1/responses/{response_id}/cancel", store.cancel)
     # One route for both, so that the error for other methods lists all allowed ones.
     methods = ["GET", "HEAD", "DELETE"]
     app.add_api_route("/v1/responses/{response_id}", store.serve, methods=methods, response_class=Response)
@@ -178,6 +186,10 @@ def _add(app: FastAPI, method: str, path: str, endpoint: Endpoint) -> None:
     app.add_api_route(path, endpoint, methods=methods, response_class=Response)
 
 
+_ANTHROPIC = "anthropic-version"
+"""Header of Anthropic's clients: they get the fields of their interface, too."""
+
+
 class Models:
     """Serves ``/v1/models``."""
 
@@ -186,21 +198,33 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [*map(self._model, self._processor.model_info().aliases)]})
+        """Serve ``GET /v1/models``."""
+        models = [self._model(info, request) for info in self._processor.model_info().aliases]
+        body: dict[str, Any] = {"object": "list", "data": models}
+        if _ANTHROPIC in request.headers:
+            body |= {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+        return json_response(body)
 
     async def get(self, request: Request) -> Response:
         """Serve ``GET /v1/models/{id}``; without an id it is the list."""
         model = request.path_params["model"]
-        return json_response(self._model(self._processor.model_info(model))) if model else await self.list(request)
+        if not model:
+            return await self.list(request)
+        return json_response(self._model(self._processor.model_info(model), request))
 
-    def _model(self, info: ModelInfo) -> dict[str, Any]:
-        return {
+    def _model(self, info: ModelInfo, request: Request) -> dict[str, Any]:
+        model = {
             "id": info.name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
             "max_model_len": info.max_model_len,
         }
+        if _ANTHROPIC in request.headers:
+            created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            model |= {"type": "model", "display_name": info.name, "created_at": created}
+            model |= {"lifecycle": "active", "max_input_tokens": info.max_model_len, "max_tokens": info.max_model_len}
+        return model
 
 
 class TokenizerEndpoints:
@@ -240,14 +264,22 @@ class TokenizerEndpoints:
 
     async def count(self, body: CountTokensBody, account: Account | None) -> dict[str, Any]:
         """Serve ``/v1/messages/count_tokens``: all tokens of the prompt, those of tools and template included."""
-        text_request = count_request(body)
+        return {"input_tokens": await self._count(count_request(body), account)}
+
+    async def count_input(self, body: ResponsesBody, account: Account | None, store: ResponseStore) -> dict[str, Any]:
+        """Serve ``/v1/responses/input_tokens``."""
+        (request,) = read_response(body, account, store, []).requests
+        request.sampling.validate()
+        return {"object": "response.input_tokens", "input_tokens": await self._count(request, account)}
+
+    async def _count(self, text_request: TextRequest, account: Account | None) -> int:
         info = self._processor.model_info(text_request.model)
         _check_length(text_request.prompt, info, text_request.prompt_field)
         text_request.account = account
         text_request.cache_salt = _salt(account)
         with self._processor.charge(account, about_tokens(text_request.prompt)) as charge:
             charge.tokens = len(await self._processor.tokenize(text_request, info))
-            return {"input_tokens": int(charge.tokens)}
+            return int(charge.tokens)
 
     async def detokenize(self, body: DetokenizeBody, account: Account | None) -> dict[str, Any]:
         info = self._processor.model_info(body.model or "")
@@ -365,5 +397,8 @@ def _prompt(body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("send prompt or messages, one of them", field="prompt")
     if body.prompt is not None:
+        if body.tools:
+            raise invalid_field("tools", "are for messages")
         return body.prompt
-    return chat_prompt(body, body.chat_template_kwargs or {})
+    use = read_tools(body.tools, None, None)
+    return msgspec.structs.replace(chat_prompt(body, body.chat_template_kwargs or {}), tools=use.tools)

@@ -98,6 +98,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         event=answers.ResponseEvent,
         errors=(*_BODY, *_GENERATES),
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        "Count the tokens of an input.", answers.InputTokens, ResponsesBody, errors=_BODY
+    ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         "Return a response that was kept.",
         answers.Response,
@@ -106,6 +109,23 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             _parameter("path", "response_id", "Its id.", type="string", minLength=1),
             _parameter("query", "stream", "Only false: it comes in one piece.", enum=["false", "0"]),
         ),
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        "List the items of a response's input.",
+        answers.InputItems,
+        errors=(404,),
+        parameters=(
+            _parameter("path", "response_id", "Its id.", type="string", minLength=1),
+            _parameter("query", "order", "Of the items; default: desc.", enum=["asc", "desc"]),
+            _parameter("query", "limit", "Most items; default: 20.", type="integer", minimum=1, maximum=100),
+            _parameter("query", "after", "Id of the item before the first one.", type="string"),
+        ),
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "Cancel a response of the background: there are none.",
+        answers.Response,
+        errors=(400, 404),
+        parameters=(_parameter("path", "response_id", "Its id.", type="string", minLength=1),),
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
         "Forget a response.",

@@ -515,8 +515,12 @@ class EventStream:
         """Return the events before the text: the role of a chat message, or the echoed prompt."""
         request = self._request
         first: dict[str, Any] = {}
+        tail = self._tail
         if request.return_token_ids:
-            first["prompt_token_ids"] = list(self._prepared[at].routed.prompt_token_ids)
+            ids = list(self._prepared[at].routed.prompt_token_ids)
+            first["prompt_token_ids"] = ids
+            if request.chat:  # also beside the choices, as in an answer in one piece
+                tail = b'],"prompt_token_ids":' + orjson.dumps(ids) + tail.removeprefix(b"]")
         if request.chat:
             first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None, **first}
         elif request.echo:
@@ -529,7 +533,7 @@ class EventStream:
         else:
             return []
         indices = range(at * request.n, (at + 1) * request.n)
-        return [self._head + orjson.dumps({"index": index, **first}) + self._tail for index in indices]
+        return [self._head + orjson.dumps({"index": index, **first}) + tail for index in indices]
 
     def _piece(self, at: int, delta: TextDelta) -> bytes:
         request = self._request

@@ -195,6 +195,7 @@ class ChatCompletionChunk(Answer, kw_only=True):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -227,6 +228,16 @@ class Response(msgspec.Struct, kw_only=True):
     usage: dict[str, Any] | None
 
 
+class InputItems(msgspec.Struct, kw_only=True):
+    """Answers ``GET /v1/responses/{response_id}/input_items``."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
 class DeletedResponse(msgspec.Struct):
     """Answers ``DELETE /v1/responses/{response_id}``."""
 
@@ -250,13 +261,29 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"] | UnsetType = UNSET
+    display_name: str | UnsetType = UNSET
+    created_at: str | UnsetType = UNSET
+    lifecycle: Literal["active"] | UnsetType = UNSET
+    max_input_tokens: int | UnsetType = UNSET
+    max_tokens: int | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct):
-    """Answers ``GET /v1/models``."""
+    """Answers ``GET /v1/models``; with the fields of Anthropic's interface for clients that send its version."""
 
     object: Literal["list"]
     data: list[Model]
+    has_more: bool | UnsetType = UNSET
+    first_id: str | UnsetType = UNSET
+    last_id: str | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct):
+    """Answers ``POST /v1/responses/input_tokens``."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Tokens(msgspec.Struct):

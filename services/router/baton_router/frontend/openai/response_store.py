@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -19,15 +19,18 @@ MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 1024 * 1024
 """Of each account."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
+_MAX_LISTED = 100
 
 
 class _Kept(NamedTuple):
     conversation: bytes
     body: bytes | None
+    inputs: bytes
+    item_ids: tuple[str, ...]
 
     @property
     def size(self) -> int:
-        return len(self.conversation) + len(self.body or b"")
+        return len(self.conversation) + len(self.body or b"") + len(self.inputs) + sum(map(len, self.item_ids))
 
 
 class ResponseStore:
@@ -42,9 +45,18 @@ class ResponseStore:
     def __init__(self, on_change: Callable[[int, int], None] = lambda responses, size: None) -> None:
         self._kept: dict[str, OrderedDict[str, _Kept]] = {}
         self._sizes: dict[str, int] = {}
+        self._items: dict[tuple[str, str], str] = {}
         self._on_change = on_change
 
-    def add(self, account: Account | None, ident: str, conversation: Any, body: bytes | None = None) -> None:
+    def add(
+        self,
+        account: Account | None,
+        ident: str,
+        conversation: Any,
+        body: bytes | None = None,
+        inputs: Sequence[Mapping[str, Any]] = (),
+        item_ids: Iterable[str] = (),
+    ) -> None:
         """Store a response, unless it takes more than an eighth of an account's bytes.
 
         Args:
@@ -52,13 +64,16 @@ class ResponseStore:
             ident: Identifier of the response.
             conversation: The conversation, including the response: messages of a chat, or a thread.
             body: The response object as JSON; ``None`` of threads.
+            inputs: Items of the response's input.
+            item_ids: Identifiers of the response's output items.
         """
-        entry = _Kept(orjson.dumps(conversation), body)
+        entry = _Kept(orjson.dumps(conversation), body, orjson.dumps(inputs) if inputs else b"", tuple(item_ids))
         owner = _owner(account)
         if entry.size > MAX_BYTES // 8:
             return
         kept = self._kept.setdefault(owner, OrderedDict())
         kept[ident] = entry
+        self._items.update(((owner, item_id), ident) for item_id in entry.item_ids)
         self._sizes[owner] = self._sizes.get(owner, 0) + entry.size
         while len(kept) > MAX_RESPONSES or self._sizes[owner] > MAX_BYTES:
             self._drop(owner, next(iter(kept)))
@@ -90,6 +105,24 @@ class ResponseStore:
         thread: dict[str, Any] = orjson.loads(kept.conversation)
         return thread
 
+    def item(self, account: Account | None, item_id: str, field: str) -> dict[str, Any]:
+        """Return an output item of a response.
+
+        Args:
+            account: Account of the request; ``None`` without API keys.
+            item_id: Identifier of the item.
+            field: Name of the field that has the identifier.
+
+        Raises:
+            NotFoundError: The account has no such item, or not any more; names the field.
+        """
+        ident = self._items.get((_owner(account), item_id))
+        if ident is None:
+            raise NotFoundError(f"{field}: there is no item {shown(item_id)} here (any more)", field=field)
+        _, body = self._find(account, ident, field)
+        item: dict[str, Any] = next(each for each in orjson.loads(body)["output"] if each["id"] == item_id)
+        return item
+
     def body(self, account: Account | None, ident: str) -> bytes:
         """Return a response as JSON.
 
@@ -120,6 +153,35 @@ class ResponseStore:
             raise InvalidRequestError("stream: a response that is kept comes in one piece", field="stream")
         return Response(self.body(account, ident), media_type="application/json")
 
+    async def list_inputs(self, request: Request) -> Response:
+        """Serve ``GET`` of ``/v1/responses/{response_id}/input_items``."""
+        ident = request.path_params["response_id"]
+        account = account_of(request)
+        self._find(account, ident, "response_id")
+        items = orjson.loads(self._kept[_owner(account)][ident].inputs or b"[]")
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError(f"order must be asc or desc, got {shown(order)}", field="order")
+        limit = query.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _MAX_LISTED):
+            raise InvalidRequestError(f"limit must be between 1 and {_MAX_LISTED}, got {shown(limit)}", field="limit")
+        if order == "desc":
+            items.reverse()
+        if "after" in query:
+            places = [at for at, item in enumerate(items) if item["id"] == query["after"]]
+            if not places:
+                raise NotFoundError(f"after: there is no item {shown(query['after'])} in it", field="after")
+            items = items[places[0] + 1 :]
+        page = items[: int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+        return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
+
+    async def cancel(self, request: Request) -> Response:
+        """Serve ``POST`` of ``/v1/responses/{response_id}/cancel``: what is stored has ended."""
+        self._find(account_of(request), request.path_params["response_id"], "response_id")
+        raise InvalidRequestError("response_id: only background responses can be cancelled", field="response_id")
+
     def _entry(self, account: Account | None, ident: str) -> _Kept | None:
         kept = self._kept.get(_owner(account))
         return None if kept is None else kept.get(ident)
@@ -132,7 +194,10 @@ class ResponseStore:
         return kept.conversation, kept.body
 
     def _drop(self, owner: str, ident: str) -> None:
-        self._sizes[owner] -= self._kept[owner].pop(ident).size
+        entry = self._kept[owner].pop(ident)
+        self._sizes[owner] -= entry.size
+        for item_id in entry.item_ids:
+            del self._items[owner, item_id]
         if not self._kept[owner]:
             del self._kept[owner], self._sizes[owner]
 

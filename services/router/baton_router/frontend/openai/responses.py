@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -64,6 +65,7 @@ _ITEMS = [
     _item("function_call_output", {"call_id": STRING, "output": _CONTENT}),
     _item("custom_tool_call_output", {"call_id": STRING, "output": _CONTENT}),
     _item("reasoning", {}, content=or_null(_CONTENT), summary=or_null(_CONTENT)),
+    _item("item_reference", {"id": STRING}),
     _item("additional_tools", {"tools": TOOLS_SCHEMA}),
     _item("configuration_update", {}, reasoning=_SETTINGS, text=_SETTINGS),
 ]
@@ -138,7 +140,7 @@ _NESTED: Mapping[str, tuple[tuple[str, ...], Mapping[str, tuple[Any, ...]]]] = {
 """Fields of nested objects: those with an effect, and those without one, with the values that need no warning."""
 NAMES = FieldNames.make(
     (r"messages.*", "input"),
-    (r"max_completion_tokens", "max_output_tokens"),
+    (r"max(_completion)?_tokens$", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
 )
 """Names of chat fields in this interface."""
@@ -151,6 +153,7 @@ class ResponseSettings(msgspec.Struct):
         ident: Identifier of the response.
         echo: Fields of the request that the response repeats.
         messages: The conversation before the answer, without instructions.
+        inputs: Items of the input.
         tools: Tools of the request.
         account: Account of the request; ``None`` without API keys.
         store: Store for the response; ``None``: it is not stored.
@@ -159,14 +162,16 @@ class ResponseSettings(msgspec.Struct):
     ident: str
     echo: dict[str, Any]
     messages: list[dict[str, Any]]
+    inputs: list[dict[str, Any]]
     tools: ResponseTools
     account: Account | None
     store: ResponseStore | None
 
-    def store_response(self, message: dict[str, Any], body: bytes) -> None:
+    def store_response(self, message: dict[str, Any], body: bytes, item_ids: Iterable[str]) -> None:
         """Store the conversation with its answer, and the response as JSON."""
         if self.store is not None:
-            self.store.add(self.account, self.ident, [*self.messages, message], body)
+            conversation = [*self.messages, message]
+            self.store.add(self.account, self.ident, conversation, body, self.inputs, item_ids)
 
 
 def parse_response(value: Any, account: Account | None, store: ResponseStore) -> OpenAIRequest:
@@ -183,6 +188,20 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
     """
     body = parse_body(ResponsesBody, value)
     ignored = ignored_fields(unknown_fields(ResponsesBody, value), ResponsesBody.outside)
+    return read_response(body, account, store, ignored)
+
+
+def read_response(
+    body: ResponsesBody, account: Account | None, store: ResponseStore, ignored: list[str]
+) -> OpenAIRequest:
+    """Return the request of a body; see :func:`parse_response`.
+
+    Args:
+        body: The body.
+        account: Account of the request; ``None`` without API keys.
+        store: Store of earlier responses.
+        ignored: Fields without effect; more are appended.
+    """
     for name, (acting, silent) in _NESTED.items():
         nested = getattr(body, name) or {}
         for key, item in nested.items():
@@ -191,12 +210,13 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
     earlier = store.messages(account, body.previous_response_id) if body.previous_response_id else []
     tools = ResponseTools(ignored)
     tools.add(body.tools or [], "tools")
-    read = _Input(tools, {"reasoning": body.reasoning or {}, "text": body.text or {}})
+    settings = {"reasoning": body.reasoning or {}, "text": body.text or {}}
+    read = _Input(tools, settings, functools.partial(store.item, account))
     read.add(body.input)
     tools.check_left()
     messages = earlier + read.messages
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    chat: dict[str, Any] = {name: value[name] for name in _PASSED if value.get(name) is not None}
+    chat: dict[str, Any] = {name: item for name in _PASSED if (item := getattr(body, name)) is not None}
     chat["messages"] = instructions + messages
     chat["max_completion_tokens"] = body.max_output_tokens
     chat["tools"] = tools.functions or None
@@ -230,14 +250,34 @@ def parse_response(value: Any, account: Account | None, store: ResponseStore) ->
             "tools": body.tools or [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "user": body.user,
+            **({} if body.user is None else {"user": body.user}),
         },
         messages=messages,
+        inputs=_input_items(body.input),
         tools=tools,
         account=account,
         store=store if body.store is not False else None,
     )
     return request
+
+
+def _input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of an input with identifiers, texts of messages as parts."""
+    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    items = []
+    for item in given:
+        kind = item.get("type", "message")
+        made = {**item, "type": kind, "id": item.get("id") or _ident(_PREFIXES.get(kind, "item"))}
+        if kind == "message":
+            made.setdefault("status", "completed")
+            if isinstance(item.get("content"), str):
+                part = "output_text" if item.get("role") == "assistant" else "input_text"
+                made["content"] = [{"type": part, "text": item["content"]}]
+        items.append(made)
+    return items
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 
 
 class _Input:
@@ -246,13 +286,20 @@ class _Input:
     Args:
         tools: Takes the tools of items.
         settings: ``reasoning`` and ``text`` of the request, which items change.
+        find_item: Returns a stored item by its identifier; its second argument is the place for errors.
 
     Attributes:
         messages: The messages so far.
         settings: The settings after them.
     """
 
-    def __init__(self, tools: ResponseTools, settings: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        tools: ResponseTools,
+        settings: dict[str, dict[str, Any]],
+        find_item: Callable[[str, str], dict[str, Any]],
+    ) -> None:
+        self._find_item = find_item
         self.messages: list[dict[str, Any]] = []
         self.settings = settings
         self._tools = tools
@@ -300,6 +347,11 @@ class _Input:
                     raise invalid_field(f"{place}.call_id", "must be a string")
                 output = _text(item.get("output"), f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+            case "item_reference":
+                if not isinstance(item.get("id"), str):
+                    raise invalid_field(f"{place}.id", "must be a string")
+                self._open = reasoned
+                self._add(self._find_item(item["id"], f"{place}.id"), place)
             case "additional_tools":
                 self._tools.add(item.get("tools"), f"{place}.tools")
             case "configuration_update":
@@ -487,7 +539,7 @@ class _Response:
             reasoning = reasoning_tokens(self._prepared[0], thoughts)
             usage = {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": cached},
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": tokens,
                 "output_tokens_details": {"reasoning_tokens": min(reasoning, tokens)},
                 "total_tokens": counts["total_tokens"],
@@ -511,7 +563,7 @@ class _Response:
         message = message_of(self._events, reasoning=True)
         data = orjson.dumps(body)
         stored = {name: item for name, item in message.items() if item is not None and name != "reasoning"}
-        self._settings.store_response(stored, data)
+        self._settings.store_response(stored, data, (item["id"] for item in self._items.items))
         return data
 
 

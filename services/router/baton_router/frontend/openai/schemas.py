@@ -309,6 +309,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: _MessagesOrNull = None
+    tools: _Tools = None
     add_special_tokens: bool | None = None
     allow_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
