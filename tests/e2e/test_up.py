@@ -206,8 +206,9 @@ def test_a_process_that_cannot_start_ends_the_whole_with_its_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
     running = start("--ratio", "0P1D", "--model", str(tmp_path))
     text = running.end()
-    assert running.process.returncode not in (0, None)
+    assert running.process.returncode == 2
     assert "config.json" in text
+    assert "router |" not in text
     assert "Traceback" not in text
 
 
@@ -216,7 +217,7 @@ def test_a_model_whose_tokenizer_cannot_be_read_is_found_out_before_it_is_up(tmp
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     running = start("--ratio", "0P1D", "--model", str(tmp_path / "model"))
     text = running.end()
-    assert running.process.returncode == 1
+    assert running.process.returncode == 2
     assert "tokenizer.json cannot be read" in text
     assert "Traceback" not in text
     assert "Baton is up" not in text

@@ -52,10 +52,12 @@ def torch_has_gpus() -> bool:
 
 def _check_folder(folder: Path, config: EngineConfig) -> None:
     """Check a model's files, and that the ranks divide its heads and layers."""
-    weight_files(folder)
     raw = read_json(folder / "config.json")
     if not raw:
         raise ConfigError(f"model folder {str(folder)!r} has no config.json", field="model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        read_json(folder / name)
+    weight_files(folder)
     text = raw.get("text_config")
     values = text if isinstance(text, dict) else raw
     heads = values.get("num_attention_heads")

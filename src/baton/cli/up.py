@@ -186,7 +186,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipe", default=None, help=f"{PIPES_HELP} (default: {AUTO})")
     text = "run a KV store too, which instances load from and save to and the router follows"
     parser.add_argument("--kvstore", action=argparse.BooleanOptionalAction, default=None, help=text)
-    log_help = {item.name: item.metadata["help"] for item in dataclasses.fields(ServiceConfig)[-2:]}
+    log_help = {item.name: item.metadata["help"] for item in dataclasses.fields(ServiceConfig)}
     access_help = {item.name: item.metadata["help"] for item in dataclasses.fields(AccessConfig)}
     text = f"{access_help.pop('token_file')}; default: none, or a new one for --api-keys"
     parser.add_argument("--token-file", default=None, help=text)

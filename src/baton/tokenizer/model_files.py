@@ -63,7 +63,8 @@ def model_directory(path: str | Path, files: Sequence[str] = TOKENIZER_FILES) ->
         # library's errors for the rest; to the caller all mean that the files can't be had.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{name} is neither a local directory nor a hub model that can be downloaded: {reason}",
+            f"{name} is neither a local directory nor a hub model that can be downloaded: {reason} (HF_HUB_OFFLINE=1 "
+            "takes it from the cache, HF_ENDPOINT names a mirror, HF_TOKEN opens gated models)",
             field="model",
         ) from error
 

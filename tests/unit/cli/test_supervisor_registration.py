@@ -1,6 +1,9 @@
-"""A router that never sees an instance: the supervisor names it and says why it gave up."""
+"""A start that fails: the supervisor names the process, says why it gave up, and tells mistakes from failures."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import grpc
 import grpc.aio
@@ -8,7 +11,7 @@ import pytest
 
 from baton.api.v1 import router_pb2, router_pb2_grpc
 from baton.cli.supervisor import DeploymentPlan, ProcessSpec, Supervisor
-from baton.errors import UnavailableError
+from baton.errors import BatonError, ConfigError, UnavailableError
 
 
 class LonelyRouter(router_pb2_grpc.RouterServiceServicer):
@@ -44,3 +47,19 @@ async def test_an_instance_that_the_router_does_not_take_is_named_with_the_reaso
     with pytest.raises(UnavailableError, match=f"^{told}$"):
         await supervisor._wait_registered()
     await server.stop(None)
+
+
+@pytest.mark.parametrize(("status", "error"), [(1, UnavailableError), (2, ConfigError)])
+async def test_a_configuration_that_cannot_work_is_told_from_a_failure(status: int, error: type[BatonError]) -> None:
+    def start(spec: ProcessSpec, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        program = f"import sys; print('why it ends'); sys.exit({status})"
+        return subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
+
+    router = ProcessSpec("router", "", (), "127.0.0.1:9", "router")
+    supervisor = Supervisor(DeploymentPlan(None, router, (), "", ""), lambda *_: None)
+    supervisor.spawn = start
+    with pytest.raises(BatonError) as raised:
+        await supervisor.start()
+    assert type(raised.value) is error
+    assert raised.value.message == f"router ended with status {status} before it was ready: why it ends"
+    await supervisor.stop()

@@ -105,13 +105,14 @@ def truncate(path: Path) -> None:
     [
         ("config.json", remove, "has no config.json"),
         ("config.json", truncate, "config.json cannot be read"),
+        ("tokenizer.json", truncate, "tokenizer.json cannot be read"),
         ("model.safetensors", remove, "has no safetensors weights"),
         ("model.safetensors", make_unreadable, "model.safetensors cannot be read: Is a directory"),
         ("model.safetensors", truncate, "model.safetensors: truncated or corrupt"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name: str, damage: Any, told: str, folder: Path) -> None:
-    damage(folder / name if name == "config.json" else weights(folder))
+    damage(folder / name if name != "model.safetensors" else weights(folder))
     with pytest.raises(ConfigError) as error:
         plan("--model", str(folder))
     assert told in error.value.message
