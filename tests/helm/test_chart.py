@@ -111,11 +111,21 @@ def test_these_values_are_taken(text: str) -> None:
         ("model.init.image=models/acme", "model.servedName"),
         ("decode.leaderWorkerSet.size=2", "leaderWorkerSet"),
         ("pools.big.role=prefill,pools.big.nodes=2", "nodes"),
+        ("decode.replicas=0", "decode.replicas"),
+        (r"decode.resources.limits.nvidia\.com/gpu=1", "decode.flags.device"),
+        (r"worker.resources.limits.amd\.com/gpu=1", "flags.device"),
+        (r"pools.big.role=prefill,pools.big.resources.limits.nvidia\.com/mig-1g\.5gb=1", "big.flags.device"),
     ],
 )
 def test_these_values_are_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(helm_python.HelmError, match=re.escape(named)):
         render(values(text))
+
+
+def test_a_gpu_with_its_device_and_decodes_in_another_pool_are_taken() -> None:
+    gpu = r"decode.resources.limits.nvidia\.com/gpu=1,decode.flags.device=cuda:0"
+    assert "nvidia.com/gpu" in str(render(values(gpu)))
+    assert render(values("decode.replicas=0,pools.more.role=decode,pools.more.replicas=1"))
 
 
 def validate(each: dict[str, Any], version: str) -> None:
