@@ -11,7 +11,10 @@ import baton
 
 def main(address: str = "127.0.0.1:8001") -> None:
     with baton.Client(address, direct=True) as client:
-        answer = client.generate("import os\n\n\ndef main():\n", max_tokens=24, temperature=0)
+        try:
+            answer = client.generate("import os\n\n\ndef main():\n", max_tokens=24, temperature=0)
+        except baton.errors.InvalidRequestError as error:
+            sys.exit(f"{error.message}\nSee the first lines of this file.")
         print(answer.text)
         print("from", answer.trace.decode_instance)
 

@@ -119,7 +119,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, skip: frozenset[str
             continue
         kind = base_type(hints[item.name])
         default = None if item.default is dataclasses.MISSING else item.default
-        suffix = "" if default in (None, "", ()) else f" (default: {default})"
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        suffix = "" if default in (None, "", ()) else f" (default: {shown})"
         flag = "--" + item.name.replace("_", "-")
         options: dict[str, Any] = {
             "dest": item.name,
